@@ -478,9 +478,15 @@ MUTATIONS = tuple(
         (SERVING, "self._orders.give(Flush())", "pass", COME_BACK),
         (
             SERVING,
-            "max(within, least_tokens(self._scheduler))",
-            "within",
-            KV_UNIT + "serving.py::test_two_prefills_keep_their_room",
+            "least = max(longest_request(self._scheduler), least_tokens(self._scheduler))",
+            "least = longest_request(self._scheduler)",
+            KV_UNIT + "serving.py::test_two_prefills_and_the_first_ranks_longest_request_keep_their_room",
+        ),
+        (
+            SERVING,
+            "least = max(longest_request(self._scheduler), least_tokens(self._scheduler))",
+            "least = least_tokens(self._scheduler)",
+            KV_UNIT + "serving.py::test_two_prefills_and_the_first_ranks_longest_request_keep_their_room",
         ),
         (SERVING, "max(self._goal, longest_request(self._scheduler))", "self._goal", OWN_ROOM),
         (SERVING, '"grammar_queue", ()', '"no_queue", ()', OWN_ROOM),

@@ -135,7 +135,9 @@ class Serving:
 
     def _order(self, shortage: int) -> None:
         within = self._pools.tokens_within(self._pools.bytes_behind(self._pools.counts_for(self._goal)) - shortage)
-        tokens = self._whole_pages(max(within, least_tokens(self._scheduler))).tokens
+        # Stages of a pipeline learn one after another that a request has ended: the first one's longest counts for all.
+        least = max(longest_request(self._scheduler), least_tokens(self._scheduler))
+        tokens = self._whole_pages(max(within, least)).tokens
         if tokens < self._goal:
             self._ordered = True
             self._orders.give(Retire(tokens))

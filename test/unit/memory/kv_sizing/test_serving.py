@@ -160,10 +160,11 @@ def test_what_is_ordered_meanwhile_comes_after_what_is_under_way(served):
     [
         ({"chunked_prefill_size": 4800}, 9600),
         ({"chunked_prefill_size": None, "max_req_input_len": 4700}, 9400),
+        ({"waiting_queue": [request(9100, 0), request(5, 9200)]}, 9205),
     ],
     ids=str,
 )
-def test_two_prefills_keep_their_room(scheduler, least, served):
+def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, least, served):
     made = served([0], **scheduler)
     made.one.look()
     assert made.given == [Retire(least)]
