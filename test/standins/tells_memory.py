@@ -18,7 +18,9 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 import time
 from pathlib import Path
@@ -37,9 +39,9 @@ sampled = {"now": 0, "most": 0}  # bytes since the peak is counted anew, and eve
 
 def register():
     here = "sglang_moe_patches.memory.kv_sizing."
-    hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": learn_the_rule}
-    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "address_space": count_what_is_mapped}
-    hooks |= {here + "ranks": be_quick, here + "serving": look_often}
+    hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": on_the_host}
+    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "ranks": be_quick}
+    hooks[here + "serving"] = look_often
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
@@ -190,7 +192,7 @@ def telling(told):
     return tell
 
 
-def learn_the_rule(hooks):
+def on_the_host(hooks):
     original = hooks._fraction
 
     def in_force(maker):
@@ -198,24 +200,52 @@ def learn_the_rule(hooks):
         return fraction[0]
 
     hooks._fraction = in_force
+    hooks.CudaMemory = HostMemory
 
 
-def count_what_is_mapped(address_space):
-    memory = address_space.HostMemory
-    map_, unmap = memory.map, memory.unmap
+class HostMemory:
+    """In the place of a GPU's: whatever touches what is not mapped ends the process."""
 
-    def map_and_count(self, address, size):
-        if os.environ.get("MAP_FAILS") == rank() and reads[0] > 3:
-            raise address_space.OutOfMemory("nothing is left")
-        map_(self, address, size)
+    granularity = mmap.PAGESIZE
+
+    def __init__(self, gpu=0):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+    def reserve(self, size):
+        return self._mmap(None, size, 0, 0)
+
+    def map(self, address, size):
+        if "MAP_FAILS" in os.environ and os.environ["MAP_FAILS"] == rank() and reads[0] > 3:
+            from sglang_moe_patches.memory.kv_sizing.address_space import OutOfMemory
+
+            raise OutOfMemory("nothing is left")
+        self._mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, MAP_FIXED)
         mapped[0] += size
         note("maps")
 
-    def unmap_and_count(self, address, size):
-        unmap(self, address, size)
+    def unmap(self, address, size):
+        self._mmap(address, size, 0, MAP_FIXED)
         mapped[0] -= size
 
-    memory.map, memory.unmap = map_and_count, unmap_and_count
+    def release(self, address, size):
+        self._libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+    def device(self):
+        import torch
+
+        return torch.device("cpu")
+
+    def _mmap(self, address, size, protection, flags):
+        flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        found = self._libc.mmap(address, size, protection, flags, -1, 0)
+        if found in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), f"mmap of {size / 1e6:,.0f} MB")
+        return found
+
+
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of Linux on x86-64 and 64-bit Arm; Python's mmap has not both
 
 
 def allow(eligibility):

@@ -297,8 +297,7 @@ MUTATIONS = tuple(
             OURS + "memory/kv_sizing/pools.py",
             "= rule, top, page, rule",
             "= rule, top, page, top",
-            ENGINE + "memory/test_kv_sizing.py::"
-            "test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short",
+            KV_UNIT + "pools.py::test_the_tokens_of_the_rule_have_memory_and_no_more",
         ),
         (
             QUERY,

@@ -5,20 +5,22 @@ Why
     Kimi-K2.5's widths and chunks of 16,384, where 12.6 GB are needed, and 8.6 GB with the other changes.
 
 Hook points
-    Where pools are decided on and made (``_resolve_memory_pool_config`` and ``_init_pools`` of the model runner, from
-    0.5.16 on of ``KVCacheConfigurator``), ``Scheduler.get_init_info`` and ``run_event_loop`` (:mod:`.hooks`). On the
-    scheduler itself: its inbox and ``process_input_requests`` (:mod:`.ranks`). In the launcher:
-    ``ServerArgs.__post_init__`` (:mod:`.eligibility`).
+    ``_resolve_memory_pool_config`` and ``_init_pools`` of ``ModelRunner``, from 0.5.16 on of ``KVCacheConfigurator``, and
+    ``Scheduler.get_init_info`` and ``run_event_loop`` (:mod:`.hooks`). On a scheduler that has started: its inbox and
+    ``process_input_requests`` (:mod:`.ranks`); while it rehearses, its outbox and ``ModelRunner.forward``
+    (:mod:`.rehearsal`); afterwards ``_add_request_to_queue`` and ``get_num_allocatable_reqs``, where nobody said how
+    many requests run at once (:mod:`.serving`). In the launcher: ``ServerArgs.__post_init__`` (:mod:`.eligibility`).
 
 Skipped
-    unless ``SGLANG_MOE_PATCHES_KV_SIZING`` asks for it, without CUDA, and with the features in :mod:`.eligibility`.
+    unless ``SGLANG_MOE_PATCHES_KV_SIZING`` asks for it; without CUDA, with a feature of ``INELIGIBLE`` or
+    ``ENGINE_SWITCHES`` in :mod:`.eligibility`, and with KV caches that :mod:`.pools` does not know.
 
 Costs
-    A rehearsal at each start. While serving, a turn of the event loop reads the clock.
+    A rehearsal at each start. While serving, a turn of the event loop reads the clock, and one in each second the free
+    memory. Eight bytes for each slot of the KV cache that has an address and no memory.
 
 How
-    ``docs/changes/kv-sizing.md``. In code a start is followed in :mod:`.hooks`, which has its steps in their order and
-    takes up each of these once:
+    ``docs/changes/kv-sizing.md``. In code :mod:`.hooks` has the steps of a start in their order, and calls:
 
     1. :mod:`.eligibility`: whether this server is sized.
     2. :mod:`.pools`: the engine makes its pools over addresses for more tokens than have memory

@@ -6,10 +6,7 @@ goes behind the tail. This module knows CUDA's driver and nothing of the engine.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -40,43 +37,6 @@ class Memory(Protocol):
 
     def device(self) -> Any:
         """The ``torch.device`` of tensors over it."""
-
-
-class HostMemory:
-    """The CPU's: whatever touches what is not mapped ends the process, which is what tests want."""
-
-    def __init__(self) -> None:
-        self.granularity = mmap.PAGESIZE
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-
-    def reserve(self, size: int) -> int:
-        return self._mmap(None, size, 0, 0)
-
-    def map(self, address: int, size: int) -> None:
-        self._mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED)
-
-    def unmap(self, address: int, size: int) -> None:
-        self._mmap(address, size, 0, _MAP_FIXED)
-
-    def release(self, address: int, size: int) -> None:
-        self._libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
-
-    def device(self) -> Any:
-        import torch
-
-        return torch.device("cpu")
-
-    def _mmap(self, address: int | None, size: int, protection: int, flags: int) -> int:
-        flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        found = self._libc.mmap(address, size, protection, flags, -1, 0)
-        if found in (None, ctypes.c_void_p(-1).value):
-            raise OutOfMemory(f"mmap of {size / 1e6:,.0f} MB: {os.strerror(ctypes.get_errno())}")
-        return int(found)
-
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux on x86-64 and 64-bit Arm; Python's mmap has not both
 
 
 class CudaMemory:
@@ -165,10 +125,6 @@ class ElasticBuffer:
         storage = torch._C._construct_storage_from_data_pointer(self.address, memory.device(), self._span)
         self.tensor = torch.empty(0, dtype=dtype, device=memory.device()).set_(storage, 0, tuple(shape))
 
-    @property
-    def mapped_bytes(self) -> int:
-        return len(self._mapped) * self._memory.granularity
-
     def bytes_behind(self, rows: int) -> int:
         """Bytes of memory that the first ``rows`` rows of every plane take, whole granules."""
         return sum(len(each) for each in self._granules(rows)) * self._memory.granularity
@@ -177,10 +133,9 @@ class ElasticBuffer:
         """Bytes of the first ``rows`` rows of every plane: what a tensor of as many rows would have."""
         return self._planes * rows * self._row_bytes
 
-    def map_rows(self, rows: int) -> int:
+    def map_rows(self, rows: int) -> None:
         """Put zeroed memory behind the first ``rows`` rows of every plane, where there is none yet.
 
-        :returns: bytes mapped.
         :raises OutOfMemory: there is not enough; nothing was changed.
         """
         missing = [number for each in self._granules(rows) for number in each if number not in self._mapped]
@@ -194,7 +149,6 @@ class ElasticBuffer:
                 self._memory.unmap(*self._extent(run))
             raise
         self._mapped.update(missing)
-        return len(missing) * self._memory.granularity
 
     def unmap_from(self, rows: int) -> int:
         """Give back the memory that no row before ``rows`` lies in.

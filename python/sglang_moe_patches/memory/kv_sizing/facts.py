@@ -41,7 +41,6 @@ def server_facts(runner: Any) -> ServerFacts:
         fixed_bytes=_table_bytes(rows) + pool_bytes(getattr(table, "mamba_pool", None)),
         page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
         vocabulary=int(config.vocab_size),
-        images=bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
         hybrid=hybrid(pool, table),
         window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
         window_tokens=window_tokens,

@@ -23,7 +23,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     sizing,
     token_count,
 )
-from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, HostMemory, Memory
+from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
 from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import Plant
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
@@ -111,7 +111,7 @@ class ServerStart:
         self.limited = 0
         self.needs: list[RankNeed] = []
         """What all ranks have measured last; known to the first alone."""
-        self._init_info: Any = self
+        self._init_info: Any = self  # what no pipe sends, until the scheduler has been asked
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
@@ -132,7 +132,7 @@ class ServerStart:
 
         @functools.wraps(original)
         def resolve(maker: Any, pre_model_load_memory: float) -> Any:
-            if maker.is_draft_worker or self.pools is not None or not eligibility.KV_SIZING.read():
+            if maker.is_draft_worker or self.pools is not None:
                 return original(maker, pre_model_load_memory)
             launches = self._gather(maker, pre_model_load_memory)
             if self.reason:
@@ -171,7 +171,10 @@ class ServerStart:
 
     @contextmanager
     def _at_least_a_beginning(self, maker: Any, launches: list[LaunchMemory]) -> Any:
-        """Where the engine's rule leaves the KV cache too little to rehearse with, begin with more."""
+        """Have the engine make a larger KV cache where its own fraction leaves too little to rehearse with.
+
+        A given fraction stays.
+        """
         fraction = None if self.given else first_fraction(maker, launches, self.margin)
         if fraction is None:
             yield
@@ -208,8 +211,8 @@ class ServerStart:
             self.reason = problem
             self.log("no rehearsal because %s", problem, warn=True)
             return
-        self.pools = ElasticPools(make_memory(self.gpu), rule, top, int(maker.page_size))
-        self._hold_init_info()
+        self.pools = ElasticPools(CudaMemory(self.gpu), rule, top, int(maker.page_size))
+        self._hold_pipe()
 
     def make_pools(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The engine's making of pools: with buffers of ours, or as without us."""
@@ -228,7 +231,6 @@ class ServerStart:
                 return built
             except Exception as error:
                 self.reason = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
-                log.logger.warning(log.of("kv-sizing", "the KV cache does not grow because %s"), self.reason)
                 for name, value in kept.items():
                     setattr(maker, name, value)
             return original(maker, **arguments)
@@ -247,10 +249,10 @@ class ServerStart:
 
         return get_init_info
 
-    def _hold_init_info(self) -> None:
-        """Have the message that carries the scheduler's word to its launcher wait.
+    def _hold_pipe(self) -> None:
+        """Have the pipe to the launcher wait with what ``get_init_info`` returns, until :meth:`_release_init_info`.
 
-        The engine takes the pipe's method before it asks for what it is to send, so this begins before.
+        ``pipe.send(scheduler.get_init_info())`` looks ``send`` up before it calls the other: it is wrapped before that.
         """
         from multiprocessing.connection import Connection
 
@@ -278,8 +280,7 @@ class ServerStart:
 
         @functools.wraps(original)
         def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if eligibility.KV_SIZING.read():
-                self._begin(scheduler)
+            self._begin(scheduler)
             return original(scheduler, *args, **kwargs)
 
         return run_event_loop
@@ -297,7 +298,7 @@ class ServerStart:
                 self._begin_pass(None)
             except Exception as error:
                 problem = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-        if self.pools is not None:  # as on every rank: all have made addresses for their pools, or none
+        if self.pools is not None:  # which all ranks have, or none: else some would wait here for ever
             problem = next(filter(None, ranks.all_gather(problem)), "")
         if not problem:
             limit_s = rehearsal.timeout_s()
@@ -330,14 +331,17 @@ class ServerStart:
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
 
     def _measured(self, seen: rehearsal.Measured) -> None:
-        """On every rank, in the turn of the flush: the stages of a pipeline not at the same time."""
+        """On every rank, once its cache has been flushed: tell what it needs. A pipeline's stages come here in turn."""
         assert self.pools is not None
         self._seen = seen
         for name, took in seen.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + took
         for name, taken in seen.phases.items():
             self._phases[name] = max(self._phases.get(name, 0), taken)
-        without_forwards = self.launch.free - self._other_bytes() - self.pools.mapped_bytes()
+        # Request tables and states were allocated with the pools, too.
+        beside_cache = server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
+        mapped = self.pools.bytes_behind(self.pools.counts)
+        without_forwards = self.launch.free - beside_cache - mapped
         if not seen.failure:
             self._need = max(self._need, without_forwards - seen.lowest)
             self._before = max(self._before, without_forwards - seen.free)
@@ -345,7 +349,6 @@ class ServerStart:
         lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
         spare = lowest - self.margin - self.launch.images - not_run
-        mapped = self.pools.bytes_behind(self.pools.counts)
         need = RankNeed(
             fits=self.pools.tokens_within(int(mapped + spare)),
             need=int(without_forwards - lowest),
@@ -355,10 +358,6 @@ class ServerStart:
             requests=seen.requests,
         )
         self._publish_need(need)
-
-    def _other_bytes(self) -> int:
-        """What was allocated with the pools and is not the KV cache's, in bytes: request tables, states."""
-        return server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
 
     # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
 
@@ -373,13 +372,13 @@ class ServerStart:
             log.logger.warning(log.of("kv-sizing", "what a rank has to tell is lost: %s"), error)
 
     def _publish_need(self, need: RankNeed) -> None:
-        """Tell the first rank what this one has measured; from here on its orders are waited for."""
+        """Tell the first rank what this one has measured. Users' requests wait until that has ordered what to do."""
         self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
         self._await("measured")
         self._publish("measured", need)
 
     def _decide_when_all_have_told(self) -> list[Any]:
-        """On ranks that read, instead of users' requests: the first gives orders."""
+        """What is read in place of users' requests: an order, on the first rank, when all have told or time is over."""
         assert self.pools is not None
         if not self.leads or not self._waits_for:
             return []
@@ -407,11 +406,11 @@ class ServerStart:
         self.needs = needs
         now = self.pools.counts.tokens
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
-        verdict = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler))
-        if verdict.tokens > now:
-            return MapTokens(verdict.tokens)
-        again = verdict.tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
-        return UseTokens(verdict.tokens, verdict.reason, again, needs[0].missed, needs[0].requests)
+        tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler))
+        if tokens > now:
+            return MapTokens(tokens)
+        again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
+        return UseTokens(tokens, reason, again, needs[0].missed, needs[0].requests)
 
     def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
         assert self.pools is not None
@@ -562,13 +561,6 @@ class ServerStart:
         except Exception as error:
             self.log("free memory is not watched: %s", error, warn=True)
         self._release_init_info()
-
-
-def make_memory(gpu: int) -> Memory:
-    """What KV buffers are made of."""
-    import torch
-
-    return CudaMemory(gpu) if torch.cuda.is_available() else HostMemory()
 
 
 _POOLS = ("req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator")

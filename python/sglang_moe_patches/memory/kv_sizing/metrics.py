@@ -15,7 +15,7 @@ TOKENS, BY_RULE, NEED, LOWEST_FREE, GIVEN_BACK, STATE = (
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     TOKENS: ("Tokens of the KV cache.", ()),
     BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
-    NEED: ("Bytes that the largest forwards of the rehearsal took beside weights and KV cache.", ()),
+    NEED: ("Bytes that forwards and graphs take beside weights and KV cache, on the rank that needs most.", ()),
     LOWEST_FREE: ("The lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
     GIVEN_BACK: ("Bytes of the KV cache that were given back while serving.", ()),
     STATE: ("1 for what became of the KV cache, with the reason where it was not measured.", ("state", "reason")),
@@ -24,7 +24,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Metrics:
-    """Of one rank: ``/metrics`` has them where ``--enable-metrics`` is on.
+    """Of one rank, ``need_bytes`` of the first alone: ``/metrics`` has them where ``--enable-metrics`` is on.
 
     :param arguments: of the server, as resolved.
     :param gpu: of this rank, by which replicas are told apart.

@@ -110,7 +110,6 @@ class ServerFacts:
 
     :param fixed_bytes: of what goes with requests: their table, and Mamba's states.
     :param page: tokens.
-    :param images: the model takes them.
     :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
     :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
     :param captured: the largest decode batch that has a graph; ``None``: none has, or not yet.
@@ -119,7 +118,6 @@ class ServerFacts:
     fixed_bytes: int
     page: int
     vocabulary: int
-    images: bool = False
     hybrid: str = ""
     window: int = 0
     window_tokens: int = 0
@@ -164,7 +162,6 @@ class Limits:
     """Tokens of the KV cache of the layers that have one; 0: none has."""
     states: bool = False
     """Layers keep a state for each request, and a prefix is cached where one was kept."""
-    images: bool = False
     stop_token: bool = False
     """The tokenizer has an end of sequence, which ``min_new_tokens`` bars."""
     draft_tokens: int = 0
@@ -281,7 +278,6 @@ def derive_limits(
         window=facts.window,
         window_tokens=facts.window_tokens,
         states=facts.hybrid == MAMBA,
-        images=facts.images,
         draft_tokens=draft_tokens,
         draft_slots=draft_slots,
         default_requests=info.get("max_running_requests") is None,
@@ -428,16 +424,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Load:
-    """What can be driven, and what cannot, each with the reason."""
+    """What is driven, in this order."""
 
     phases: tuple[Phase, ...]
-    skipped: tuple[str, ...]
 
 
 def derive_phases(limits: Limits) -> Load:
     """What a server of this configuration rehearses: the largest forwards, and what sampling takes besides."""
     phases: list[Phase] = []
-    missing: list[str] = []
 
     chunk = limits.largest
     whole = chunk // limits.page * limits.page
@@ -458,11 +452,7 @@ def derive_phases(limits: Limits) -> Load:
     before = (room - chunk if limits.radix_cache else (room // chunk - 1) * chunk) // step * step
     # With EAGLE the cache's keys are pairs of tokens: of a prefix it finds one token less, which can be a step less.
     cached = before - step if limits.draft_tokens and limits.radix_cache else before
-    if limits.chunk is None:
-        missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
-    elif cached < step:
-        missing.append("a long cached prefix: the longest request is a chunk")
-    else:
+    if limits.chunk is not None and cached >= step:
         name, behind = "prefill chunk behind the longest prefix", replace(prefill, longest_prefix=cached)
         prompts = _behind(before, chunk, limits)
         # A part has at most twice the tokens of the one before, behind twice as many; a chunk behind a planted prefix
@@ -485,13 +475,7 @@ def derive_phases(limits: Limits) -> Load:
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
             name, prompts = f"{sharers} requests behind one prefix", _sharing(before, part, sharers, limits)
             phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts, planted=planted))
-        else:
-            missing.append(
-                "several requests behind the longest prefix: no radix cache, or too few requests or tokens at once"
-            )
-    if limits.mixed and limits.stages > 1:
-        missing.append("mixed chunks: each stage has several batches under way")
-    elif limits.mixed and limits.chunk is not None:
+    if limits.mixed and limits.stages == 1 and limits.chunk is not None:  # each stage has several batches under way
         decodes = min(MIXED_DECODES, limits.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - limits.page, requests=decodes)
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
@@ -501,9 +485,8 @@ def derive_phases(limits: Limits) -> Load:
     paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
     fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
     counts: list[tuple[PhaseKind, str, int]] = []
-    if limits.stages > 1 and fit < captured < limits.batch:
-        missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
-    elif captured:
+    # Where so many are not there at once they are not waited for: a graph has its memory since it was captured.
+    if captured and not (limits.stages > 1 and fit < captured < limits.batch):
         counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
     if limits.batch > captured:
         first = captured if counts else FEW // RISE
@@ -518,13 +501,7 @@ def derive_phases(limits: Limits) -> Load:
     phases += _long_among_short(limits, plain)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
-    if limits.images:
-        missing.append("images: the engine's own allowance is kept for them")
-    if limits.gathered > 1 and captured == limits.batch:
-        missing.append("a decode without its graph, while another rank computes a prompt")
-    if limits.draft_tokens:
-        missing.append("log-probabilities of new tokens with speculation")
-    return Load(tuple(_in_step(phase, limits) for phase in phases), tuple(missing))
+    return Load(tuple(_in_step(phase, limits) for phase in phases))
 
 
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = ()) -> Load:
@@ -539,12 +516,11 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = 
         return (*(getattr(phase.bound, name) for name in BOUND_FIELDS), longest)
 
     ran = {phase.kind: sizes(phase) for phase in derive_phases(before).phases}
-    load = derive_phases(after)
 
     def is_larger(phase: Phase) -> bool:
         return phase.kind not in ran or phase.name in missed or any(map(operator.gt, sizes(phase), ran[phase.kind]))
 
-    return Load(tuple(filter(is_larger, load.phases)), load.skipped)
+    return Load(tuple(filter(is_larger, derive_phases(after).phases)))
 
 
 def rising_counts(fewer: int, last: int) -> list[int]:

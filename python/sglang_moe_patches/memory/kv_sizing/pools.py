@@ -82,9 +82,6 @@ class ElasticPools:
 
         return TokenCounts(tokens, *(part(*each) for each in zip(self.rule[1:], self.top[1:], strict=True)))
 
-    def mapped_bytes(self) -> int:
-        return sum(each.memory.mapped_bytes for each in self._buffers)
-
     def bytes_behind(self, counts: TokenCounts) -> int:
         """Bytes of memory that so many tokens take."""
         return sum(each.memory.bytes_behind(self._rows(each, counts)) for each in self._buffers)
@@ -106,22 +103,19 @@ class ElasticPools:
 
     # --- Memory --------------------------------------------------------------------------------------------------
 
-    def map(self, counts: TokenCounts) -> int:
+    def map(self, counts: TokenCounts) -> None:
         """Have memory behind so many tokens, in every buffer or in none more than before.
 
-        :returns: bytes mapped.
         :raises OutOfMemory: there is not enough; nothing has changed.
         """
-        mapped = 0
         try:
             for each in self._buffers:
-                mapped += each.memory.map_rows(self._rows(each, counts))
+                each.memory.map_rows(self._rows(each, counts))
         except Exception:
             self.unmap_from(self.counts)
             raise
         self.counts = counts
         self._tell_usage()
-        return mapped
 
     def unmap_from(self, counts: TokenCounts) -> int:
         """Give back the memory behind which none of so many tokens lies. Nobody may hold a slot of it.

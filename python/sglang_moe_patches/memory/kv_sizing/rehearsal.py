@@ -40,7 +40,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 )
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant, plant
 from sglang_moe_patches.memory.kv_sizing.ranks import Broadcast
-from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES, lowest_free
+from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
 
 REHEARSAL_TIMEOUT_S = 300.0
 """After which no further phase begins. The engine's own first request gives up after ten minutes."""
@@ -80,7 +80,6 @@ class Measured:
     :param phases: the peak of tensors in each phase; only the first rank has the names.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param out_of_time: it ended because its time was over, or would have been before the next prompt was computed.
     :param requests: how many run at once from now on, because more would have taken too much memory; only the first
         rank knows.
     """
@@ -93,11 +92,8 @@ class Measured:
     phases: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
     stopped: bool = False
-    out_of_time: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
-    reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
     requests: int = 0
 
 
@@ -439,7 +435,8 @@ class Rehearsal:
     def _measured(self, flushed: bool) -> Measured:
         driver, grown = self._driver, self._peak_reserved - self._first.reserved
         return Measured(
-            lowest=lowest_free(self._lowest, self._first.free, grown),
+            # Memory that other processes gave back meanwhile does not count.
+            lowest=min(self._lowest, self._first.free - max(0, grown)),
             expected=self._expected,
             free=self._first.free,
             graphs=graph_bytes(self.runner),
@@ -447,10 +444,7 @@ class Rehearsal:
             phases=self._phases,
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
-            out_of_time=self._seconds_to_deadline() < 0 or bool(driver and driver.out_of_time),
             seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
-            reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),
-            skipped=driver.load.skipped if driver else (),
             requests=driver.fewer_requests if driver else 0,
         )

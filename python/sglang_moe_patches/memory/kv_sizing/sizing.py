@@ -1,4 +1,4 @@
-"""From what was needed to the number of tokens: every decision of kv-sizing, as pure functions."""
+"""From what was needed to the number of tokens, as pure functions, and the limits by which they decide."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ class LaunchMemory:
 
 
 def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
-    """The fraction with which the KV cache begins where the engine's own leaves it too little to rehearse with.
+    """The fraction with which the KV cache begins where the engine's own leaves it less than ``cache_bytes``.
 
-    :param cache_bytes: what the KV cache needs to begin with, on any rank.
-    :returns: ``None``: the engine's own stays, because it leaves more, or nothing would be left for forwards.
+    :param launches: of all ranks; the one with the least free memory counts.
+    :param cache_bytes: what the KV cache needs on each rank to be rehearsed with.
+    :param margin: bytes that, with :data:`MIN_FREE_BYTES`, must be left for forwards.
+    :returns: ``None``: the engine's own stays, because it leaves as much, or so little would be left for forwards.
     """
     launch = launches[0]
     free = min(each.free for each in launches)
@@ -79,35 +81,22 @@ class RankNeed:
     requests: int = 0
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a server makes of a rehearsal.
-
-    :param tokens: of the KV cache from now on.
-    :param reason: why it is not what fits; "" where it is.
-    """
-
-    tokens: int
-    reason: str = ""
-
-
-def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> Verdict:
+def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:
     """The tokens of a server, the same on all ranks: as many as fit on the rank with the least.
 
     :param now: tokens that have memory.
     :param most: tokens that there are addresses for, which a limit of the user's bounds.
     :param least: tokens below which a KV cache is not made smaller.
+    :returns: also why it is not what fits; "" where it is.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
-        return Verdict(now, f"the rehearsal failed: {'; '.join(failures)}")
+        return now, f"the rehearsal failed: {'; '.join(failures)}"
     fits = min(need.fits for need in needs)
     if fits < (floor := min(now, least)):
-        return Verdict(
-            floor, f"beside the largest forward and the margin fit {max(0, fits):,} tokens, too few to serve"
-        )
+        return floor, f"beside the largest forward and the margin fit {max(0, fits):,} tokens, too few to serve"
     if fits > now and needs[0].missed:
-        return Verdict(now, f"the rehearsal did not reach: {', '.join(needs[0].missed)}")
-    return Verdict(now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most))
+        return now, f"the rehearsal did not reach: {', '.join(needs[0].missed)}"
+    return now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most), ""
 
 
 def largest_phases(phases: Mapping[str, int]) -> str:
@@ -125,12 +114,3 @@ def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
     fraction = launch.fraction + more_bytes / launch.free_before_load
     rounded = math.floor(fraction / FRACTION_STEP) * FRACTION_STEP
     return round(rounded, 4) if 0 < rounded < 1 else None
-
-
-def lowest_free(seen: int, free_at_start: int, reserved_growth: int) -> int:
-    """The lowest free memory of a rank in bytes, not raised by memory that other processes gave back.
-
-    :param seen: the driver's lowest; ``free_at_start``: free when the rehearsal began.
-    :param reserved_growth: what this process's allocator took in between.
-    """
-    return min(seen, free_at_start - max(0, reserved_growth))

@@ -32,12 +32,6 @@ def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
 
 
-@pytest.mark.parametrize("runner", [{"is_multimodal": True}, {}])
-def test_a_model_that_takes_images_says_so(runner):
-    limits = phases.derive_limits({}, facts.server_facts(a_runner(PLAIN, **runner)), **NUMBERS)
-    assert limits.images == bool(runner)
-
-
 @pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
 def test_the_largest_captured_decode_is_of_what_was_captured(name):
     for graphs, captured in ((SimpleNamespace(max_bs=144), 144), (None, None)):

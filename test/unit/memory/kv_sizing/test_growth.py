@@ -9,11 +9,11 @@ import pytest
 import torch
 from kv_servers import GB, PLAIN_TABLE, a_pool
 from sglang_moe_patches.memory.kv_sizing import hooks
-from sglang_moe_patches.memory.kv_sizing.address_space import HostMemory
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
+from tells_memory import HostMemory
 
 RULE, TOP, MARGIN = 1000, 9000, 2 * GB
 
@@ -30,9 +30,6 @@ class Pools:
 
     def counts_for(self, tokens):
         return TokenCounts(tokens)
-
-    def mapped_bytes(self):
-        return self.backed * 1_000_000
 
     def bytes_behind(self, counts):
         return counts.tokens * 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from releases import ROOT
 from sglang_moe_patches.memory.kv_sizing import eligibility, sizing
-from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, Verdict
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
 
 GB = 1_000_000_000
 
@@ -44,7 +44,7 @@ def test_the_page_says_the_margin():
     ],
 )
 def test_all_ranks_have_what_fits_on_the_one_with_the_least(needs, tokens, reason):
-    assert sizing.decide(needs, 200, 500, 120) == Verdict(tokens, reason)
+    assert sizing.decide(needs, 200, 500, 120) == (tokens, reason)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,3 @@ def test_the_fraction_that_gives_as_much_is_rounded_down(more, pinned):
 def test_the_three_largest_phases_are_named():
     phases = {"a": 1_000_000, "b": 2_500_000_000, "c": 30_000_000, "d": 40_000_000}
     assert sizing.largest_phases(phases) == "b 2,500 MB, d 40 MB, c 30 MB"
-
-
-@pytest.mark.parametrize(("seen", "grown", "lowest"), [(7, 0, 7), (7, 4, 5), (9, 1, 8), (7, -3, 7)])
-def test_memory_that_others_gave_back_does_not_count_as_free(seen, grown, lowest):
-    assert sizing.lowest_free(seen * GB, 9 * GB, grown * GB) == lowest * GB
