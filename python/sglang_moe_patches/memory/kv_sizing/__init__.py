@@ -5,7 +5,7 @@ Why
     Kimi-K2.5's widths and chunks of 16,384, where 12.6 GB are needed, and 8.6 GB with the other changes.
 
 Hook points
-    ``_resolve_memory_pool_config`` and ``_init_pools`` of ``ModelRunner``, from 0.5.16 on of ``KVCacheConfigurator``, and
+    ``_resolve_memory_pool_config`` and ``_init_pools`` of ``ModelRunner``, from 0.5.16 on of ``KVCacheConfigurator``;
     ``Scheduler.get_init_info`` and ``run_event_loop`` (:mod:`.hooks`). On a scheduler that has started: its inbox and
     ``process_input_requests`` (:mod:`.ranks`); while it rehearses, its outbox and ``ModelRunner.forward``
     (:mod:`.rehearsal`); afterwards ``_add_request_to_queue`` and ``get_num_allocatable_reqs``, where nobody said how
