@@ -27,7 +27,7 @@ from releases import DEFAULT, ROOT
 from servers import PATIENCE, ROUTED, Server, answers, answers_in_process, on_path, server, started
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import free_port
-from sglang_moe_patches.memory.kv_sizing import eligibility, facts, images, metrics, phases, pools, rehearsal
+from sglang_moe_patches.memory.kv_sizing import eligibility, facts, phases, pools, rehearsal, serving
 
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
@@ -292,7 +292,7 @@ def test_a_server_says_and_counts_what_stock_does_without_the_variable_and_after
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in alike.items():
         assert other.answers == stock.answers
-        ours = {metric for metric in other.tells if metric.startswith(metrics.PREFIX)}
+        ours = {metric for metric in other.tells if metric.startswith(serving.PREFIX)}
         assert bool(ours) == bool(other.said) == (name == "rehearsed")
         assert {metric: value for metric, value in other.tells.items() if metric not in ours} == stock.tells
     told = alike["rehearsed"].said
@@ -375,9 +375,9 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert at_once(grown, LONG) == expected[2:]
         shown = dict(samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
         numbers = {name.split("{")[0]: float(value) for name, value in shown.items()}
-        assert numbers[metrics.TOKENS] == numbers["sglang:max_total_num_tokens"] == now
-        assert (numbers[metrics.BY_RULE], numbers[metrics.GIVEN_BACK]) == (rule, 0)
-        assert shown[f'{metrics.STATE}{{gpu="0",rank="0",reason="",state="grown"}}'] == "1.0"
+        assert numbers[serving.TOKENS] == numbers["sglang:max_total_num_tokens"] == now
+        assert (numbers[serving.BY_RULE], numbers[serving.GIVEN_BACK]) == (rule, 0)
+        assert shown[f'{serving.STATE}{{gpu="0",rank="0",reason="",state="grown"}}'] == "1.0"
 
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
         wait_for(lambda: "memory was short" in said(grown)[-1])
@@ -517,12 +517,12 @@ SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
 @pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
 def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, monkeypatch):
     config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
-    assert images.factor(config) == pytest.approx(factor, abs=1e-4)
+    assert facts.image_factor(config) == pytest.approx(factor, abs=1e-4)
     for name, cache in (("", 100), ("4096", 4096)):
         monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", name)
         if not name:
             monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
-        assert images.cache_gib({}) == cache / 1024
+        assert facts.image_cache_gib({}) == cache / 1024
 
 
 def asked_about_images(running: Server) -> list[Any]:

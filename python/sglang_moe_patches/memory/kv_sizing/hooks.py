@@ -14,8 +14,6 @@ from sglang_moe_patches.core import engine, gpu_memory, log
 from sglang_moe_patches.core.patch import Install, Patcher
 from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
-    images,
-    metrics,
     phases,
     ranks,
     rehearsal,
@@ -24,7 +22,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     token_count,
 )
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
-from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, server_facts
+from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, NoAllowance, image_allowance, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import Plant
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
@@ -288,7 +286,7 @@ class ServerStart:
     def _begin(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         arguments = eligibility.arguments_of(scheduler.server_args)
-        self.metrics = metrics.Metrics(arguments, self.gpu)
+        self.metrics = serving.Metrics(arguments, self.gpu)
         self.orders = ranks.Orders(scheduler, self.obey, leads=self.leads)
         problem = self.reason
         if not problem:
@@ -541,10 +539,10 @@ class ServerStart:
     def _show(self, state: str, reason: str) -> None:
         self.metrics.show_state(state, reason)
         if self.pools is not None:
-            self.metrics.show(metrics.TOKENS, self.pools.counts.tokens)
-            self.metrics.show(metrics.BY_RULE, self.pools.rule.tokens)
+            self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
+            self.metrics.show(serving.BY_RULE, self.pools.rule.tokens)
         if self.needs:
-            self.metrics.show(metrics.NEED, max(each.need for each in self.needs))
+            self.metrics.show(serving.NEED, max(each.need for each in self.needs))
 
     # --- 4. Serve ------------------------------------------------------------------------------------------------
 
@@ -623,8 +621,8 @@ def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory
     kept = 0
     if getattr(maker, "is_multimodal", False) or maker.model_config.is_multimodal:
         try:
-            kept = images.allowance(maker, arguments, fraction, before_gib)
-        except images.NoAllowance as error:
+            kept = image_allowance(maker, arguments, fraction, before_gib)
+        except NoAllowance as error:
             return LaunchMemory(str(error))
     return LaunchMemory("", int(before_gib * GIB), gpu_memory.read(int(maker.gpu_id)).free, fraction, kept)
 

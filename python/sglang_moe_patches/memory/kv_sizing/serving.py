@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.memory.kv_sizing import metrics, token_count
+from sglang_moe_patches.memory.kv_sizing import token_count
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders
 from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION
@@ -73,6 +73,70 @@ class FreeMemory:
         return self.margin - free if free < LOW_MARGIN_FRACTION * self.margin else 0
 
 
+# --- What /metrics has ------------------------------------------------------------------------------------------------
+
+PREFIX = "sglang_moe_patches:"
+TOKENS, BY_RULE, NEED, LOWEST_FREE, GIVEN_BACK, STATE = (
+    PREFIX + name
+    for name in ("kv_tokens", "kv_tokens_by_rule", "need_bytes", "lowest_free_bytes", "given_back_bytes", "kv_state")
+)
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    TOKENS: ("Tokens of the KV cache.", ()),
+    BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
+    NEED: ("Bytes that forwards and graphs take beside weights and KV cache, on the rank that needs most.", ()),
+    LOWEST_FREE: ("The lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
+    GIVEN_BACK: ("Bytes of the KV cache that were given back while serving.", ()),
+    STATE: ("1 for what became of the KV cache, with the reason where it was not measured.", ("state", "reason")),
+}
+"""By their names: what each says, and its labels beside the rank's."""
+
+
+class Metrics:
+    """Of one rank, ``need_bytes`` of the first alone: ``/metrics`` has them where ``--enable-metrics`` is on.
+
+    :param arguments: of the server, as resolved.
+    :param gpu: of this rank, by which replicas are told apart.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], gpu: int) -> None:
+        self._gauges: dict[str, Any] = {}
+        self._labels: dict[str, str] = {}
+        self._state: dict[str, str] = {}
+        if not arguments.get("enable_metrics"):
+            return
+        try:
+            # Not before the engine has said where the metrics of its processes come together.
+            from prometheus_client import Gauge
+            from sglang.srt.distributed.parallel_state import get_world_group
+
+            self._labels = {"gpu": str(gpu), "rank": str(get_world_group().rank_in_group)}
+            for name, (says, labels) in GAUGES.items():
+                # Of what several processes say of one rank, the latest counts.
+                names = (*self._labels, *labels)
+                self._gauges[name] = Gauge(name, says, labelnames=names, multiprocess_mode="mostrecent")
+        except Exception as error:
+            log.logger.warning(log.of("kv-sizing", "no metrics: %s"), error)
+            self._gauges = {}
+
+    def show(self, name: str, value: float) -> None:
+        """:param name: one of :data:`GAUGES` but :data:`STATE`."""
+        if name in self._gauges:
+            self._gauges[name].labels(**self._labels).set(value)
+
+    def show_state(self, state: str, reason: str = "") -> None:
+        """:param state: "rule", "grown" or "shrunk"; ``reason``: why it is the rule's, or another than fits."""
+        if STATE not in self._gauges:
+            return
+        gauge = self._gauges[STATE]
+        if self._state:
+            gauge.labels(**self._labels, **self._state).set(0)
+        self._state = {"state": state, "reason": reason}
+        gauge.labels(**self._labels, **self._state).set(1)
+
+
+# --- Watching free memory --------------------------------------------------------------------------------------------
+
+
 class Serving:
     """One rank, from its first request on.
 
@@ -90,7 +154,7 @@ class Serving:
         memory: FreeMemory,
         orders: Orders,
         board: Board,
-        shown: metrics.Metrics,
+        shown: Metrics,
         *,
         leads: bool,
     ) -> None:
@@ -102,7 +166,7 @@ class Serving:
         self._ordered = False
         self._failed: set[str] = set()
         self._given_back = self._told = 0
-        shown.show(metrics.GIVEN_BACK, 0)
+        shown.show(GIVEN_BACK, 0)
 
     def look(self) -> None:
         """Called in every turn of the loop."""
@@ -120,7 +184,7 @@ class Serving:
         if not self._memory.is_due():
             return
         shortage = self._memory.shortage()
-        self._shown.show(metrics.LOWEST_FREE, self._memory.lowest)
+        self._shown.show(LOWEST_FREE, self._memory.lowest)
         if self._goal < self._pools.counts.tokens:  # what was ordered has not come back yet
             shortage = 0
             if self._leads and self._scheduler.is_fully_idle():
@@ -172,8 +236,8 @@ class Serving:
         if retirement is None or not retirement.go_on():
             return
         self._given_back += self._pools.unmap_from(retirement.backed())
-        self._shown.show(metrics.GIVEN_BACK, self._given_back)
-        self._shown.show(metrics.TOKENS, retirement.in_use().tokens)
+        self._shown.show(GIVEN_BACK, self._given_back)
+        self._shown.show(TOKENS, retirement.in_use().tokens)
         if not retirement.done:
             return
         self._retirement = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_servers import GB
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.memory.kv_sizing import metrics, serving
+from sglang_moe_patches.memory.kv_sizing import serving
 from sglang_moe_patches.memory.kv_sizing.serving import FreeMemory, Retire, Serving
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
@@ -231,11 +231,11 @@ def test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server(served,
 
 
 def test_metrics_have_one_state_at_a_time(metric):
-    shown = metrics.Metrics({"enable_metrics": True}, 3)
-    shown.show(metrics.TOKENS, 5)
+    shown = serving.Metrics({"enable_metrics": True}, 3)
+    shown.show(serving.TOKENS, 5)
     shown.show_state("rule", "a reason")
     shown.show_state("grown")
-    assert metric(metrics.TOKENS, gpu="3") == 5
-    assert metric(metrics.STATE, gpu="3", state="grown", reason="") == 1
-    assert metric(metrics.STATE, gpu="3", state="rule", reason="a reason") == 0
-    metrics.Metrics({}, 0).show_state("grown")
+    assert metric(serving.TOKENS, gpu="3") == 5
+    assert metric(serving.STATE, gpu="3", state="grown", reason="") == 1
+    assert metric(serving.STATE, gpu="3", state="rule", reason="a reason") == 0
+    serving.Metrics({}, 0).show_state("grown")
