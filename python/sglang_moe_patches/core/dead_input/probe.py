@@ -53,12 +53,10 @@ class LayerFacts:
 class Offers:
     """The dead inputs that can be offered on this engine.
 
-    :param families: those that were probed before a model is built: DeepSeek's, if it is as expected.
-    :param note: what ``doctor`` says if it is not.
+    :param note: what ``doctor`` says if DeepSeek's family, which is probed before a model is built, is not as expected.
     :param channel: the engine's own channel, where it has one.
     """
 
-    families: tuple[str, ...]
     note: str
     channel: Channel | None
 
@@ -100,8 +98,8 @@ def offers() -> Offers:
         probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
     except Exception as error:  # one broken family takes nothing else with it
-        return Offers((), f"some models are left alone: {error_reason(error, f'{DEEPSEEK}: ')}", engines_channel)
-    return Offers((DEEPSEEK,), "", engines_channel)
+        return Offers(f"some models are left alone: {error_reason(error, f'{DEEPSEEK}: ')}", engines_channel)
+    return Offers("", engines_channel)
 
 
 # --- A model that was built ------------------------------------------------------------------------------------------
