@@ -311,9 +311,9 @@ def tokens(running: Server) -> int:
     return int(found.pop())
 
 
-def capacity(running: Server) -> int:
-    """Tokens that its scheduler has; what the launcher says is what it was told at the start."""
-    return int(info(running)["internal_states"][0]["memory_usage"]["token_capacity"])
+def capacities(running: Server) -> set[int]:
+    """Tokens that its schedulers have; what the launcher says is what it was told at the start."""
+    return {int(each["memory_usage"]["token_capacity"]) for each in info(running)["internal_states"]}
 
 
 def sizing_line(running: Server) -> re.Match[str]:
@@ -381,7 +381,7 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
 
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
         wait_for(lambda: "memory was short" in said(grown)[-1])
-        less = capacity(grown)
+        (less,) = capacities(grown)
         assert rule < less < now
         assert answers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
         assert at_once(grown, LONG[:2]) == expected[2:4]
@@ -647,14 +647,25 @@ STEPS_OF = {
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
 def test_ranks_rehearse_in_step_and_grow_alike_and_where_one_cannot_none_does(kind: str, folder: Path, checkpoint):
+    """And give memory back alike, as the real engine's ranks follow one another."""
     place = folder / kind
+    short = place / "short"
     servers = {
         name: of_ranks(kind, name, checkpoint(), place, **variables)
-        for name, variables in {"grown": {}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}.items()
+        for name, variables in {
+            "grown": {"SHORT": str(short)},
+            "fails": {"FAILS": "1"},
+            "maps": {"MAP_FAILS": "1"},
+        }.items()
     }
     with started(*servers.values()):
         told = {name: answers(each, prompts=PROMPTS) for name, each in servers.items()}
         sizes = {name: tokens(each) for name, each in servers.items()}
+        short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
+        wait_for(lambda: "memory was short" in said(servers["grown"])[-1])
+        wait_for(lambda: len(capacities(servers["grown"])) == 1)
+        assert capacities(servers["grown"]).pop() < sizes["grown"]
+        assert answers(servers["grown"], prompts=PROMPTS)[0] == told["grown"][0]
     assert told["grown"] == told["fails"] == told["maps"]
     assert sizes["grown"] > sizes["fails"] == sizes["maps"]
     one, other = ran(place / "grown")
