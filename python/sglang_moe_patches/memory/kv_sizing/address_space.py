@@ -8,39 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 
 class OutOfMemory(RuntimeError):
     """There is no memory to map; nothing was changed. The message says what the driver said."""
 
 
-class Memory(Protocol):
-    """Addresses, and memory to put behind them, in bytes. All numbers are multiples of ``granularity``."""
-
-    granularity: int
-
-    def reserve(self, size: int) -> int:
-        """:returns: the first of ``size`` addresses that nobody else gets."""
-
-    def map(self, address: int, size: int) -> None:
-        """Put zeroed memory behind addresses.
-
-        :raises OutOfMemory: there is none; nothing was mapped.
-        """
-
-    def unmap(self, address: int, size: int) -> None:
-        """Give the memory back. Nobody may use it any more."""
-
-    def release(self, address: int, size: int) -> None:
-        """Give addresses back behind which nothing is mapped."""
-
-    def device(self) -> Any:
-        """The ``torch.device`` of tensors over it."""
-
-
 class CudaMemory:
-    """A GPU's, by CUDA's virtual memory management.
+    """A GPU's addresses, and memory to put behind them, in bytes: multiples of ``granularity``.
 
     One handle for each granule (2 MiB on an H100), because a handle can only be unmapped as a whole.
     """
@@ -61,9 +37,14 @@ class CudaMemory:
         self._stream = self._call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def reserve(self, size: int) -> int:
+        """:returns: the first of ``size`` addresses that nobody else gets."""
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, 0))
 
     def map(self, address: int, size: int) -> None:
+        """Put zeroed memory behind addresses.
+
+        :raises OutOfMemory: there is none; nothing was mapped.
+        """
         mapped = 0
         try:
             while mapped < size:
@@ -83,13 +64,16 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, size: int) -> None:
+        """Give the memory back. Nobody may use it any more."""
         for each in range(address, address + size, self.granularity):
             self._call("cuMemUnmap", each, self.granularity)
 
     def release(self, address: int, size: int) -> None:
+        """Give addresses back behind which nothing is mapped."""
         self._call("cuMemAddressFree", address, size)
 
     def device(self) -> Any:
+        """The ``torch.device`` of tensors over it."""
         import torch
 
         return torch.device("cuda", self._gpu)
@@ -112,7 +96,7 @@ class ElasticBuffer:
         whose first rows have memory.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: Any, axis: int, memory: Memory) -> None:
+    def __init__(self, shape: Sequence[int], dtype: Any, axis: int, memory: CudaMemory) -> None:
         import torch
 
         self._memory = memory

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from sglang_moe_patches.memory.kv_sizing.address_space import ElasticBuffer, Memory
+from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, ElasticBuffer
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.token_count import COUNTS, TokenCounts, unknown_allocator
 
@@ -59,7 +59,7 @@ class ElasticPools:
     :param page: tokens.
     """
 
-    def __init__(self, memory: Memory, rule: TokenCounts, top: TokenCounts, page: int) -> None:
+    def __init__(self, memory: CudaMemory, rule: TokenCounts, top: TokenCounts, page: int) -> None:
         self.rule, self.top, self.page, self.counts = rule, top, page, rule
         self._memory = memory
         self._buffers: list[_Buffer] = []

@@ -97,26 +97,26 @@ class Measured:
     requests: int = 0
 
 
-def warmup_limit_s() -> float | None:
-    """``SGLANG_WARMUP_TIMEOUT``, after which the engine ends a server without a first answer; ``None``: not set."""
+def warmup_limit_s() -> float:
+    """``SGLANG_WARMUP_TIMEOUT``, after which the engine ends a server without a first answer; infinite: not set."""
     try:
         from sglang.srt.environ import envs
 
         given = float(envs.SGLANG_WARMUP_TIMEOUT.get())
     except Exception:
-        return None
-    return given if given > 0 else None
+        return math.inf
+    return given if given > 0 else math.inf
 
 
 def timeout_s() -> float:
     """Seconds after which no further phase begins: within the time that the engine gives its own warm-up."""
     # The warm-up request waits for the rehearsal, and takes a while itself.
-    return min(REHEARSAL_TIMEOUT_S, (warmup_limit_s() or math.inf) / 2)
+    return min(REHEARSAL_TIMEOUT_S, warmup_limit_s() / 2)
 
 
 def abandon_after_s() -> float:
     """Seconds more, after which what still runs is left to itself: within the same time."""
-    return min(ABANDON_AFTER_S, (warmup_limit_s() or math.inf) / 4)
+    return min(ABANDON_AFTER_S, warmup_limit_s() / 4)
 
 
 def mute_metrics(patcher: Patcher) -> None:

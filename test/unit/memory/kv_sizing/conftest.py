@@ -32,7 +32,7 @@ def scheduler(monkeypatch):
         "make_request": lambda name, prompt, new, phase, **more: SimpleNamespace(name=name, prompt=prompt, phase=phase),
     }.items():
         monkeypatch.setattr(rehearsal, name, value)
-    monkeypatch.setattr(rehearsal, "warmup_limit_s", lambda: None)
+    monkeypatch.setattr(rehearsal, "warmup_limit_s", lambda: float("inf"))
 
     def make(**given):
         made = Scheduler(**given)
