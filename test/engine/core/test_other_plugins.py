@@ -41,7 +41,7 @@ OFFERING = {
     runners.IN_POOL,
 }
 """What offers dead inputs: a change may do without that of one family, or without any."""
-LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED}
+LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED, Status.OFF}
 HookPoint = tuple[Any, str]
 
 

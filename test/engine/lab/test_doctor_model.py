@@ -85,15 +85,17 @@ def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_othe
 
 
 @pytest.mark.every_release
-@pytest.mark.long("a query in a process of its own, which imports all that the engine does")
-def test_a_process_of_its_own_answers_of_a_model_with_eyes(tmp_path):
+@pytest.mark.long("two queries, of which one imports all that the engine does")
+def test_what_a_query_leaves_out_changes_no_answer(tmp_path):
+    """A model with eyes, whose classes name most of what is left out."""
+    asked = {"gpu": "h200", "language_model": False, "top_k": 8}
     content, _ = config.load_model("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8")
     (tmp_path / "config.json").write_text(json.dumps(content))
+    asked["arguments"] = ["--model-path", str(tmp_path), "--random-seed", "1"]
     environ = model_report.query_environment() | doctor_answers.SELECTED
-    answer = engine_query.ask(str(tmp_path), [], "h200", environ, top_k=8)
-    assert answer["layer"]["experts"] == 128
-    assert not answer["unknown"]
-    assert answer["fit"]["tokens"]
+    lean, whole = (engine_query._query_once(asked | {"leave_out_unused": out}, environ) for out in (True, False))
+    assert lean["layer"]
+    assert lean == whole
 
 
 @pytest.mark.product

@@ -33,7 +33,7 @@ from typing import Any
 
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.lab.predict import engine_pools
+from sglang_moe_patches.lab.predict import engine_pools, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
 from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.memory.kv_sizing import eligibility
@@ -109,9 +109,20 @@ def ask(
     asked: dict[str, Any] = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
     asked |= {"language_model": language_model, "top_k": top_k}
     try:
-        done = run_query(json.dumps(asked), environ)
+        try:
+            answer = _query_once(asked | {"leave_out_unused": True}, environ)
+            if answer["layer"]:
+                return answer
+        except CannotAsk as error:  # perhaps for want of such a package, unless the arguments alone are refused
+            if type(error) is Refused:
+                raise
+        return _query_once(asked | {"leave_out_unused": False}, environ)
     except subprocess.TimeoutExpired:
         raise CannotAsk(f"it gave no answer in {QUERY_TIMEOUT_S} s") from None
+
+
+def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    done = run_query(json.dumps(asked), environ)
     if done.returncode or not done.stdout:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise CannotAsk(lines[-1] if lines else "it ended without a word")
@@ -136,6 +147,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever the engine prints
     gc.disable()  # thousands of modules are imported, and nothing is thrown away
     asked = json.load(sys.stdin)
+    if asked["leave_out_unused"]:
+        unused_imports.leave_out()
     try:
         answer = _answer(asked["arguments"], GPUS[asked["gpu"]], asked["language_model"], asked["top_k"])
     except ModelRefused as error:
@@ -338,7 +351,7 @@ def claim_gpu(gpu: Gpu) -> None:
     # Nothing is computed, and the compiler takes seconds to import.
     torch.compile = lambda function=None, **options: function or (lambda other: other)
     for name in ("Stream", "Event"):
-        setattr(torch.cuda, name, type(name, (), {"__init__": lambda self, *args, **kwargs: None}))
+        setattr(torch.cuda, name, unused_imports.stand_in(name))
     from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda device: None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -438,22 +437,6 @@ def test_a_refusal_is_one_line_and_exit_code_2(error, said, monkeypatch):
     monkeypatch.setattr(model_report, "examine", refuse)
     done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--", "--tp", "3"])
     assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"sglang-moe-patches: {said}\n")
-
-
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ("", engine_query.CannotAsk),
-        ('{"refused": "--tp 0"}', engine_query.Refused),
-        ('{"model_refused": "no class"}', engine_query.ModelRefused),
-    ],
-)
-def test_a_query_that_fails_is_told_from_one_that_refuses_the_arguments_or_the_model(said, error, monkeypatch):
-    done = subprocess.CompletedProcess([], not said, said, "Error: x")
-    monkeypatch.setattr(engine_query, "run_query", lambda asked, environ: done)
-    with pytest.raises(error) as caught:
-        engine_query.ask("m", [], "h200", {})
-    assert type(caught.value) is error
 
 
 def test_programs_are_told_all_that_is_known(monkeypatch):

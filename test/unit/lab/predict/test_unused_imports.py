@@ -1,0 +1,88 @@
+"""Packages that an engine query leaves out, and what is asked again with them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from sglang_moe_patches.lab.predict import engine_query, unused_imports
+
+
+@pytest.fixture
+def left_out(monkeypatch):
+    monkeypatch.setattr(unused_imports, "UNUSED", ("xmlrpc", "no_such_package"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = dict(sys.modules)
+    for name in [name for name in sys.modules if name.split(".")[0] == "xmlrpc"]:
+        del sys.modules[name]
+    unused_imports.leave_out()
+    yield
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+def test_a_package_that_is_left_out_has_every_name_and_one_that_is_not_installed_has_none(left_out):
+    module: Any = importlib.import_module("xmlrpc.anything")
+    decorate = module.decorate
+    mine = type("Mine", (module.Base,), {"__annotations__": {"field": module.Anything | None}}, option=1)
+
+    @decorate(option=1)
+    def function():
+        return 5
+
+    assert function() == 5
+    assert isinstance(decorate(5), decorate)
+    assert mine(1, b=2).attribute.another
+    assert importlib.util.find_spec("xmlrpc")
+    assert importlib.util.find_spec("no_such_package") is None
+    with pytest.raises(ImportError):
+        importlib.import_module("no_such_package")
+
+
+def test_a_package_that_was_imported_before_stays(monkeypatch):
+    monkeypatch.setattr(unused_imports, "UNUSED", ("json",))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    unused_imports.leave_out()
+    assert importlib.import_module("json.decoder").JSONDecoder is json.JSONDecoder
+
+
+LAYER, NO_LAYER = {"layer": {"runner": "triton"}}, {"layer": None, "unknown": "TypeError"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        pytest.param([LAYER], LAYER, id="an answer is taken"),
+        pytest.param([NO_LAYER, LAYER], LAYER, id="without a layer it is asked again with every package"),
+        pytest.param([NO_LAYER, NO_LAYER], NO_LAYER, id="and then believed"),
+        pytest.param([None, LAYER], LAYER, id="so is a query that failed"),
+        pytest.param([{"model_refused": "no class"}, LAYER], LAYER, id="and one that refused the model"),
+        pytest.param([None, None], engine_query.CannotAsk, id="unless both did"),
+        pytest.param([{"refused": "--tp 0"}], engine_query.Refused, id="what refuses the arguments is believed"),
+        pytest.param(
+            [{"model_refused": "x"}, {"model_refused": "x"}],
+            engine_query.ModelRefused,
+            id="or both do",
+        ),
+    ],
+)
+def test_what_may_have_used_a_package_is_asked_again(answers, expected, monkeypatch):
+    asked = []
+
+    def run_query(question, environ):
+        asked.append(json.loads(question)["leave_out_unused"])
+        answer = answers[len(asked) - 1]
+        return subprocess.CompletedProcess([], answer is None, "" if answer is None else json.dumps(answer), "Error: x")
+
+    monkeypatch.setattr(engine_query, "run_query", run_query)
+    if isinstance(expected, type):
+        with pytest.raises(expected) as caught:
+            engine_query.ask("m", [], "h200", {})
+        assert type(caught.value) is expected
+    else:
+        assert engine_query.ask("m", [], "h200", {}) == expected
+    assert asked == [True, False][: len(answers)]
