@@ -24,7 +24,7 @@ def decide(built: Built) -> Decision:
     for experts in layers:
         if decide_layer := decides.get(str(runners.runner_of(experts))):
             return decide_layer(experts, built, offered=any(experts is each for each in offering))
-    others = sorted({str(runners.runner_of(experts)) for experts in layers})
+    others = sorted({runners.runner_of(experts) or "a kernel of their method's own" for experts in layers})
     return Decision(reason=f"the routed experts run on {', '.join(others)}")
 
 
