@@ -372,7 +372,7 @@ MUTATIONS = tuple(
         ),
         (KV + "hooks.py", "self._counts_before if mapped else self.pools.counts", "self.pools.counts", ALIKE),
         (KV + "hooks.py", "self.pools.unmap_from(counts)\n        self._requests", "self._requests", ALIKE),
-        (KV + "hooks.py", "problem = str(error)\n        self._publish", "pass\n        self._publish", ALIKE),
+        (KV + "hooks.py", "problem = str(error) or type(error).__name__", "pass", ALIKE),
         (KV + "hooks.py", "again = self._pass < sizing.MAX_PASSES", "again = False", AGAIN),
         (KV + "sizing.py", "min(need.fits for need in needs)", "max(need.fits for need in needs)", LEAST),
         (KV + "sizing.py", "if fits > now and needs[0].missed:", "if False:", LEAST),
@@ -504,8 +504,8 @@ MUTATIONS = tuple(
         ),
         (
             SERVING,
-            "        if tokens < self._goal:",
-            "        if True:",
+            "if self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal)):",
+            "if True:",
             KV_UNIT + "serving.py::test_where_nothing_can_go_nothing_is_ordered",
         ),
         (SERVING, "max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))", "shortage", LACKS),
@@ -537,6 +537,32 @@ MUTATIONS = tuple(
             "phase.growth * self._slowest_s",
             "0",
             KV_UNIT + "driver.py::test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put",
+        ),
+        (
+            KV + "phases.py",
+            "_without_numbers(phase.name) in missed_words",
+            "phase.name in missed",
+            KV_UNIT
+            + "phases.py::test_what_was_missed_is_tried_again_with_the_number_of_requests_that_there_is_room_for_now",
+        ),
+        (
+            KV + "hooks.py",
+            "self._limit_requests(order.limits)",
+            "self._limit_requests(self._rehearsal and self._rehearsal.limits)",
+            KV_UNIT + "growth.py::test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found",
+        ),
+        (
+            KV + "hooks.py",
+            "self._seen.requests or self._requests",
+            "self._requests",
+            KV_UNIT + "growth.py::test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found",
+        ),
+        (KV + "hooks.py", "str(error) or type(error).__name__", "str(error)", ALIKE),
+        (
+            SERVING,
+            "self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal))",
+            "wanted.tokens < self._goal",
+            KV_UNIT + "serving.py::test_what_would_free_no_memory_is_not_ordered",
         ),
         (
             DRIVER,

@@ -47,6 +47,7 @@ class UseTokens(ranks.Order):
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
     :param requests: how many run at once from now on, because more would have taken too much memory; 0: as many as
         can.
+    :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class UseTokens(ranks.Order):
     again: bool = False
     missed: tuple[str, ...] = ()
     requests: int = 0
+    limits: phases.Limits | None = None
 
 
 def probe() -> Install:
@@ -114,6 +116,8 @@ class ServerStart:
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
+        self._seen = rehearsal.Measured()
+        self._limits: phases.Limits | None = None
         # Of all passes: a later one runs what is larger than it was, and nothing else.
         self._need = self._before = self._slack = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
@@ -326,6 +330,7 @@ class ServerStart:
             requests=self._requests,
         )
         self._rehearsal.begin()
+        self._limits = self._rehearsal.limits
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
 
     def _measured(self, seen: rehearsal.Measured) -> None:
@@ -353,7 +358,6 @@ class ServerStart:
             failure=seen.failure,
             stopped=seen.stopped,
             missed=seen.missed,
-            requests=seen.requests,
         )
         self._publish_need(need)
 
@@ -389,11 +393,11 @@ class ServerStart:
             if told is None and not late:
                 return []
             if told is None:
-                order: ranks.Order = UseTokens(counts.tokens, f"not every rank has told what it {topic}")
+                order: ranks.Order = self._use_tokens(counts.tokens, f"not every rank has told what it {topic}")
             else:
                 order = self._order_after_mapping(told) if mapped else self._order_for(told)
         except Exception as error:
-            order = UseTokens(counts.tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
+            order = self._use_tokens(counts.tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
         self._waits_for = ""
         if isinstance(order, MapTokens):
             self._await("mapped")
@@ -408,15 +412,24 @@ class ServerStart:
         if tokens > now:
             return MapTokens(tokens)
         again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
-        return UseTokens(tokens, reason, again, needs[0].missed, needs[0].requests)
+        return self._use_tokens(tokens, reason, again=again, missed=needs[0].missed)
 
     def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
         assert self.pools is not None
         before = self._counts_before.tokens
         if problem := next(filter(None, problems), ""):
-            return UseTokens(before, f"a rank had no memory to map: {problem}")
+            return self._use_tokens(before, f"a rank had no memory to map: {problem}")
         again = self._pass < sizing.MAX_PASSES
-        return UseTokens(self.pools.counts.tokens, again=again, requests=self.needs[0].requests)
+        return self._use_tokens(self.pools.counts.tokens, again=again)
+
+    def _use_tokens(
+        self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[str, ...] = ()
+    ) -> UseTokens:
+        """On the first rank, whose rehearsal has found how many requests may run at once."""
+        requests, limits = self._seen.requests or self._requests, self._limits
+        if limits is not None and requests:
+            limits = replace(limits, requests=min(limits.requests, requests))
+        return UseTokens(tokens, reason, again, missed, requests, limits)
 
     def obey(self, order: ranks.Order) -> None:
         """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
@@ -435,7 +448,7 @@ class ServerStart:
         try:
             self.pools.map(self.pools.counts_for(order.tokens))
         except Exception as error:
-            problem = str(error)
+            problem = str(error) or type(error).__name__  # "" says that there is memory
         self._publish("mapped", problem)
 
     def _use(self, order: UseTokens) -> None:
@@ -456,17 +469,14 @@ class ServerStart:
         if order.again and self._rehearse_again(order.missed):
             return
         self._log_sizing(order)
-        self._limit_requests()
+        self._limit_requests(order.limits)
         self._serve()
 
-    def _limit_requests(self) -> None:
+    def _limit_requests(self, limits: phases.Limits | None) -> None:
         """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized."""
         assert self.pools is not None
-        limits = self._rehearsal.limits if self._rehearsal is not None else None
         if limits is None or not limits.default_requests or self.pools.counts == self.pools.rule:
             return
-        if self._requests:
-            limits = replace(limits, requests=min(limits.requests, self._requests))
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
             "%s requests run at once, %s where one has penalties, min_p, a logit bias or log-probabilities; "

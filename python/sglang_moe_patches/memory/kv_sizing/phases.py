@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import random
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -507,7 +508,7 @@ def derive_phases(limits: Limits) -> Load:
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = ()) -> Load:
     """What is to be rehearsed once more with another number of tokens: the phases that are larger than they were.
 
-    :param missed: names of phases that were not reached, which are tried again.
+    :param missed: names of phases that were not reached, which are tried again, with the numbers that they have now.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
@@ -515,12 +516,19 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = 
         # A decode's bound does not say how long the longest request is: not every release tells.
         return (*(getattr(phase.bound, name) for name in BOUND_FIELDS), longest)
 
+    missed_words = set(map(_without_numbers, missed))
     ran = {phase.kind: sizes(phase) for phase in derive_phases(before).phases}
 
     def is_larger(phase: Phase) -> bool:
-        return phase.kind not in ran or phase.name in missed or any(map(operator.gt, sizes(phase), ran[phase.kind]))
+        was_missed = phase.kind not in ran or _without_numbers(phase.name) in missed_words
+        return was_missed or any(map(operator.gt, sizes(phase), ran[phase.kind]))
 
     return Load(tuple(filter(is_larger, derive_phases(after).phases)))
+
+
+def _without_numbers(name: str) -> str:
+    """Of a phase, whose numbers follow from the number of tokens."""
+    return re.sub(r"\d+", "", name)
 
 
 def rising_counts(fewer: int, last: int) -> list[int]:

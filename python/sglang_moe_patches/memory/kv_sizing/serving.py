@@ -201,10 +201,10 @@ class Serving:
         within = self._pools.tokens_within(self._pools.bytes_behind(self._pools.counts_for(self._goal)) - shortage)
         # Stages of a pipeline learn one after another that a request has ended: the first one's longest counts for all.
         least = max(longest_request(self._scheduler), least_tokens(self._scheduler))
-        tokens = self._whole_pages(max(within, least)).tokens
-        if tokens < self._goal:
+        wanted = self._whole_pages(max(within, least))
+        if self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal)):
             self._ordered = True
-            self._orders.give(Retire(tokens))
+            self._orders.give(Retire(wanted.tokens))
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
         """At least so many tokens."""

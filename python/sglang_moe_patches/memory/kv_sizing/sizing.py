@@ -69,8 +69,6 @@ class RankNeed:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param missed: phases that were not reached; only the first rank has their names.
-    :param requests: how many run at once from now on, because more would have taken too much memory; 0: as many as
-        can.
     """
 
     fits: int = 0
@@ -78,7 +76,6 @@ class RankNeed:
     failure: str = ""
     stopped: bool = False
     missed: tuple[str, ...] = ()
-    requests: int = 0
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kv_servers import GB, PLAIN_TABLE, a_pool
 from sglang_moe_patches.memory.kv_sizing import hooks
+from sglang_moe_patches.memory.kv_sizing.phases import Limits
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
@@ -157,6 +158,13 @@ class Ranks:
             id="one rank cannot map: none grows",
         ),
         pytest.param(
+            {"maps": (None, MemoryError())},
+            (500, 500),
+            RULE,
+            "a rank had no memory to map: MemoryError",
+            id="nor where it has no words for it",
+        ),
+        pytest.param(
             {"silent": ("mapped",)},
             (500, 500),
             RULE,
@@ -207,6 +215,19 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
     assert ranks.tokens() == (1500,) * 3
     assert f"forwards need {needed:,} MB" in caplog.text
     assert "keeps 300 MB beyond the most tensors" in caplog.text
+
+
+def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(monkeypatch):
+    """Also where another one could not begin its last rehearsal, or has no memory to grow."""
+    limits = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
+    monkeypatch.setattr(Rehearsal, "limits", limits)
+    ranks, limited = Ranks(monkeypatch), []
+    monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
+    ranks.again = ["a phase"]
+    ranks.measure(500, 500)
+    ranks.again, ranks.each[1]._rehearsal.limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
+    ranks.measure(900, 900, requests=512)
+    assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):

@@ -258,6 +258,13 @@ def test_what_was_smaller_for_the_size_of_the_cache_is_rehearsed_once_more(befor
     assert {phase.name for phase in again.phases} <= {phase.name for phase in every.phases}
 
 
+def test_what_was_missed_is_tried_again_with_the_number_of_requests_that_there_is_room_for_now():
+    before, after = (replace(LIMITS, requests=requests, captured=0) for requests in (1021, 871))
+    missed = ("eager decode of 1021 requests",)
+    tried = [{phase.name for phase in phases.derive_second_pass(before, after, names).phases} for names in ((), missed)]
+    assert ["eager decode of 871 requests" in names for names in tried] == [False, True]
+
+
 @pytest.mark.parametrize("page", [1, 64, 96])
 def test_a_prefix_ends_where_a_state_is_kept(page):
     before = of_kind(replace(LIMITS, states=True, page=page), PhaseKind.BEHIND_PREFIX).bound.longest_prefix

@@ -198,6 +198,14 @@ def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(sch
     assert len(board) == 1
 
 
+def test_what_would_free_no_memory_is_not_ordered(served):
+    """A request that may come to nearly as many tokens as there are leaves less than a piece of memory has."""
+    made = served([0], waiting_queue=[request(9990, 0)])
+    made.pools.bytes_behind = lambda counts: -(-counts.tokens // 100) * 100_000_000
+    made.one.look()
+    assert made.given == []
+
+
 def test_where_nothing_can_go_nothing_is_ordered(served):
     made = served([0], chunked_prefill_size=6000)
     made.one.look()
