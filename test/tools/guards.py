@@ -446,8 +446,8 @@ MUTATIONS = tuple(
         ),
         (
             SERVING,
-            "elif not self._ordered and (",
-            "elif (",
+            "if not self._ordered and (",
+            "if (",
             KV_UNIT + "serving.py::test_the_tail_goes_until_the_margin_is_free_again",
         ),
         (
@@ -477,6 +477,24 @@ MUTATIONS = tuple(
         (SERVING, "self._orders.give(Flush())", "pass", COME_BACK),
         (
             SERVING,
+            "held or self._board.is_raised(held_flag)",
+            "held",
+            KV_UNIT + "serving.py::test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs",
+        ),
+        (
+            SERVING,
+            'f"{HELD} {self._told} {self._flushed}"',
+            'f"{HELD} {self._told}"',
+            KV_UNIT + "serving.py::test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs",
+        ),
+        (
+            SERVING,
+            "less or answer:",
+            "less:",
+            KV_UNIT + "serving.py::test_what_another_rank_lacked_once_is_not_given_back_for_ever",
+        ),
+        (
+            SERVING,
             "least = max(longest_request(self._scheduler), least_tokens(self._scheduler))",
             "least = longest_request(self._scheduler)",
             KV_UNIT + "serving.py::test_two_prefills_and_the_first_ranks_longest_request_keep_their_room",
@@ -504,7 +522,7 @@ MUTATIONS = tuple(
         ),
         (
             SERVING,
-            "if self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal)):",
+            "if less or answer:",
             "if True:",
             KV_UNIT + "serving.py::test_where_nothing_can_go_nothing_is_ordered",
         ),

@@ -25,8 +25,8 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_o
 
 SAMPLE_INTERVAL_S = 1.0
 """Between two readings. What a forward takes the allocator keeps, so that it is there to be seen."""
-SHORT = "memory is short"
-"""What a rank tells the first on the board."""
+SHORT, HELD = "memory is short", "only prefixes hold what is to be given back"
+"""What a rank tells the first on the board: after so many orders of each kind, so that an old word counts no more."""
 FREE_LISTS = ("free_pages", "release_pages")
 """Attributes of an allocator with numbers of free pages; 0.5.21 on also a list of such tensors, ``staged_pages``."""
 
@@ -40,7 +40,7 @@ class Retire(Order):
 
 @dataclass(frozen=True)
 class Flush(Order):
-    """Empty the cache of prefixes, if nothing runs: so what was retired comes back at once."""
+    """Empty the cache of prefixes where nothing runs: so what was retired comes back at once."""
 
 
 class FreeMemory:
@@ -165,7 +165,7 @@ class Serving:
         self._retirement: Retirement | None = None
         self._ordered = False
         self._failed: set[str] = set()
-        self._given_back = self._told = 0
+        self._given_back = self._told = self._flushed = 0
         shown.show(GIVEN_BACK, 0)
 
     def look(self) -> None:
@@ -185,26 +185,33 @@ class Serving:
             return
         shortage = self._memory.shortage()
         self._shown.show(LOWEST_FREE, self._memory.lowest)
+        held = False
         if self._goal < self._pools.counts.tokens:  # what was ordered has not come back yet
-            shortage = 0
-            if self._leads and self._scheduler.is_fully_idle():
-                self._orders.give(Flush())
-        flag = f"{SHORT} {self._told}"
+            shortage, held = 0, self._scheduler.is_fully_idle()
+        short_flag, held_flag = f"{SHORT} {self._told}", f"{HELD} {self._told} {self._flushed}"
         if not self._leads:
             if shortage:
-                self._board.raise_flag(flag)
-        elif not self._ordered and (shortage or self._board.is_raised(flag)):
+                self._board.raise_flag(short_flag)
+            if held:
+                self._board.raise_flag(held_flag)
+            return
+        if held or self._board.is_raised(held_flag):
+            self._orders.give(Flush())
+        another = self._board.is_raised(short_flag)
+        if not self._ordered and (shortage or another):
             # What another rank lacks it does not say: half of the margin brings it back to where it is not short.
-            self._order(max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION)))
+            self._order(max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION)), answer=another)
 
-    def _order(self, shortage: int) -> None:
+    def _order(self, shortage: int, *, answer: bool) -> None:
+        """:param answer: an order is given where nothing can go, too, so that the other rank says it again or not."""
         within = self._pools.tokens_within(self._pools.bytes_behind(self._pools.counts_for(self._goal)) - shortage)
         # Stages of a pipeline learn one after another that a request has ended: the first one's longest counts for all.
         least = max(longest_request(self._scheduler), least_tokens(self._scheduler))
         wanted = self._whole_pages(max(within, least))
-        if self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal)):
+        less = self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal))
+        if less or answer:
             self._ordered = True
-            self._orders.give(Retire(wanted.tokens))
+            self._orders.give(Retire(wanted.tokens if less else self._goal))
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
         """At least so many tokens."""
@@ -213,7 +220,9 @@ class Serving:
     def obey(self, order: Order) -> None:
         """:param order: :class:`Retire` or :class:`Flush`."""
         if isinstance(order, Flush):
-            self._scheduler.flush_cache()
+            self._flushed += 1
+            if self._scheduler.is_fully_idle():
+                self._scheduler.flush_cache()
         elif isinstance(order, Retire):
             self._ordered, self._told = False, self._told + 1
             self._goal = min(self._goal, order.tokens)

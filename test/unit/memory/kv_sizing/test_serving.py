@@ -198,6 +198,40 @@ def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(sch
     assert len(board) == 1
 
 
+def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served):
+    """With data-parallel attention the first rank may have given all back, and knows nothing of the other's cache."""
+    board = Flags()
+    first, other = served([2 * GB], board=board), served([2 * GB], leads=False, board=board)
+    other.allocator.free_pages = other.allocator.free_pages[:8000]
+    for each in (first, other):
+        each.one.obey(Retire(8500))
+        each.one.look()
+    assert (first.pools.counts.tokens, other.pools.counts.tokens, len(board)) == (8500, 10_000, 0)
+    other.scheduler.is_fully_idle = lambda: True
+    other.one.look()
+    first.one.look()
+    assert first.given == [serving.Flush()]
+    for each in (first, other):
+        each.one.obey(serving.Flush())
+        each.one.look()
+    assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [serving.Flush()])
+
+
+def test_what_another_rank_lacked_once_is_not_given_back_for_ever(served):
+    board = Flags()
+    first, other = served([9 * GB], board=board), served([0], leads=False, board=board)
+    first.scheduler.waiting_queue = [request(9900, 100)]
+    other.one.look()
+    first.one.look()
+    for each in (first, other):
+        each.one.obey(first.given[0])
+    assert (first.given, first.pools.counts.tokens) == ([Retire(10_000)], 10_000)
+    other.free[0], first.scheduler.waiting_queue = 9 * GB, []
+    for each in (other, first):
+        each.one.look()
+    assert len(first.given) == 1
+
+
 def test_what_would_free_no_memory_is_not_ordered(served):
     """A request that may come to nearly as many tokens as there are leaves less than a piece of memory has."""
     made = served([0], waiting_queue=[request(9990, 0)])
