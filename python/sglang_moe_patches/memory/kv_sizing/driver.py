@@ -33,7 +33,7 @@ class Fits(Protocol):
 
     With ``graph`` the memory of the decodes' graphs belongs to it. With ``must`` the next phase is never left out:
     where there is no memory, its memory counts as taken. Without, it may not take more than the largest phase before
-    it either, because more is worth more as KV cache.
+    it either: what it would take besides is of more use to the KV cache.
     """
 
     def __call__(self, name: str, times: float, *, must: bool, graph: bool = False) -> bool: ...

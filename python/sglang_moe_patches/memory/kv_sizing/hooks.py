@@ -118,7 +118,8 @@ class ServerStart:
         self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
         self._seen = rehearsal.Measured()
         self._limits: phases.Limits | None = None
-        # Of all passes: a later one runs what is larger than it was, and nothing else.
+        # Of all passes: a later one runs what is larger than it was, and nothing else. What did not run in one
+        # (`Measured.expected`) runs in the next.
         self._need = self._before = self._slack = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 

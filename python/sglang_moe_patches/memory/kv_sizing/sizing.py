@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_FREE_BYTES = 1_000_000_000
-"""With less left after a forward the rehearsal ends: the next one might not have them. What a forward that did not run
-would have taken is not known: as much again as was left."""
+"""With less left after a forward the rehearsal ends: the next one might not have them. As what that would have taken is
+not known, so many more bytes are kept free then."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache. For less, a server keeps the number of tokens that it has been rehearsed with."""
 LOW_MARGIN_FRACTION = 0.5
