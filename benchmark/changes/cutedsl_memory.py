@@ -6,9 +6,9 @@ PyTorch's meta device, and their bytes are added up. What the stock engine would
 
 stock         the engine's guess: the larger of cuda_graph_max_bs and chunked_prefill_size, which data-parallel
               attention has divided by its size (releases from 0.5.13: its own number, for its default
-              max_prefill_tokens); a buffer set in each MoE layer. "too small" where a forward of 16,384 tokens on
+              max_prefill_tokens); a buffer set in each MoE layer. "too small" where a forward of --tokens tokens on
               each data-parallel rank ends the server.
-upstream      buffers for 16,384 tokens times the data-parallel size, a set in each MoE layer: the sizing of
+upstream      buffers for --tokens tokens times the data-parallel size, a set in each MoE layer: the sizing of
               releases from 0.5.13.
 ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
               the decoder layer offers, or into a tensor of the layer's own.
@@ -32,10 +32,6 @@ SCALES = (
     *("w13_input_scale_quant", "w2_input_scale_quant", "w13_weight_scale_2", "w2_weight_scale_2"),
     *("g1_alphas", "g2_alphas"),
 )
-TOKENS = 16_384
-"""The most of one forward on one data-parallel rank."""
-CHUNKED_PREFILL_SIZE, CUDA_GRAPH_MAX_BS = 16_384, 512
-"""Stock's on a B200."""
 LAYOUTS = (
     *(Layout(tp=tp) for tp in (4, 8)),
     *(Layout(tp=tp, ep=ep, dp=4) for tp in (4, 8) for ep in (1, tp)),
@@ -64,8 +60,8 @@ class Buffers:
         return cls(wrapper.max_num_tokens, output, gemm1, sum(t.nbytes for t in wrapper._moe_sort_buffers.values()))
 
 
-def wrapper_arguments(model: Model, layout: Layout) -> dict[str, Any]:
-    rank = model.per_rank(layout)
+def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
+    rank = model.per_rank(Layout(tp, ep))
     return {
         "num_experts": model.experts,
         "top_k": model.top_k,
@@ -75,32 +71,32 @@ def wrapper_arguments(model: Model, layout: Layout) -> dict[str, Any]:
     }
 
 
-def upstream_and_ours(model: Model, layout: Layout) -> tuple[Buffers, Buffers]:
-    """The buffers of a wrapper for all ranks' tokens, as FlashInfer makes it and as the layers share it."""
+def upstream_and_ours(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
+    """The buffers of a wrapper for ``tokens`` tokens, as FlashInfer makes it and as the layers share it."""
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
     wrapper = CuteDslMoEWrapper(
-        **wrapper_arguments(model, layout), use_cuda_graph=True, max_num_tokens=TOKENS * layout.dp, device="meta"
+        **wrapper_arguments(model, tp, ep), use_cuda_graph=True, max_num_tokens=tokens, device="meta"
     )
     upstream = Buffers.of(wrapper)
     SharedMoE(wrapper, 1, lambda: False)
     return upstream, Buffers.of(wrapper)
 
 
-def stock(model: Model, layout: Layout) -> Buffers:
+def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cuda_graph_max_bs: int) -> Buffers:
     """The buffers that the installed engine makes for one layer."""
     from sglang.srt import server_args as engine
     from sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl import ensure_cutedsl_wrapper
 
     server = SimpleNamespace(
-        tp_size=layout.tp,
-        dp_size=layout.dp,
-        enable_dp_attention=layout.dp > 1,
+        tp_size=tp,
+        dp_size=dp,
+        enable_dp_attention=dp > 1,
         enable_dp_lm_head=False,
         schedule_conservativeness=1.0,
-        chunked_prefill_size=CHUNKED_PREFILL_SIZE,
-        cuda_graph_max_bs=CUDA_GRAPH_MAX_BS,
+        chunked_prefill_size=chunked_prefill_size,
+        cuda_graph_max_bs=cuda_graph_max_bs,
         disable_cuda_graph=False,
         # Read by releases that have a number of their own.
         max_prefill_tokens=engine.ServerArgs.max_prefill_tokens,
@@ -110,7 +106,7 @@ def stock(model: Model, layout: Layout) -> Buffers:
     server.cutedsl_moe_max_num_tokens = lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server)
     engine.logger.disabled = True  # one line for each case about the chunked prefill size
     engine.ServerArgs._handle_data_parallelism(server)
-    arguments = wrapper_arguments(model, layout)
+    arguments = wrapper_arguments(model, tp, ep)
     scale = torch.ones(arguments["num_local_experts"], device="meta")
     layer = SimpleNamespace(
         num_experts=model.experts,
@@ -142,10 +138,10 @@ def without_streams() -> None:
     CuteDslMoEWrapper.__init__ = lambda self, *args, **kwargs: hook(make, self, *args, **kwargs)
 
 
-def row(name: str, layout: Layout) -> dict[str, Any]:
+def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
     model = MODELS[name]
-    guess = stock(model, layout)
-    upstream, ours = upstream_and_ours(model, layout)
+    guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
+    upstream, ours = upstream_and_ours(model, layout.tp, layout.ep, tokens * layout.dp)
     buffers = {"stock": guess, "upstream": upstream, "ours": ours}
     return {
         "model": name,
@@ -173,8 +169,19 @@ def tables(result: output.Result, tps: Collection[int] = ()) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"models": ["qwen3-235b"]})
-    parser.add_argument("--models", type=output.choice_of(NVFP4_MODELS), default=NVFP4_MODELS, metavar="NAME,...")
+    parser.add_argument("--tokens", type=int, default=16384, help="most of one forward on one data-parallel rank")
+    parser.add_argument("--chunked-prefill-size", type=int, default=16384, help="stock's (16384 on a B200); off: -1")
+    parser.add_argument("--cuda-graph-max-bs", type=int, default=512, help="stock's (512 on a B200)")
+    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
     options = output.parse(parser)
+    if options.tokens < 1:
+        parser.error("--tokens must be at least 1")
+    try:
+        for name in options.models:
+            for layout in LAYOUTS:
+                MODELS[name].per_rank(layout)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         import flashinfer
         import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl  # noqa: F401
@@ -188,5 +195,6 @@ def main() -> None:
             f"cutedsl_memory.py: nothing to add up: the wrapper of FlashInfer {flashinfer.__version__} keeps no buffers"
         )
     without_streams()
-    rows = [row(name, layout) for name in options.models for layout in LAYOUTS]
-    output.finish(options, output.result("cutedsl_memory", {"tokens": TOKENS, "rows": rows}), tables)
+    asked = (options.tokens, options.chunked_prefill_size, options.cuda_graph_max_bs)
+    rows = [row(name, layout, *asked) for name in options.models for layout in LAYOUTS]
+    output.finish(options, output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows}), tables)
