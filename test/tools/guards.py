@@ -489,8 +489,8 @@ MUTATIONS = tuple(
         ),
         (
             SERVING,
-            "less or answer:",
-            "less:",
+            "frees or answer:",
+            "frees:",
             KV_UNIT + "serving.py::test_what_another_rank_lacked_once_is_not_given_back_for_ever",
         ),
         (
@@ -516,13 +516,13 @@ MUTATIONS = tuple(
         ),
         (
             KV + "token_count.py",
-            "bound = soon or counts",
+            "bound = goal or counts",
             "bound = counts",
             KV_UNIT + "retirement.py::test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it",
         ),
         (
             SERVING,
-            "if less or answer:",
+            "if frees or answer:",
             "if True:",
             KV_UNIT + "serving.py::test_where_nothing_can_go_nothing_is_ordered",
         ),
@@ -578,7 +578,7 @@ MUTATIONS = tuple(
         (KV + "hooks.py", "str(error) or type(error).__name__", "str(error)", ALIKE),
         (
             SERVING,
-            "self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal))",
+            "self._pools.bytes_behind(wanted) < behind_goal",
             "wanted.tokens < self._goal",
             KV_UNIT + "serving.py::test_what_would_free_no_memory_is_not_ordered",
         ),
@@ -590,8 +590,8 @@ MUTATIONS = tuple(
         ),
         (
             SERVING,
-            "found or not set(with_penalties).isdisjoint(scheduler.running_batch.reqs)",
-            "found",
+            " or not set(with_penalties).isdisjoint(batch)",
+            "",
             KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
         ),
         (

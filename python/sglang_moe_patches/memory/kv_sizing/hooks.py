@@ -394,11 +394,11 @@ class ServerStart:
             if told is None and not late:
                 return []
             if told is None:
-                order: ranks.Order = self._use_tokens(counts.tokens, f"not every rank has told what it {topic}")
+                order: ranks.Order = self._order_to_use(counts.tokens, f"not every rank has told what it {topic}")
             else:
                 order = self._order_after_mapping(told) if mapped else self._order_for(told)
         except Exception as error:
-            order = self._use_tokens(counts.tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
+            order = self._order_to_use(counts.tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
         self._waits_for = ""
         if isinstance(order, MapTokens):
             self._await("mapped")
@@ -413,17 +413,17 @@ class ServerStart:
         if tokens > now:
             return MapTokens(tokens)
         again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
-        return self._use_tokens(tokens, reason, again=again, missed=needs[0].missed)
+        return self._order_to_use(tokens, reason, again=again, missed=needs[0].missed)
 
     def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
         assert self.pools is not None
         before = self._counts_before.tokens
         if problem := next(filter(None, problems), ""):
-            return self._use_tokens(before, f"a rank had no memory to map: {problem}")
+            return self._order_to_use(before, f"a rank had no memory to map: {problem}")
         again = self._pass < sizing.MAX_PASSES
-        return self._use_tokens(self.pools.counts.tokens, again=again)
+        return self._order_to_use(self.pools.counts.tokens, again=again)
 
-    def _use_tokens(
+    def _order_to_use(
         self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[str, ...] = ()
     ) -> UseTokens:
         """On the first rank, whose rehearsal has found how many requests may run at once."""

@@ -203,15 +203,21 @@ class Serving:
             self._order(max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION)), answer=another)
 
     def _order(self, shortage: int, *, answer: bool) -> None:
-        """:param answer: an order is given where nothing can go, too, so that the other rank says it again or not."""
-        within = self._pools.tokens_within(self._pools.bytes_behind(self._pools.counts_for(self._goal)) - shortage)
+        """Have all ranks give back what lacks, as far as the longest request and two prefills leave it.
+
+        :param shortage: bytes that lack.
+        :param answer: order the same goal again where no memory can go: it makes what other ranks have told old, and
+            one that is still short tells it anew.
+        """
+        behind_goal = self._pools.bytes_behind(self._pools.counts_for(self._goal))
+        within = self._pools.tokens_within(behind_goal - shortage)
         # Stages of a pipeline learn one after another that a request has ended: the first one's longest counts for all.
         least = max(longest_request(self._scheduler), least_tokens(self._scheduler))
         wanted = self._whole_pages(max(within, least))
-        less = self._pools.bytes_behind(wanted) < self._pools.bytes_behind(self._pools.counts_for(self._goal))
-        if less or answer:
+        frees = self._pools.bytes_behind(wanted) < behind_goal
+        if frees or answer:
             self._ordered = True
-            self._orders.give(Retire(wanted.tokens if less else self._goal))
+            self._orders.give(Retire(wanted.tokens if frees else self._goal))
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
         """At least so many tokens."""
@@ -454,9 +460,9 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
     @functools.wraps(allocatable)
     def get_num_allocatable_reqs(running_bs: int, *args: Any, **kwargs: Any) -> int:
         # The engine keeps those that have ended in their batch for a turn or two, and merges into it what is admitted.
-        found = any(not req.finished() for req in with_penalties)
-        found = found or not set(with_penalties).isdisjoint(scheduler.running_batch.reqs)
-        most = penalized if found else requests
+        batch = scheduler.running_batch.reqs
+        are_there = any(not req.finished() for req in with_penalties) or not set(with_penalties).isdisjoint(batch)
+        most = penalized if are_there else requests
         return min(allocatable(running_bs, *args, **kwargs), most - running_bs)
 
     scheduler._add_request_to_queue = add_request_to_queue

@@ -82,14 +82,15 @@ def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
     allocator.clear()
 
 
-def set_token_count(scheduler: Any, counts: TokenCounts, soon: TokenCounts | None = None) -> None:
+def set_token_count(scheduler: Any, counts: TokenCounts, goal: TokenCounts | None = None) -> None:
     """Tell a number of tokens to whatever holds one, but to the allocators.
 
-    :param soon: to what it comes down: no longer request is taken in; ``None``: it stays.
+    :param goal: the smaller number that it comes down to as slots are withdrawn: a request that would not fit then is
+        not taken in any more; ``None``: it stays as it is.
     """
     for path in HOLDERS:
         _set(_find(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
-    bound = soon or counts
+    bound = goal or counts
     longest = min(scheduler.model_config.context_len, bound.full or bound.tokens) - 1
     if most := getattr(_find(scheduler, "tp_worker.model_runner.eager_runner._eager_registry"), "max_num_tokens", 0):
         longest = min(longest, int(most)) if not (scheduler.chunked_prefill_size or 0) > 0 else longest
