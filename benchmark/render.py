@@ -129,7 +129,6 @@ SECTIONS = {
     "recipes": Section(RECIPES, recipes.tables),
     "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
-    "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
     "overhead-servers": Section(under("overhead", "servers-h200", "servers-4xh200"), overhead.server_tables),

@@ -25,7 +25,7 @@ from typing import Any
 SIDES = ("stock", "patched")
 
 
-def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
+def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *, is_free: bool = False) -> int:
     """``column_slices.slice_width`` that bounds a slice by nothing but where one can start."""
     return int(min(layer.hidden, gemm.alignment_columns))
 

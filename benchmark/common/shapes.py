@@ -29,10 +29,13 @@ def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Mod
     return fuse(model) if fusion and fusible and runner == "triton" else model
 
 
-def every_change(model: Model) -> Acting:
-    """What acts in a patched server of a family whose layers offer their dead input."""
+def every_change(model: Model, columns: int | None = None) -> Acting:
+    """What acts in a patched server of a family whose layers offer their dead input.
+
+    :param columns: of a slice in which Triton or Marlin sums; ``None``: the tensor is whole.
+    """
     latent = model.q_lora_rank is not None
-    return Acting(latent, latent and bool(model.shared_experts), True, True)
+    return Acting(latent, latent and bool(model.shared_experts), True, columns)
 
 
 _DEEPSEEK_V3 = Model("deepseek-ai/DeepSeek-V3", 61, 3, 7168, 256, 8, 2048, 1, 18432, 128, 128, (8, 4), 1536)

@@ -24,16 +24,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from common import history, machine, output, servers, timing, weights
-from common.shapes import MODELS, Layout, as_the_engine_runs, every_change
-from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
+from common.shapes import MODELS, Layout, Rank, as_the_engine_runs, every_change
+from sglang_moe_patches.changes.moe_workspace.column_slices import (
+    MOE_WORKSPACE_MB,
+    LayerShape,
+    MarlinGemm,
+    TritonGemm,
+    packed_slice_width,
+    slice_width,
+)
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.predict import forward as prediction
@@ -42,6 +47,11 @@ MB = 1e6
 PROMPTS = 4
 #: Scratch memory of the reference kernel for NVFP4 on a GPU.
 REFERENCE_SCRATCH = 64 * 2**20
+#: Triton's tiles where nobody tuned any (``get_default_config``): of BF16, and of FP8 in blocks.
+UNTUNED = (
+    {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
+    {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
+)
 #: Points of the line of one forward that a result keeps.
 LINE_POINTS = 150
 
@@ -65,11 +75,32 @@ def predict(
     :param width: of a column slice; ``None``: as moe-workspace decides today.
     """
     model = as_the_engine_runs(served.model, served.runner, fusion=fusion)
-    acting = every_change(model) if server == "patched" else prediction.Acting()
-    workspace = workspace_mb * 2**20 + REFERENCE_SCRATCH
-    runner = prediction.Runner(served.runner, served.quantization, width=width, workspace=workspace)
-    with mock.patch.dict(os.environ, {MOE_WORKSPACE_MB.name: str(moe_workspace_mb or "")}):
-        return prediction.predict(model, Layout(tp=tp), runner, tokens, acting)
+    layout, acting = Layout(tp=tp), prediction.Acting()
+    if server == "patched":
+        acting = every_change(model)
+        if served.runner in ("triton", "marlin"):
+            width = width or decided_width(served, model.per_rank(layout), tokens, acting, moe_workspace_mb)
+            acting = every_change(model, width)
+    runner = prediction.Runner(served.runner, served.quantization, workspace_mb * 2**20 + REFERENCE_SCRATCH)
+    return prediction.predict(model, layout, runner, tokens, acting)
+
+
+def decided_width(
+    served: weights.Served, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
+) -> int:
+    """Columns of a slice as moe-workspace decides today, with the tiles that Triton has where nobody tuned any."""
+    max_bytes = None if moe_workspace_mb is None else moe_workspace_mb * 10**6
+    sizes = (tokens, rank.top_k, rank.hidden, rank.intermediate)
+    if served.runner == "marlin":
+        column_bytes = int(prediction.PACKED_BYTES * rank.experts * rank.intermediate)
+        packed = LayerShape(*sizes, weight_bytes=3 * rank.hidden * column_bytes)
+        return packed_slice_width(packed, MarlinGemm(column_bytes, output_in_dead_input=True), max_bytes)
+    is_fp8 = served.quantization == prediction.BLOCKS
+    weight_bytes = 3 * rank.experts * rank.hidden * rank.intermediate * (1 if is_fp8 else 2)
+    scales = {"columns_per_scale": 128, "scale_stride_bytes": rank.intermediate // 128 * 4} if is_fp8 else {}
+    is_scratch = not acting.shared_last and rank.top_k * rank.intermediate <= rank.hidden
+    gemm = TritonGemm(UNTUNED[is_fp8], is_fp8, is_scratch, **scales)
+    return slice_width(LayerShape(*sizes, weight_bytes=weight_bytes), gemm, max_bytes)
 
 
 def predict_both(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
@@ -238,19 +269,6 @@ def against_sizes(results: list[output.Result]) -> str:
         run = f"{figures['model']} {'FP8' if figures['served']['fp8'] else 'BF16'}"
         rows.append((run, *peaks_beside(result), of_result(result, "patched").where))
     return output.table((*PEAK_COLUMNS, "where, patched"), rows)
-
-
-def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> str:
-    """The peak of a forward, stock and patched, by the sizes alone: a row a model, a column a runner."""
-    rows = []
-    for name in ("kimi-k2.5", "deepseek-v3", "glm-4.5", "qwen3-235b", "minimax-m2"):
-        cells = []
-        for runner in weights.RUNNERS:
-            served = weights.Served(MODELS[name], runner=runner)
-            both = [predict(served, server, tokens, tp=tp, workspace_mb=workspace_mb) for server in servers.SERVERS]
-            cells.append(" -> ".join(f"{one.peak / MB:,.0f}" for one in both))
-        rows.append((name, *cells))
-    return output.table(("MB", *weights.RUNNERS), rows)
 
 
 def plot(result: output.Result, path: Path) -> None:

@@ -243,7 +243,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("not triton.can_run_in_columns(tokens, top_k, hooks=None, defer_sum=False)", "False")
         ],
         SAID + "[an activation that is too large for the dead input]": [(" and rows * inner <= tokens * hidden", "")],
-        SAID + "[Marlin, where a slice costs too much]": [("if offered and is_cut", "if offered")],
+        SAID + "[Marlin, where a slice costs too much]": [('cut=used, uncut=""', "cut=used, uncut=used")],
         SAID + "[Marlin, cut because it is asked for]": [("_empty(tokens, hidden) if offered else None", "None")],
     },
     OURS + "changes/deferred_shared_experts.py": {

@@ -139,15 +139,13 @@ class Decision:
     """What a change decided for the layers of a model.
 
     :param effects: those of the constants above that hold in at least one layer; none: it does nothing there.
-    :param reason: why it does nothing, or not more.
+    :param reason: why it does nothing, or not more, and what would change that.
     :param width: columns of a slice, where there is one.
-    :param can_be_asked_for: it weighed what it saves against what it costs; a variable may decide otherwise.
     """
 
     effects: tuple[str, ...] = ()
     reason: str = ""
     width: int | None = None
-    can_be_asked_for: bool = False
 
     @property
     def acts(self) -> bool:

@@ -70,7 +70,7 @@ packed_layers = st.builds(
     weight_bytes=st.integers(0, 1 << 34),
     local_row_fraction=fractions,
 )
-packed_gemms = st.builds(MarlinGemm, st.integers(1, 1 << 20), st.booleans(), st.none())
+packed_gemms = st.builds(MarlinGemm, st.integers(1, 1 << 20), st.booleans())
 
 
 # --- How wide: each bound of column_slices, computed here by itself --------------------------------------------------
@@ -107,7 +107,7 @@ def triton_us(layer, gemm, slices):
 
 def marlin_bytes(layer, gemm, width):
     rows, inner, hidden = layer.tokens * layer.top_k, layer.intermediate, layer.hidden
-    final = 0 if gemm.output_in_dead_input else 2 * layer.tokens * hidden
+    final = 0 if gemm.output_in_dead_input and width < hidden else 2 * layer.tokens * hidden
     own_weights = gemm.column_bytes if width < hidden else 0
     gate_columns = layer.gate_columns or 2 * inner
     return 2 * rows * (inner + gate_columns), 2 * rows * inner + final + width * (2 * rows + own_weights)
@@ -242,6 +242,68 @@ def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at(layer, gemm, 
     limit = marlin_bytes(packed, packed_gemm, packed.hidden)[1] - 1
     if packed_slice_width(packed, packed_gemm, limit) < packed.hidden:
         assert tensor_bytes(packed) >= column_slices.min_packed_tensor_bytes(limit)
+
+
+def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
+    """What is asked for is kept, by a cut that the rule does not make, and saves what is said."""
+    found = re.search(
+        rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", column_slices.advise(layer, gemm, choose_width)
+    )
+    if found:
+        asked, saved, times = (float(number.replace(",", "")) for number in found.groups())
+        width = choose_width(layer, gemm, int(asked) * 10**6)
+        held, whole = (max(predict_bytes(layer, gemm, columns)) for columns in (width, layer.hidden))
+        assert width < layer.hidden
+        assert held <= asked * 1e6
+        scales = layer.tokens * layer.top_k * layer.intermediate / 32
+        assert saved * 1e6 == pytest.approx(whole - held, abs=0.51e6 + scales)
+        cost_us, layer_us = predict_us(layer, gemm, len(split_columns(layer.hidden, width)))
+        assert times == pytest.approx(1 + max(cost_us / layer_us, 0.07 if slow_order else 0), abs=0.006)
+
+
+@given(layers, gemms)
+def test_a_value_that_is_advised_saves_what_it_says(layer, gemm):
+    tiles = gemm.tiles
+    slow_order = gemm.quantized and tiles["GROUP_SIZE_M"] == 1 and tiles["BLOCK_SIZE_M"] == 128
+    check_advice(layer, gemm, slice_width, triton_bytes, triton_us, slow_order=slow_order)
+
+
+@given(packed_layers, packed_gemms)
+def test_a_value_that_is_advised_for_marlin_saves_what_it_says(layer, gemm):
+    check_advice(layer, gemm, packed_slice_width, marlin_bytes, marlin_us, slow_order=False)
+
+
+#: Of Qwen3-30B-A3B, by the engine's file for an H200.
+TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
+
+
+@pytest.mark.parametrize(
+    ("gemm", "choose_width", "said"),
+    [
+        (TritonGemm(TUNED), slice_width, "302 asks for it: 67 MB less, about 1.04"),
+        (TritonGemm(TUNED, quantized=True), slice_width, "302 asks for it: 117 MB less, about 1.03"),
+        (
+            TritonGemm(TUNED | {"GROUP_SIZE_M": 1}, quantized=True),
+            slice_width,
+            "302 asks for it: 117 MB less, about 1.07",
+        ),
+        (
+            MarlinGemm(128 * 768 * 9 // 16, output_in_dead_input=True),
+            packed_slice_width,
+            "302 asks for it: 101 MB less",
+        ),
+    ],
+)
+def test_what_costs_too_much_can_be_asked_for(gemm, choose_width, said):
+    """Qwen3-30B-A3B at 8,192 tokens."""
+    layer = LayerShape(8192, 8, 2048, 768, weight_bytes=3 * 128 * 768 * 2048 * 2)
+    assert choose_width(layer, gemm) == 2048
+    assert column_slices.advise(layer, gemm, choose_width).startswith(f"{MB}={said}")
+
+
+def test_nothing_is_advised_where_a_cut_saves_nothing():
+    """Mixtral's experts are wider than its layers."""
+    assert column_slices.advise(LayerShape(8192, 8, 4096, 7168), TritonGemm(TUNED), slice_width) == ""
 
 
 @given(st.integers(1, 20000), st.integers(1, 20000))

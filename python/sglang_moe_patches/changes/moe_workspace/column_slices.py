@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
-from math import gcd, isqrt, lcm
+from collections.abc import Callable, Mapping
+from math import ceil, gcd, isqrt, lcm
 from typing import NamedTuple
 
 from sglang_moe_patches.core import log
@@ -47,6 +47,8 @@ SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
 SMALL_TILE_ELEMENTS, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
+#: At least what FP8 tiles of 128 rows lose in slices that go through the columns before the rows (3 to 7 %).
+SLOW_ORDER_SLOWDOWN = 0.07
 
 # The same for Marlin.
 MARLIN_SLICING_US = 10.0
@@ -102,6 +104,25 @@ class LayerShape(NamedTuple):
         return operations / operations_per_us + (self.weight_bytes + 2 * self.tensor_bytes) / BYTES_PER_US
 
 
+class Held(NamedTuple):
+    """Bytes that a runner holds, at the most.
+
+    :param around: around the activation, whatever is cut.
+    :param whole: with the whole [tokens, top-k, hidden] tensor.
+    :param beside: beside a slice.
+    :param column: for each column of a slice.
+    """
+
+    around: int
+    whole: int
+    beside: int
+    column: int
+
+    def in_slices(self, width: int) -> int:
+        """In slices of so many columns."""
+        return max(self.around, self.beside + width * self.column)
+
+
 class TritonGemm(NamedTuple):
     """What slices of the Triton runner's second GEMM depend on, beside the layer's shape.
 
@@ -135,7 +156,7 @@ class TritonGemm(NamedTuple):
     def has_slow_order(self) -> bool:
         """FP8 tiles of 128 rows that go through the columns before the rows (``GROUP_SIZE_M`` of 1).
 
-        They were slower by 3 to 7 % in two slices already.
+        They were slower in two slices already (:data:`SLOW_ORDER_SLOWDOWN`).
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
@@ -155,26 +176,64 @@ class TritonGemm(NamedTuple):
         staging_us = 2 * layer.output_bytes / BYTES_PER_US if self.uses_staging else 0
         return SLICING_US + staging_us + (slices - 1) * _slice_us(SLICE_US[self.activation_bytes], layer.rows)
 
+    def slowdown(self, layer: LayerShape, slices: int) -> float:
+        """What so many slices cost, of the layer's time."""
+        slowdown = self.slicing_us(layer, slices) / layer.layer_us(self.operations_per_us)
+        return max(slowdown, SLOW_ORDER_SLOWDOWN) if self.has_slow_order else slowdown
+
+    def inner_bytes(self, layer: LayerShape) -> int:
+        """Bytes of the activation's output that the runner allocates."""
+        return 0 if self.activation_in_dead_input else layer.itemsize * layer.rows * layer.intermediate
+
+    def input_bytes(self, layer: LayerShape) -> int:
+        """Bytes of the second GEMM's input, without its scales."""
+        return layer.rows * layer.intermediate if self.quantized else self.inner_bytes(layer)
+
+    def held(self, layer: LayerShape) -> Held:
+        """What the runner holds (:func:`slice_width`)."""
+        inner_bytes, input_bytes = self.inner_bytes(layer), self.input_bytes(layer)
+        # Scales: at most four bytes for each group of 128.
+        beside = input_bytes + (input_bytes // 32 if self.quantized else 0)
+        return Held(
+            around=layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes,
+            # A whole tensor's GEMM quantizes its input itself: both forms are alive.
+            whole=layer.tensor_bytes + input_bytes + (inner_bytes if self.quantized else 0),
+            beside=beside + (layer.output_bytes if self.uses_staging else 0),
+            column=layer.rows * layer.itemsize,
+        )
+
 
 class MarlinGemm(NamedTuple):
     """What slices of Marlin's second GEMM depend on, beside the layer's shape.
 
     :param column_bytes: bytes of the weights and scales of one column, all experts together.
     :param output_in_dead_input: the final output lies in memory that is allocated anyway.
-    :param max_slowdown_fraction: ``None``: :data:`MAX_SLOWDOWN_FRACTION`.
     """
 
     column_bytes: int
     output_in_dead_input: bool = False
-    max_slowdown_fraction: float | None = None
 
     def slicing_us(self, layer: LayerShape, slices: int) -> float:
         """:meth:`TritonGemm.slicing_us`, with the copies of weights and scales."""
         copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
         return MARLIN_SLICING_US + copies_us + (slices - 1) * _slice_us(MARLIN_SLICE_US, layer.rows)
 
+    def slowdown(self, layer: LayerShape, slices: int) -> float:
+        """What so many slices cost, of the layer's time."""
+        return self.slicing_us(layer, slices) / layer.layer_us(MARLIN_OPERATIONS_PER_US)
 
-def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None) -> int:
+    def held(self, layer: LayerShape) -> Held:
+        """What the runner holds (:func:`packed_slice_width`)."""
+        inner_bytes = layer.rows * layer.intermediate * layer.itemsize
+        return Held(
+            around=layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes,
+            whole=inner_bytes + layer.output_bytes + layer.tensor_bytes,  # the engine's own allocates its output
+            beside=inner_bytes + (0 if self.output_in_dead_input else layer.output_bytes),
+            column=layer.rows * layer.itemsize + self.column_bytes,
+        )
+
+
+def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None, *, is_free: bool = False) -> int:
     """Columns of the second GEMM's output to compute and sum at a time; ``hidden``: the tensor is not cut.
 
     Narrower slices save memory, more of them cost time. Three bounds on their number:
@@ -189,58 +248,65 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
 
     :param max_bytes: take the fewest slices with which the runner holds at most this, or what it holds around the
         activation, instead.
+    :param is_free: as if slices cost nothing.
     """
-    inner_bytes = 0 if gemm.activation_in_dead_input else layer.itemsize * layer.rows * layer.intermediate
-    activation_peak_bytes = layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes
-    input_bytes = layer.rows * layer.intermediate if gemm.quantized else inner_bytes
+    held = gemm.held(layer)
     if max_bytes is not None:
-        limit = max(max_bytes, activation_peak_bytes)
-        # A whole tensor's GEMM quantizes its input itself: both forms are alive.
-        if layer.tensor_bytes + input_bytes + (inner_bytes if gemm.quantized else 0) <= limit:
-            return layer.hidden
-        resident_bytes = input_bytes + (layer.output_bytes if gemm.uses_staging else 0)
-        resident_bytes += input_bytes // 32 if gemm.quantized else 0  # scales: at most four bytes for each group of 128
-        max_columns = (limit - resident_bytes) // (layer.rows * layer.itemsize)
-        return _fewest_slices_width(max_columns, layer.hidden, gemm.alignment_columns)
+        return _fewest_slices_width(held, max_bytes, layer.hidden, gemm.alignment_columns)
     if layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
     slices = min(
-        -(-layer.tensor_bytes // (activation_peak_bytes - input_bytes)),
+        -(-layer.tensor_bytes // (held.around - gemm.input_bytes(layer))),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
-    if gemm.tiles is not None:
+    if gemm.tiles is not None and not is_free:
         slices = min(slices, max_affordable_slices(layer, gemm))
     return _even_width(layer.hidden, slices, gemm.alignment_columns)
 
 
-def packed_slice_width(layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None) -> int:
+def packed_slice_width(
+    layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None, *, is_free: bool = False
+) -> int:
     """:func:`slice_width` where each slice's weights and scales are copied first, as Marlin's packed ones must be.
 
     Around the activation the runner holds the outputs of the first GEMM and of the activation; while it runs slices,
     the latter, the final output, and for each column of a slice its values, weights and scales. Where the first GEMM's
     output is as wide as the layer there is nothing to save.
     """
-    inner_bytes = layer.rows * layer.intermediate * layer.itemsize
-    activation_peak_bytes = layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes
-    resident_bytes = inner_bytes + (0 if gemm.output_in_dead_input else layer.output_bytes)
-    column_bytes = layer.rows * layer.itemsize + gemm.column_bytes
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
+    held = gemm.held(layer)
     if max_bytes is not None:
-        limit = max(max_bytes, activation_peak_bytes)
-        if resident_bytes + layer.tensor_bytes <= limit:
-            return layer.hidden
-        return _fewest_slices_width((limit - resident_bytes) // column_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
+        return _fewest_slices_width(held, max_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
     if layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
-    fraction = MAX_SLOWDOWN_FRACTION if gemm.max_slowdown_fraction is None else gemm.max_slowdown_fraction
-    budget_us = fraction * layer.layer_us(MARLIN_OPERATIONS_PER_US) - gemm.slicing_us(layer, 1)
     slices = min(
-        -(-layer.hidden // max(1, (activation_peak_bytes - resident_bytes) // column_bytes)),
+        -(-layer.hidden // max(1, (held.around - held.beside) // held.column)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
-        _slices_within(budget_us, MARLIN_SLICE_US, layer.rows),
     )
+    if not is_free:
+        budget_us = MAX_SLOWDOWN_FRACTION * layer.layer_us(MARLIN_OPERATIONS_PER_US) - gemm.slicing_us(layer, 1)
+        slices = min(slices, _slices_within(budget_us, MARLIN_SLICE_US, layer.rows))
     return _even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
+
+
+def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Callable[..., int]) -> str:
+    """What asks for the slices that the rule takes if they cost nothing; "": they save nothing.
+
+    :param choose_width: :func:`slice_width` or :func:`packed_slice_width`.
+    """
+    held = gemm.held(layer)
+    free_width = choose_width(layer, gemm, is_free=True)
+    megabytes = ceil(held.in_slices(free_width) / 1e6)
+    width = choose_width(layer, gemm, megabytes * 10**6)
+    saved_bytes = max(held.around, held.whole) - held.in_slices(width)
+    if free_width == layer.hidden or width == layer.hidden or saved_bytes <= 0:
+        return ""
+    slowdown = gemm.slowdown(layer, len(split_columns(layer.hidden, width)))
+    return (
+        f"{MOE_WORKSPACE_MB.name}={megabytes} asks for it: {saved_bytes / 1e6:,.0f} MB less, "
+        f"about {1 + slowdown:.2f} of the layer's time"
+    )
 
 
 def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
@@ -272,8 +338,12 @@ def _slice_us(slice_us: tuple[float, float], rows: int) -> float:
     return constant + rows * for_each_row
 
 
-def _fewest_slices_width(max_columns: int, hidden: int, step: int) -> int:
-    """The width of the fewest slices, at least two, of at most ``max_columns``; ``step`` if that is not possible."""
+def _fewest_slices_width(held: Held, max_bytes: int, hidden: int, step: int) -> int:
+    """The width of the fewest slices with which the runner holds ``max_bytes``; ``step`` if that is not possible."""
+    limit = max(max_bytes, held.around)
+    if held.whole <= limit:
+        return hidden
+    max_columns = (limit - held.beside) // held.column
     return _even_width(hidden, max(2, -(-hidden // max(step, max_columns // step * step))), step)
 
 

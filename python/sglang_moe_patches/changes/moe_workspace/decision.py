@@ -3,9 +3,11 @@ tensors without memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, streams, triton
+from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, MarlinGemm, TritonGemm
 from sglang_moe_patches.changes.moe_workspace.deferred_tensor import DeferredTensor, FusedMoeCall, SecondGemm
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, probe
@@ -67,11 +69,11 @@ def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
     )
     token = deferred_tensor.current_call.set(call)
     try:
-        slices = deferred_tensor.choose_column_slices(deferred, _empty(tokens, hidden))
+        sizes = deferred_tensor.describe(deferred, _empty(tokens, hidden))
     finally:
         deferred_tensor.current_call.reset(token)
     used = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
-    return _describe(slices, tokens, top_k, hidden, used)
+    return _decide_width(sizes, column_slices.slice_width, max_bytes, cut=used, uncut=used)
 
 
 def _decide_marlin(experts: Any, built: Built, *, offered: bool) -> Decision:
@@ -109,21 +111,35 @@ def _decide_marlin(experts: Any, built: Built, *, offered: bool) -> Decision:
         "expert_map": None if experts.num_experts == experts.num_local_experts else weights,
     }
     with channel.moe_output_buffer_ctx(_empty(tokens, hidden) if offered else None):
-        reason = marlin.column_skip_reason(arguments, hidden, w2, w2_scale)
-        slices = marlin.choose_column_slices(arguments, max_bytes)
-    if reason is not None:
-        return Decision(reason=reason)
-    is_cut = len(slices) > 1  # uncut, the engine's own function runs, which takes nothing
-    return _describe(slices, tokens, top_k, hidden, OUTPUT_IN_DEAD_INPUT if offered and is_cut else "")
+        sizes = marlin.describe(arguments)
+    # Uncut, the engine's own function runs, which takes nothing.
+    used = OUTPUT_IN_DEAD_INPUT if offered else ""
+    return _decide_width(sizes, column_slices.packed_slice_width, max_bytes, cut=used, uncut="")
 
 
-def _describe(slices: list[tuple[int, int]], tokens: int, top_k: int, hidden: int, used: str) -> Decision:
-    is_cut = len(slices) > 1
-    effects = tuple(filter(None, (COLUMNS if is_cut else "", used)))
-    width = slices[0][1] if is_cut else None
+def _decide_width(
+    sizes: tuple[LayerShape, TritonGemm | MarlinGemm] | str,
+    choose_width: Callable[..., int],
+    max_bytes: int | None,
+    *,
+    cut: str,
+    uncut: str,
+) -> Decision:
+    """By the rule of a runner, ``choose_width``.
+
+    :param sizes: what it takes, or why the tensor stays uncut.
+    :param cut: the effect of the dead input where the tensor is cut, and ``uncut`` where it is not; "": none.
+    """
+    effects = (uncut,) if uncut else ()
+    if isinstance(sizes, str):
+        return Decision(effects, sizes)
+    layer, gemm = sizes
+    width = choose_width(layer, gemm, max_bytes)
+    if width < layer.hidden:
+        return Decision((COLUMNS, cut) if cut else (COLUMNS,), width=width)
     why = "cutting it saves too little, or costs more than 2 % of the layer's time"
-    reason = "" if is_cut else f"{_size(tokens, top_k, hidden)}, and {why}"
-    return Decision(effects, reason, width, can_be_asked_for=not is_cut)
+    reason = f"{_size(layer.tokens, layer.top_k, layer.hidden)}, and {why}"
+    return Decision(effects, "; ".join(filter(None, (reason, column_slices.advise(layer, gemm, choose_width)))))
 
 
 def _size(tokens: int, top_k: int, hidden: int) -> str:

@@ -177,15 +177,23 @@ def column_skip_reason(gemm: SecondGemm, deferred: DeferredTensor, output: Any, 
 
 def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
     """The column slices in which the deferred tensor is computed and summed; one if it stays uncut."""
+    sizes = describe(deferred, output)
+    hidden = deferred.shape[2]
+    if isinstance(sizes, str):
+        message = log.of("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
+        log.once(logging.INFO, f"columns {sizes}", message, sizes)
+        return [(0, hidden)]
+    return column_slices.split_columns(hidden, column_slices.slice_width(*sizes, current_call.get().max_bytes))
+
+
+def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonGemm] | str:
+    """What the width of slices depends on, or why there can be none."""
     gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
     assert gemm is not None
-    scale = gemm.weights_scale
+    scale, call = gemm.weights_scale, current_call.get()
     group = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
     if (reason := column_skip_reason(gemm, deferred, output, group)) is not None:
-        message = log.of("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
-        log.once(logging.INFO, f"columns {reason}", message, reason)
-        return [(0, hidden)]
-    call = current_call.get()
+        return reason
     layer = LayerShape(
         tokens,
         top_k,
@@ -197,14 +205,13 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
         local_row_fraction=call.local_row_fraction,
     )
     scales = {"columns_per_scale": group, "scale_stride_bytes": scale.stride(1) * scale.itemsize} if group else {}
-    cost = TritonGemm(
+    return layer, TritonGemm(
         gemm.tiles,
         quantizes(gemm.kwargs),
         activation_in_dead_input=gemm.activations.data_ptr() == call.dead_input_address,
         uses_staging=call.uses_staging,
         **scales,
     )
-    return column_slices.split_columns(hidden, column_slices.slice_width(layer, cost, call.max_bytes))
 
 
 def gemm_and_sum(

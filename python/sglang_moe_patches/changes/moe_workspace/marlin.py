@@ -176,14 +176,23 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
     :param arguments: the function's, by name.
     :param max_bytes: what the runner may hold, where the user set that.
     """
+    sizes = describe(arguments)
+    hidden = arguments["hidden_states"].shape[1]
+    if isinstance(sizes, str):
+        message = log.of("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
+        log.once(logging.INFO, f"marlin {sizes}", message, sizes)
+        return [(0, hidden)]
+    return column_slices.split_columns(hidden, column_slices.packed_slice_width(*sizes, max_bytes))
+
+
+def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
+    """What the width of slices depends on, or why there can be none."""
     # While the GPU is idle, the host's time to get here counts: nothing is formatted that nobody reads.
     hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
     if (reason := column_skip_reason(arguments, hidden, w2, scale)) is not None:
-        message = log.of("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
-        log.once(logging.INFO, f"marlin {reason}", message, reason)
-        return column_slices.split_columns(hidden, hidden)
+        return reason
     second_bytes = w2.nbytes + scale.nbytes
     layer = LayerShape(
         *(tokens, arguments["topk_ids"].shape[1], hidden, 16 * w2.shape[1], hidden_states.itemsize),
@@ -195,8 +204,7 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
     output_fits = buffer is not None and channel.fits(
         buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device
     )
-    width = column_slices.packed_slice_width(layer, MarlinGemm(second_bytes // hidden, output_fits), max_bytes)
-    return column_slices.split_columns(hidden, width)
+    return layer, MarlinGemm(second_bytes // hidden, output_fits)
 
 
 def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:

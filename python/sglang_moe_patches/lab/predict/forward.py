@@ -16,11 +16,8 @@ peak is the most of what the places of a forward hold, each written down by itse
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sglang_moe_patches.changes.moe_workspace import column_slices, triton
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 
@@ -34,14 +31,6 @@ NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
 """Of an element of an activation in NVFP4, with a byte of scale for every 16."""
 FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
 """The same in FP8, by quantization."""
-TILES = {
-    None: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
-    BLOCKS: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
-    "rows": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 32},
-}
-"""Of Triton's GEMMs for many tokens where nobody tuned any (``get_default_config``), by quantization."""
-#: At least what FP8 tiles of 128 rows lose in slices that go through the columns before the rows (3 to 7 %).
-SLOW_ORDER_SLOWDOWN = 0.07
 #: Of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. With other groups it is up to a tenth less.
 PACKED_BYTES = 0.5 + 2 / 32
 #: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
@@ -69,14 +58,14 @@ class Acting:
     :param inputs_dropped: attention's inputs are gone when attention is (output-buffer; the engine from 0.5.13 on).
     :param shared_last: shared experts run after the routed ones (deferred-shared-experts).
     :param dead_input: the layer's dead input is the runner's output, or its memory for the activation.
-    :param columns: Triton or Marlin sums in columns where the tensor is large (moe-workspace).
+    :param columns: of a slice in which Triton or Marlin sums (moe-workspace); ``None``: the tensor is whole.
     :param out_of_place: the engine itself has Triton leave its input alone, as shared experts read it at the same time.
     """
 
     inputs_dropped: bool = False
     shared_last: bool = False
     dead_input: bool = False
-    columns: bool = False
+    columns: int | None = None
     out_of_place: bool = False
 
 
@@ -119,16 +108,12 @@ class Runner:
 
     :param name: one of ``RUNNERS``.
     :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
-    :param tiles: of Triton's second GEMM; ``None``: those of :data:`TILES`.
-    :param width: columns of a slice where it runs in columns; ``None``: as moe-workspace decides.
     :param workspace: bytes that one of TRT-LLM's kernels takes while it runs.
     :param input_bytes: of an element of what such a kernel is given.
     """
 
     name: str
     quantization: str | None = None
-    tiles: Mapping[str, int] | None = None
-    width: int | None = None
     workspace: int = 0
     input_bytes: float = NVFP4_INPUT_BYTES
 
@@ -188,9 +173,7 @@ def predict(
     if runner.name in ("triton", "marlin"):
         # Triton's output lies there then, not its activation.
         offered = acting.dead_input and (runner.name == "marlin" or not out_of_place)
-        columns = Columns(runner, rank, tokens, 1 / layout.ep, offered)
-        width = runner.width if acting.columns else model.hidden
-        parts["workspace"] = columns.held(columns.width() if width is None else width)
+        parts["workspace"] = held(runner, rank, tokens, acting.columns or model.hidden, dead_input=offered)
     elsewhere = {"attention": released + latents + attention(share, tokens)}
     if in_float:
         elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * model.hidden + logits
@@ -199,117 +182,38 @@ def predict(
     return Prediction(count, parts, elsewhere)
 
 
-@dataclass(frozen=True)
-class Columns:
-    """How Triton or Marlin cuts the tensor of a chunk on one rank.
+def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:
+    """Bytes that Triton or Marlin holds, at the most.
 
-    :param tokens: in a MoE layer: data-parallel ranks bring a chunk each.
-    :param local_share: of the rows, those whose expert is on this rank.
+    Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): in columns the second GEMM runs for a
+    range of columns at a time, and quantizes its input before that, which it then gives up.
+
+    Marlin (``fused_marlin_moe``): both GEMMs' outputs share one tensor, and its output is never its input's memory.
+    In columns each is by itself, the second one as wide as a range, whose weights are there twice.
+
+    :param width: columns of a range; the hidden size: the tensor is whole.
     :param dead_input: it is there for Triton's activation, which may be too large for it, or for Marlin's output.
     """
-
-    runner: Runner
-    rank: Rank
-    tokens: int
-    local_share: float
-    dead_input: bool
-
-    def width(self, *, at_any_cost: bool = False, max_bytes: int | None = None) -> int:
-        """Columns of a slice as moe-workspace decides; the hidden size where the tensor is not cut.
-
-        :param at_any_cost: whatever slices cost.
-        :param max_bytes: that the runner may hold; ``None``: as the variable says.
-        """
-        rank = self.rank
-        limit = column_slices.read_max_bytes() if max_bytes is None else max_bytes
-        if self.runner.name == "marlin":
-            if rank.hidden % column_slices.MARLIN_TILE_COLUMNS:
-                return rank.hidden
-            marlin = self._marlin_gemm._replace(max_slowdown_fraction=math.inf if at_any_cost else None)
-            return column_slices.packed_slice_width(self._layer, marlin, limit)
-        if not triton.can_run_in_columns(self.tokens, rank.top_k, hooks=None, defer_sum=False):
-            return rank.hidden
-        gemm = self._triton_gemm._replace(tiles=None) if at_any_cost else self._triton_gemm
-        return column_slices.slice_width(self._layer, gemm, limit)
-
-    def held(self, width: int) -> int:
-        """Bytes that the runner holds, at the most.
-
-        Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): in columns the second GEMM runs for a
-        range of columns at a time, and quantizes its input before that, which it then gives up.
-
-        Marlin (``fused_marlin_moe``): both GEMMs' outputs share one tensor, and its output is never its input's memory.
-        In columns each is by itself, the second one as wide as a range, whose weights are there twice.
-
-        :param width: columns of a range; the hidden size: the tensor is whole.
-        """
-        size, inner, tokens = self.rank.hidden, self.rank.intermediate, self.tokens
-        rows = tokens * self.rank.top_k
-        activation = 2 * inner * rows
-        if self.runner.name == "marlin":
-            if width >= size:
-                return activation + max(2 * activation, 2 * size * rows) + 2 * tokens * size
-            output = 0 if self.dead_input else 2 * tokens * size
-            return max(3 * activation, activation + output + width * (2 * rows + _column_bytes(self.rank)))
-        first, given = 2 * activation + self._quantized(tokens, size), self._quantized(rows, inner)
-        own = 0 if self._has_scratch else activation
+    size, inner, rows = rank.hidden, rank.intermediate, tokens * rank.top_k
+    activation = 2 * inner * rows
+    if runner.name == "marlin":
         if width >= size:
-            return max(first, 2 * activation + own, own + given + 2 * size * rows)
-        return max(first, 2 * activation + own, given + (0 if self.runner.quantization else own) + 2 * width * rows)
+            return activation + max(2 * activation, 2 * size * rows) + 2 * tokens * size
+        output = 0 if dead_input else 2 * tokens * size
+        column_bytes = int(PACKED_BYTES * rank.experts * inner)  # of weights and scales, all experts together
+        return max(3 * activation, activation + output + width * (2 * rows + column_bytes))
 
-    def slowdown(self, slices: int) -> float:
-        """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
-        layer = self._layer
-        if self.runner.name == "marlin":
-            layer_us = layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
-            return self._marlin_gemm.slicing_us(layer, slices) / layer_us
-        gemm = self._triton_gemm
-        slowdown = gemm.slicing_us(layer, slices) / layer.layer_us(gemm.operations_per_us)
-        return max(slowdown, SLOW_ORDER_SLOWDOWN) if gemm.has_slow_order else slowdown
-
-    def _quantized(self, rows: int, size: int) -> int:
+    def quantized(rows: int, size: int) -> int:
         """A GEMM's input in one byte an element, with a float32 scale for every so many columns (:data:`SCALED`)."""
-        if self.runner.quantization is None:
+        if runner.quantization is None:
             return 0
-        return rows * (size + 4 * -(-size // (SCALED[self.runner.quantization] or size)))
+        return rows * (size + 4 * -(-size // (SCALED[runner.quantization] or size)))
 
-    @property
-    def _has_scratch(self) -> bool:
-        """Whether the activation's output lies in the dead input."""
-        return self.dead_input and self.rank.top_k * self.rank.intermediate <= self.rank.hidden
-
-    @property
-    def _layer(self) -> column_slices.LayerShape:
-        rank = self.rank
-        itemsize = 1 if self.runner.quantization else 2
-        is_packed = self.runner.name == "marlin"
-        row_bytes = _column_bytes(rank) if is_packed else rank.experts * rank.intermediate * itemsize
-        return column_slices.LayerShape(
-            *(self.tokens, rank.top_k, rank.hidden, rank.intermediate),
-            weight_bytes=3 * rank.hidden * row_bytes,
-            local_row_fraction=self.local_share,
-        )
-
-    @property
-    def _marlin_gemm(self) -> column_slices.MarlinGemm:
-        return column_slices.MarlinGemm(_column_bytes(self.rank), self.dead_input)
-
-    @property
-    def _triton_gemm(self) -> column_slices.TritonGemm:
-        quantization, groups = self.runner.quantization, self.rank.intermediate // FP8_GROUP
-        in_blocks = quantization == BLOCKS
-        return column_slices.TritonGemm(
-            self.runner.tiles or TILES[quantization],
-            quantized=bool(quantization),
-            activation_in_dead_input=self._has_scratch,
-            columns_per_scale=FP8_GROUP if in_blocks else 1,
-            scale_stride_bytes=4 * groups if in_blocks else column_slices.OPERAND_ALIGNMENT_BYTES,
-        )
-
-
-def _column_bytes(rank: Rank) -> int:
-    """Of a column of the second GEMM's weights and their scales, all experts together."""
-    return int(PACKED_BYTES * rank.experts * rank.intermediate)
+    first, given = 2 * activation + quantized(tokens, size), quantized(rows, inner)
+    own = 0 if dead_input and rank.top_k * inner <= size else activation
+    if width >= size:
+        return max(first, 2 * activation + own, own + given + 2 * size * rows)
+    return max(first, 2 * activation + own, given + (0 if runner.quantization else own) + 2 * width * rows)
 
 
 def attention(share: Model, tokens: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -14,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.changes.fp4_weights import TRITON_KERNELS
-from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import (
     ACTIVE,
-    COLUMNS,
     INPUTS_DROPPED,
     OUTPUT_IN_DEAD_INPUT,
     SCRATCH_IN_DEAD_INPUT,
@@ -100,7 +97,7 @@ def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, De
         or bool({OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT} & effects)
         # Triton that was told to leave its input alone writes there (deferred-shared-experts), whatever its size.
         or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family)),
-        columns=COLUMNS in effects,
+        columns=next((decision.width for decision in decided.values() if decision.width), None),
         out_of_place=stock.out_of_place,
     )
     return stock, patched
@@ -133,42 +130,9 @@ def describe_change(
         return row | {"reason": f"the experts' weights are {server.format}"}
     if decision is None:
         return row | {"acts": True, "does": change.summary}
-    reason = decision.reason
-    if decision.can_be_asked_for and (advice := _advise_columns(server, model)):
-        row["advice"] = advice
-        reason += (
-            f"; {advice['variable']}={advice['megabytes']} asks for it: {advice['saved_bytes'] / 1e6:,.0f} MB less, "
-            f"about {1 + advice['slowdown']:.2f} of the layer's time"
-        )
     if decision.acts:
-        return row | {"acts": True, "does": "; ".join(filter(None, (*decision.effects, reason)))}
-    row["reason"] = reason
-    return row
-
-
-def _advise_columns(server: Server, model: Model) -> dict[str, Any] | None:
-    """What to set where the runner's tensor is whole for what cutting it costs; ``None``: cutting it saves nothing.
-
-    :returns: ``megabytes``, a value of ``variable``, with what that saves, and its part of the layer's time by the
-        formula that the change decides by.
-    """
-    if server.all_to_all or server.runner not in ("triton", "marlin") or server.quantization not in forward.TILES:
-        return None
-    offered = bool(server.family) and (server.runner == "marlin" or not model.shared_experts)
-    columns = forward.Columns(
-        forward.Runner(server.runner, server.quantization, server.tiles),
-        model.per_rank(server.layout),
-        server.tokens * server.layout.dp,
-        1 / server.layout.ep,
-        offered,
-    )
-    megabytes = math.ceil(columns.held(columns.width(at_any_cost=True)) / 1e6)
-    width = columns.width(max_bytes=megabytes * 10**6)
-    saved = columns.held(model.hidden) - columns.held(width)
-    if columns.width() < model.hidden or width >= model.hidden or saved <= 0:
-        return None
-    advice = {"megabytes": megabytes, "saved_bytes": saved, "slowdown": columns.slowdown(-(-model.hidden // width))}
-    return advice | {"variable": MOE_WORKSPACE_MB.name}
+        return row | {"acts": True, "does": "; ".join(filter(None, (*decision.effects, decision.reason)))}
+    return row | {"reason": decision.reason}
 
 
 def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,11 +163,9 @@ INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **for
 
 
 def predict(
-    sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting], width: int | None
+    sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
     """The memory of a chunk, stock and patched; and in words what is not known of it.
-
-    :param width: columns of a slice where moe-workspace cuts.
 
     ``None`` where the runner has no formula, or the layers are not what the formulas are of.
     """
@@ -217,7 +179,7 @@ def predict(
         return None, [f"not predicted: what {server.format} quantizes"]
     if server.layout.dp > 1:
         return None, ["not predicted: data-parallel attention"]
-    runner = forward.Runner(server.runner, server.quantization, server.tiles, width)
+    runner = forward.Runner(server.runner, server.quantization)
     if server.runner in runners.TRTLLM:
         key = server.quantization or server.format
         if key not in INPUT_BYTES:
@@ -360,8 +322,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any]) -> dict[str, Any]:
         both, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
     else:
         acts = derive_acting(server, bool(model.shared_experts), decided)
-        width = decided["moe-workspace"].width if "moe-workspace" in decided else None
-        both, why = predict(sizes, server, acts, width)
+        both, why = predict(sizes, server, acts)
     graphs = asked.get("prefill_graphs")
     if both and graphs and server.tokens <= graphs[1]:
         kind, tokens = graphs

@@ -90,13 +90,9 @@ def test_whole_servers_needed_what_their_sizes_say(name):
         predicted = forward.predict(
             model,
             Layout(tp=int(option.get("--tp", 1))),
-            Runner(
-                "triton",
-                forward.BLOCKS if "--fp8" in words else None,
-                width=-(-model.hidden // (slices * 256)) * 256,
-            ),
+            Runner("triton", forward.BLOCKS if "--fp8" in words else None),
             int(option.get("--tokens", 16384)),
-            every_change(model) if patched else stock,
+            every_change(model, -(-model.hidden // (slices * 256)) * 256) if patched else stock,
             graphs="--graphs" in words,
             float_logits=newer,
         )
@@ -123,10 +119,11 @@ def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
             packed = cell["w2_bytes"] / (rank.experts * rank.hidden * rank.intermediate)
             monkeypatch.setattr(forward, "PACKED_BYTES", packed)
         quantization = forward.BLOCKS if cell.get("weights") == "fp8" else None
-        stock = forward.Columns(Runner(runner, quantization), rank, cell["tokens"], 1, dead_input=False)
-        patched = replace(stock, dead_input=runner == "marlin" and cell.get("offered", False))
-        assert stock.held(rank.hidden) == near(cell["stock_peak"], SMALL), cell
-        assert patched.held(cell["width"] or rank.hidden) == near(cell["peak"], SMALL), cell
+        runs, offered = Runner(runner, quantization), runner == "marlin" and cell.get("offered", False)
+        stock = forward.held(runs, rank, cell["tokens"], rank.hidden, dead_input=False)
+        patched = forward.held(runs, rank, cell["tokens"], cell["width"] or rank.hidden, dead_input=offered)
+        assert stock == near(cell["stock_peak"], SMALL), cell
+        assert patched == near(cell["peak"], SMALL), cell
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
     whole = as_the_engine_runs(MODELS[model], runner)
     workspace = 1536 * 2**20 + peak_memory.REFERENCE_SCRATCH
     predicted = forward.predict(
-        whole, Layout(tp=tp), Runner(runner, width=1024, workspace=workspace), 16384, every_change(whole)
+        whole, Layout(tp=tp), Runner(runner, workspace=workspace), 16384, every_change(whole, 1024)
     )
     assert predicted.where == where
     assert predicted.peak == max(predicted.places.values()) == predicted.places[where]
