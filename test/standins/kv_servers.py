@@ -11,7 +11,7 @@ import torch
 import zmq
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal
-from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Limits
+from sglang_moe_patches.memory.kv_sizing.phases import SIZES, Batch, Limits
 
 GB = 1_000_000_000
 LIMITS = Limits(chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000)
@@ -20,16 +20,12 @@ SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captur
 
 def of_kind(limits, kind):
     """The largest phase of a kind; ``None``: there is none."""
-    return next((phase for phase in reversed(phases.derive_phases(limits).phases) if phase.kind is kind), None)
-
-
-def prompts_of(phase, vocabulary=5000):
-    return phase.prompts(phases.Tokens("x", vocabulary))
+    return next((phase for phase in reversed(phases.derive_phases(limits)) if phase.kind is kind), None)
 
 
 def at_its_bound(phase):
     """A batch that is as large as any phase asks for."""
-    return Batch(phase.bound.modes[0], **dict.fromkeys(BOUND_FIELDS, 10**9), graph=bool(phase.bound.graph))
+    return Batch(phase.bound.modes[0], **dict.fromkeys(SIZES, 10**9), graph=bool(phase.bound.graph))
 
 
 def a_pool(name, *bases, **has):

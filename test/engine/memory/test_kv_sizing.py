@@ -53,7 +53,7 @@ NO_STORES = {
 def test_a_request_asks_for_all_that_its_phase_is_about(kind):
     """Whatever a release calls it, and whatever it leaves out by itself."""
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
-    phase = next(each for each in phases.derive_phases(limits).phases if each.kind is kind)
+    phase = next(each for each in phases.derive_phases(limits) if each.kind is kind)
     tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
     made = rehearsal.make_request("a name", [7, 8, 9], 5, phase, tokenizer=tokenizer)
     params = made.sampling_params

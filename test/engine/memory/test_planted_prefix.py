@@ -77,12 +77,13 @@ CACHES = [
 def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for(kind, page, eagle):
     """The engine's cache has pairs of tokens for EAGLE's keys, and single tokens for other algorithms."""
     limits = replace(LIMITS, page=page, draft_tokens=4, draft_slots=8)
-    driven = {phase.kind: phase for phase in phases.derive_phases(limits).phases}
+    driven = {phase.kind: phase for phase in phases.derive_phases(limits)}
     scheduler = scheduler_of(kind, page, eagle)
     for each in (PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT):
         phase = driven[each]
-        assert plant(scheduler, phases.shared_prefix(phase.planted, limits))
-        longest = max(phase.prompts(phases.Tokens("behind", 1000)), key=len)
+        assert plant(scheduler, phases.shared_prefix(phase.shared, limits))
+        shared, fresh = max(phase.prompts, key=sum)
+        longest = phases.shared_prefix(shared, limits) + phases.Tokens("behind", 1000).some(fresh)
         had, rest = found(scheduler, longest), len(longest) - found(scheduler, longest)
         if each is PhaseKind.BEHIND_PREFIX:
             assert had >= phase.bound.longest_prefix > limits.input_tokens // 2

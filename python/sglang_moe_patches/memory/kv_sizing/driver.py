@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
     SHORT_PROMPT_TOKENS,
     Batch,
+    Estimate,
     Limits,
-    Load,
     Phase,
     PhaseKind,
     Plant,
@@ -28,24 +28,13 @@ Make = Callable[[str, Sequence[int], int, Phase], Any]
 """A request of the engine's, from its name, its prompt, its new tokens and the phase whose sampling it has."""
 
 
-class Fits(Protocol):
-    """Whether there is memory for ``times`` of what the phase of a name took.
-
-    With ``graph`` the memory of the decodes' graphs belongs to it. With ``must`` the next phase is never left out:
-    where there is no memory, its memory counts as taken. Without, it may not take more than the largest phase before
-    it either: what it would take besides is of more use to the KV cache.
-    """
-
-    def __call__(self, name: str, times: float, *, must: bool, graph: bool = False) -> bool: ...
-
-
 class LoadDriver:
     """The script of one server, from the first request to the last answer.
 
     Asked again and again for what to put; in between it is told what was seen and answered.
 
     :param derive: makes what is driven from the limits.
-    :param fits: asked before a phase or a prompt that is larger than what ran.
+    :param fits: whether there is memory for a phase or a prompt that is larger than what ran.
     :param abort: makes the request that ends all others.
     :param seconds_to_deadline: seconds until no further phase begins, and so many more.
     :param grace_s: so many more, after which what still runs is left to itself.
@@ -53,24 +42,24 @@ class LoadDriver:
 
     def __init__(
         self,
-        derive: Callable[[Limits], Load],
+        derive: Callable[[Limits], Sequence[Phase]],
         limits: Limits,
         make: Make,
         abort: Callable[[], Any],
         seconds_to_deadline: Callable[[float], float],
         grace_s: float,
-        fits: Fits = lambda name, times, *, must, graph=False: True,
+        fits: Callable[[Estimate], bool],
     ):
         self._derive, self.limits, self._make, self._abort, self._fits = derive, limits, make, abort, fits
-        self.load = derive(limits)
+        self.phases = derive(limits)
         self._seconds_to_deadline, self._grace_s, self._slowest_s = seconds_to_deadline, grace_s, 0.0
         self.seconds: dict[str, float] = {}
         """Of each phase that began, by its name."""
         self.fewer_requests = 0
         """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
-        self.reached: list[str] = []
-        self.missed: list[str] = []
-        self.over = self.out_of_time = False
+        self.missed: dict[str, PhaseKind] = {}
+        """Of phases that were not reached, by their names."""
+        self.over = False
         self._numbers = count(1)
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
@@ -122,16 +111,15 @@ class LoadDriver:
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
-        left, began_kinds = list(self.load.phases), set[PhaseKind]()
+        left, began_kinds = list(self.phases), set[PhaseKind]()
         while left:
             phase = left.pop(0)
             began_kinds.add(phase.kind)
-            must = not phase.fewer_requests
-            if phase.smaller and not self._fits(phase.smaller, phase.times, must=must, graph=phase.graph):
-                if phase.fewer_requests:
-                    self.fewer_requests = phase.fewer_requests * self.limits.stages
+            if phase.estimate is not None and not self._fits(phase.estimate):
+                if phase.estimate.fewer_requests:
+                    self.fewer_requests = phase.estimate.fewer_requests * self.limits.stages
                     self.limits = replace(self.limits, requests=self.fewer_requests)
-                    left = [later for later in self._derive(self.limits).phases if later.kind not in began_kinds]
+                    left = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
                     continue
                 self.end()
             self._phase, self._reached = phase, False
@@ -143,10 +131,10 @@ class LoadDriver:
                 self.seconds[phase.name] = began - self._seconds_to_deadline(0.0)
                 if self._reached:
                     break
-            (self.reached if self._reached else self.missed).append(phase.name)
+            not_reached = [] if self._reached else [phase]
             if self._stopping():
-                self.missed += [later.name for later in left]
-                break
+                not_reached, left = not_reached + left, []
+            self.missed |= {each.name: each.kind for each in not_reached}
         self._phase = None
 
     def _stopping(self) -> bool:
@@ -159,8 +147,9 @@ class LoadDriver:
 
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
         self._decoding = self._planted = False
-        if phase.planted:
-            yield [Plant(tuple(shared_prefix(phase.planted, self.limits)))]
+        prefix = shared_prefix(phase.shared, self.limits)
+        if prefix and self.limits.plants:
+            yield [Plant(tuple(prefix))]
             if not self._planted:
                 return  # computing it may take minutes
         if phase.background:
@@ -169,15 +158,14 @@ class LoadDriver:
             while self._waiting and not (self._decoding or self._nothing_more_comes):
                 yield []
         behind = set(self._waiting)
-        prompts, last_tokens = phase.prompts(tokens), 0
+        prompts, last_tokens = [prefix[: each.shared] + tokens.some(each.fresh) for each in phase.prompts], 0
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
             # What comes behind a prefix is about as large as what came before.
-            if last_tokens and not (phase.growth or self._fits(phase.name, len(turn[0]) / last_tokens, must=True)):
+            if last_tokens and not (phase.growth or self._fits(Estimate(phase.name, len(turn[0]) / last_tokens))):
                 self.end()
                 break
             last_tokens = len(turn[0])
             if (left_s := self._seconds_to_deadline(self._grace_s)) < phase.growth * self._slowest_s:
-                self.out_of_time = True
                 self.end()
                 break
             yield self._requests(turn, phase.new_tokens, phase)

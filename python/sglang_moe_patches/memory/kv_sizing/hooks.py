@@ -53,7 +53,7 @@ class UseTokens(ranks.Order):
     tokens: int
     reason: str = ""
     again: bool = False
-    missed: tuple[str, ...] = ()
+    missed: tuple[phases.PhaseKind, ...] = ()
     requests: int = 0
     limits: phases.Limits | None = None
 
@@ -298,7 +298,7 @@ class ServerStart:
             try:
                 self.board = ranks.Board()
                 self.orders.open()
-                self._begin_pass(None)
+                self._begin_pass(phases.derive_phases)
             except Exception as error:
                 problem = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         if self.pools is not None:  # which all ranks have, or none: else some would wait here for ever
@@ -315,7 +315,7 @@ class ServerStart:
         self._show("rule", problem)
         self._release_init_info()
 
-    def _begin_pass(self, load: Callable[[phases.Limits], phases.Load] | None) -> None:
+    def _begin_pass(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
         """:raises Exception: this rank cannot; the caller must end the rehearsal."""
         self._pass += 1
         low = f"{LOW} {self._pass}"
@@ -326,7 +326,7 @@ class ServerStart:
             functools.partial(self.board.raise_flag, low),
             functools.partial(self.board.is_raised, low),
             leads=self.leads,
-            load=load,
+            derive=derive,
             peaks=self._phases,
             requests=self._requests,
         )
@@ -413,7 +413,7 @@ class ServerStart:
         if tokens > now:
             return MapTokens(tokens)
         again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
-        return self._order_to_use(tokens, reason, again=again, missed=needs[0].missed)
+        return self._order_to_use(tokens, reason, again=again, missed=tuple(needs[0].missed.values()))
 
     def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
         assert self.pools is not None
@@ -424,7 +424,7 @@ class ServerStart:
         return self._order_to_use(self.pools.counts.tokens, again=again)
 
     def _order_to_use(
-        self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[str, ...] = ()
+        self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[phases.PhaseKind, ...] = ()
     ) -> UseTokens:
         """On the first rank, whose rehearsal has found how many requests may run at once."""
         requests, limits = self._seen.requests or self._requests, self._limits
@@ -490,13 +490,13 @@ class ServerStart:
         token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
         token_count.set_token_count(self.scheduler, counts)
 
-    def _rehearse_again(self, missed: tuple[str, ...]) -> bool:
+    def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
         assert self._rehearsal is not None
         assert self._rehearsal.limits is not None
         before = self._rehearsal.limits
         after = rehearsal.limits_of(self.scheduler, self._requests)
-        if not phases.derive_second_pass(before, after, missed).phases:
+        if not phases.derive_second_pass(before, after, missed):
             return False
         try:
             self._begin_pass(lambda limits: phases.derive_second_pass(before, limits, missed))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import operator
 import random
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_moe_patches.memory.kv_sizing.ranks import Order
 
@@ -83,26 +82,52 @@ class PhaseKind(StrEnum):
     """An attention backend may copy the request table, as wide as the longest request."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What the engine's ``ForwardBatch`` says of itself.
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one forward.
 
-    :param mode: the engine's ``ForwardMode``.
     :param tokens: rows of its input.
     :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
     :param longest: tokens of the longest request, where the engine has them on the host.
     :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
-    :param graph: a captured graph ran it.
     """
 
-    mode: str
-    tokens: int
-    requests: int
+    tokens: int = 0
+    requests: int = 0
     prefix: int = 0
     longest_prefix: int = 0
     longest: int = 0
     all_ranks: int = 0
+
+
+SIZES = tuple(each.name for each in fields(Sizes))
+
+
+@dataclass(frozen=True)
+class Batch(Sizes):
+    """What the engine's ``ForwardBatch`` says of itself.
+
+    :param mode: the engine's ``ForwardMode``.
+    :param graph: a captured graph ran it.
+    """
+
+    mode: str
     graph: bool = False
+
+
+@dataclass(frozen=True)
+class Bound(Sizes):
+    """The least that a batch must be; every size must hold in one forward."""
+
+    modes: tuple[str, ...]
+    graph: bool | None = None
+
+    def met(self, batch: Batch) -> bool:
+        return (
+            batch.mode in self.modes
+            and all(getattr(batch, name) >= getattr(self, name) for name in SIZES)
+            and (self.graph is None or batch.graph is self.graph)
+        )
 
 
 @dataclass(frozen=True)
@@ -335,28 +360,27 @@ def _asked_to_capture(info: Mapping[str, Any]) -> int:
     return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
 
 
-BOUND_FIELDS = ("tokens", "requests", "prefix", "longest_prefix", "longest", "all_ranks")
+class Prompt(NamedTuple):
+    """Tokens of a prompt: of the prefix that several phases share, and then of its own."""
+
+    shared: int
+    fresh: int
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The least that a batch must be; every field must hold in one forward."""
+class Estimate:
+    """What a forward takes that has not run: at most ``times`` what the phase of a name took.
 
-    modes: tuple[str, ...]
-    tokens: int = 0
-    requests: int = 0
-    prefix: int = 0
-    longest_prefix: int = 0
-    longest: int = 0
-    all_ranks: int = 0
-    graph: bool | None = None
+    :param with_graphs: that one ran in a graph: the memory of the decodes' graphs belongs to it.
+    :param fewer_requests: how many run at once if the forward is left out, because it would take more memory than there
+        is, or than any phase before it: that is of more use to the KV cache. 0: it is never left out, and where there
+        is no memory, its memory counts as taken.
+    """
 
-    def met(self, batch: Batch) -> bool:
-        return (
-            batch.mode in self.modes
-            and all(getattr(batch, name) >= getattr(self, name) for name in BOUND_FIELDS)
-            and (self.graph is None or batch.graph is self.graph)
-        )
+    name: str
+    times: float
+    with_graphs: bool = False
+    fewer_requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -364,7 +388,7 @@ class Phase:
     """One kind of largest forward, and the requests that bring it about.
 
     :param name: for people.
-    :param prompts: of one data-parallel rank, from a source of fresh tokens.
+    :param prompts: of one data-parallel rank.
     :param background: requests that decode meanwhile.
     :param in_turn: each prompt is sent when the one before is answered.
     :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
@@ -372,17 +396,13 @@ class Phase:
     :param output_logprobs: every request asks for the log-probabilities of its new tokens.
     :param growth: a prompt of this phase may take so many times as long as the slowest one before it, of the phases
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
-    :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
-    :param smaller: the name of a phase that ran before, of at least 1 / ``times`` of this one's memory; "": none.
-    :param graph: the smaller one ran in a graph, which holds a part of its memory.
-    :param fewer_requests: how many run at once if this phase is left out, because it would take more memory than there
-        is or than any phase before it; 0: it is never left out.
+    :param estimate: of the memory that it takes; ``None``: it runs whatever is free.
     """
 
     kind: PhaseKind
     name: str
     bound: Bound
-    prompts: Callable[[Tokens], list[list[int]]]
+    prompts: Sequence[Prompt]
     new_tokens: int = 1
     background: int = 0
     in_turn: bool = False
@@ -390,11 +410,12 @@ class Phase:
     sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLED)
     output_logprobs: bool = False
     growth: float = 0.0
-    planted: int = 0
-    smaller: str = ""
-    times: float = 1.0
-    graph: bool = False
-    fewer_requests: int = 0
+    estimate: Estimate | None = None
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the shared prefix that its prompts begin with."""
+        return max(prompt.shared for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -418,33 +439,28 @@ class Tokens:
         # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
         return self._random.choices(range(min(1000, self._vocabulary // 2), min(50_000, self._vocabulary)), k=count)
 
-    def length(self, longest: int) -> int:
-        """1 to ``longest``, one as likely as the other."""
-        return self._random.randint(1, max(1, longest))
+
+def shared_prefix(length: int, limits: Limits) -> list[int]:
+    """As many tokens of the one prefix that several phases share, so that the radix cache has it after the first."""
+    return Tokens("prefix", limits.vocabulary).some(length)
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is driven, in this order."""
-
-    phases: tuple[Phase, ...]
-
-
-def derive_phases(limits: Limits) -> Load:
-    """What a server of this configuration rehearses: the largest forwards, and what sampling takes besides."""
+def derive_phases(limits: Limits) -> list[Phase]:
+    """What a server of this configuration rehearses, in this order: the largest forwards, and what sampling takes
+    besides."""
     phases: list[Phase] = []
 
     chunk = limits.largest
     whole = chunk // limits.page * limits.page
     prefill = Bound(PREFILLS, tokens=whole)
     name = "longest prefill" if limits.chunk is None else "prefill chunk"
-    phases.append(Phase(PhaseKind.PREFILL, name, prefill, _growing(chunk), in_turn=True))
+    growing = [Prompt(0, length) for length in growing_lengths(chunk)]
+    phases.append(Phase(PhaseKind.PREFILL, name, prefill, growing, in_turn=True))
     if limits.together > 1:
         several = Bound(PREFILLS, tokens=limits.packed, requests=limits.together)
-        name = f"{limits.together} of the longest prompts"
-        prompts, one = _several(chunk, limits.together), phases[0].name
-        times = limits.packed / whole
-        phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, smaller=one, times=times))
+        estimate, name = Estimate(name, limits.packed / whole), f"{limits.together} of the longest prompts"
+        prompts = [Prompt(0, chunk)] * limits.together
+        phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, estimate=estimate))
 
     room = min(limits.input_tokens, limits.cache_tokens - limits.beside_prompt())  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
@@ -459,9 +475,7 @@ def derive_phases(limits: Limits) -> Load:
         # A part has at most twice the tokens of the one before, behind twice as many; a chunk behind a planted prefix
         # as many, behind four times as many; without the cache the whole has four times as many.
         growth = 4.0 if limits.radix_cache else FIRST_PART_FRACTION**-2
-        planted = before if limits.plants else 0
-        kind = PhaseKind.BEHIND_PREFIX
-        phases.append(Phase(kind, name, behind, prompts, in_turn=True, growth=growth, planted=planted))
+        phases.append(Phase(PhaseKind.BEHIND_PREFIX, name, behind, prompts, in_turn=True, growth=growth))
         sharers = min(SHARED_PREFIX_REQUESTS, limits.batch, limits.prefill_requests or SHARED_PREFIX_REQUESTS)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         most = min(chunk, limits.prefill_tokens or chunk) - 1
@@ -474,12 +488,12 @@ def derive_phases(limits: Limits) -> Load:
             fits = fits and windows <= limits.window_tokens
         if limits.radix_cache and part > 0 and fits:
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
-            name, prompts = f"{sharers} requests behind one prefix", _sharing(before, part, sharers, limits)
-            phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts, planted=planted))
+            name, prompts = f"{sharers} requests behind one prefix", [Prompt(before, part)] * sharers
+            phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts))
     if limits.mixed and limits.stages == 1 and limits.chunk is not None:  # each stage has several batches under way
         decodes = min(MIXED_DECODES, limits.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - limits.page, requests=decodes)
-        phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
+        phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, [Prompt(0, chunk)], background=decodes))
 
     captured = min(limits.captured, limits.batch)
     # In a pipeline what does not fit into one forward goes into another batch, and stays there.
@@ -494,41 +508,34 @@ def derive_phases(limits: Limits) -> Load:
         counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in rising_counts(first, limits.batch)]
     named = (_decode(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts)
     plain = _link_rising(named, limits)
-    phases += [phase for phase in plain if not phase.fewer_requests]
+    phases += [phase for phase in plain if not _may_go(phase)]
     penalized = rising_counts(FEW // RISE, limits.penalized)
     phases += _link_rising((_penalized_decode(count, limits) for count in penalized), limits)
     # After all that must fit: none of these may take more than the largest of them.
-    phases += [phase for phase in plain if phase.fewer_requests]
+    phases += filter(_may_go, plain)
     phases += _long_among_short(limits, plain)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
-    return Load(tuple(_in_step(phase, limits) for phase in phases))
+    return [_in_step(phase, limits) for phase in phases]
 
 
-def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = ()) -> Load:
+def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKind] = ()) -> list[Phase]:
     """What is to be rehearsed once more with another number of tokens: the phases that are larger than they were.
 
-    :param missed: names of phases that were not reached, which are tried again, with the numbers that they have now.
+    :param missed: kinds of phases that were not reached, which are tried again, with the numbers that they have now.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
-        longest = max(map(len, phase.prompts(Tokens(phase.name, after.vocabulary))))
         # A decode's bound does not say how long the longest request is: not every release tells.
-        return (*(getattr(phase.bound, name) for name in BOUND_FIELDS), longest)
+        return (*(getattr(phase.bound, name) for name in SIZES), max(map(sum, phase.prompts)))
 
-    missed_words = set(map(_without_numbers, missed))
-    ran = {phase.kind: sizes(phase) for phase in derive_phases(before).phases}
+    ran = {phase.kind: sizes(phase) for phase in derive_phases(before)}
 
     def is_larger(phase: Phase) -> bool:
-        was_missed = phase.kind not in ran or _without_numbers(phase.name) in missed_words
+        was_missed = phase.kind not in ran or phase.kind in missed
         return was_missed or any(map(operator.gt, sizes(phase), ran[phase.kind]))
 
-    return Load(tuple(filter(is_larger, derive_phases(after).phases)))
-
-
-def _without_numbers(name: str) -> str:
-    """Of a phase, whose numbers follow from the number of tokens."""
-    return re.sub(r"\d+", "", name)
+    return list(filter(is_larger, derive_phases(after)))
 
 
 def rising_counts(fewer: int, last: int) -> list[int]:
@@ -550,11 +557,15 @@ def _link_rising(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
 
 def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
     """The same phase, whose memory is judged by that of one with fewer requests."""
-    fewer = smaller.bound.requests
-    may_go = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= limits.penalized
+    fewer, is_eager = smaller.bound.requests, phase.kind is PhaseKind.EAGER_DECODE
+    may_go = limits.default_requests and is_eager and fewer >= limits.penalized
     times = max(1.0, phase.bound.requests / fewer)
-    graph = smaller.kind is PhaseKind.CAPTURED_DECODE and phase.kind is PhaseKind.EAGER_DECODE
-    return replace(phase, smaller=smaller.name, times=times, graph=graph, fewer_requests=fewer if may_go else 0)
+    graphs = is_eager and smaller.kind is PhaseKind.CAPTURED_DECODE
+    return replace(phase, estimate=Estimate(smaller.name, times, graphs, fewer if may_go else 0))
+
+
+def _may_go(phase: Phase) -> bool:
+    return bool(phase.estimate and phase.estimate.fewer_requests)
 
 
 def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
@@ -578,10 +589,9 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         # Of several batches that of the long one.
         bound=Bound(DECODES, requests=limits.batch, longest=longest if limits.stages > 1 else 0),
         # What the cache has of it needs not be computed, which can take minutes.
-        prompts=lambda tokens: [shared_prefix(longest, limits), *short.prompts(tokens)[1:]],
+        prompts=[Prompt(longest, 0), *short.prompts[1:]],
         new_tokens=new,
         growth=0.0 if limits.radix_cache else 1.0,
-        planted=longest if limits.plants else 0,
     )
     return [_judge_by(decodes[-1], long, limits) if decodes else long]
 
@@ -612,10 +622,6 @@ def growing_lengths(chunk: int) -> list[int]:
     return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
 
 
-def _growing(chunk: int) -> Callable[[Tokens], list[list[int]]]:
-    return lambda tokens: [tokens.some(count) for count in growing_lengths(chunk)]
-
-
 def growing_parts(longest: int, chunk: int) -> list[int]:
     """Lengths of the prompts by which the prefix grows up to the longest.
 
@@ -640,53 +646,28 @@ def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
     return [*(growing_parts(first, chunk) if first else []), longest]
 
 
-def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
-    """Prompts that are computed together: what is put at once is there before the next forward begins."""
-    return lambda tokens: [tokens.some(length) for _ in range(count)]
-
-
-def shared_prefix(length: int, limits: Limits) -> list[int]:
-    """As many tokens of the one prefix that several phases share, so that the radix cache has it after the first."""
-    return Tokens("prefix", limits.vocabulary).some(length)
-
-
-def _behind(before: int, chunk: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
+def _behind(before: int, chunk: int, limits: Limits) -> list[Prompt]:
     """A part of the prefix and then all of it, with a chunk of other tokens behind it; or what the cache is to have
     of it first."""
-
-    def prompts(tokens: Tokens) -> list[list[int]]:
-        prefix = shared_prefix(before, limits)
-        if limits.plants:
-            first = int(before * FIRST_PART_FRACTION) // limits.page * limits.page
-            return [prefix[:first] + tokens.some(chunk), prefix + tokens.some(chunk)]
+    if limits.plants:
+        parts = [Prompt(int(before * FIRST_PART_FRACTION) // limits.page * limits.page, chunk)]
+    elif limits.radix_cache:
+        parts = [Prompt(length, 0) for length in _parts(before, chunk, limits)]
+    else:
         # Whole chunks, and so many that the whole takes no longer than the square of the fraction says.
-        first = math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk
-        parts = _parts(before, chunk, limits) if limits.radix_cache else [first]
-        return [*(prefix[:length] for length in parts), prefix + tokens.some(chunk)]
-
-    return prompts
+        parts = [Prompt(math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk, 0)]
+    return [*parts, Prompt(before, chunk)]
 
 
-def _sharing(shared: int, part: int, sharers: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
-    def prompts(tokens: Tokens) -> list[list[int]]:
-        prefix = shared_prefix(shared, limits)
-        return [prefix + tokens.some(part) for _ in range(sharers)]
-
-    return prompts
-
-
-def _varied(chunk: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
+def _varied(chunk: int, limits: Limits) -> list[Prompt]:
     """Prompts of any length to one and a half chunks.
 
     Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
     As many whatever the KV cache holds: a server with a larger one must not be the first to see them.
     """
-    longest = min(chunk + chunk // 2, limits.input_tokens)
-
-    def prompts(tokens: Tokens) -> list[list[int]]:
-        return [tokens.some(longest), *(tokens.some(tokens.length(longest)) for _ in range(VARIED_PROMPTS - 1))]
-
-    return prompts
+    longest, draw = min(chunk + chunk // 2, limits.input_tokens), random.Random("varied")
+    lengths = [longest, *(draw.randint(1, longest) for _ in range(VARIED_PROMPTS - 1))]
+    return [Prompt(0, length) for length in lengths]
 
 
 def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
@@ -704,7 +685,7 @@ def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
-        lambda tokens: [tokens.some(length) for _ in range(put)],
+        [Prompt(0, length)] * put,
         new_tokens=max_new_tokens(put, limits, new),
     )
 

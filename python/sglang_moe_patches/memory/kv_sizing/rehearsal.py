@@ -31,9 +31,10 @@ from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import (
+    Estimate,
     Limits,
-    Load,
     Phase,
+    PhaseKind,
     Plant,
     derive_limits,
     derive_phases,
@@ -93,7 +94,7 @@ class Measured:
     failure: str = ""
     stopped: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
-    missed: tuple[str, ...] = ()
+    missed: Mapping[str, PhaseKind] = field(default_factory=dict)
     requests: int = 0
 
 
@@ -202,7 +203,7 @@ class Rehearsal:
     :param over: takes what this rank has seen; called once, on every rank in the same turn of its loop.
     :param report_low_memory: tells the first rank that this one has little memory left.
     :param any_low: whether a rank has told so.
-    :param load: what is driven, from the limits of this scheduler; ``None``: everything.
+    :param derive: makes what is driven from the limits of this scheduler.
     :param leads: whether this rank puts what all of them take in.
     :param peaks: bytes of tensors in phases of an earlier rehearsal.
     :param requests: as :func:`limits_of` takes them.
@@ -217,12 +218,12 @@ class Rehearsal:
         any_low: Callable[[], bool],
         *,
         leads: bool,
-        load: Callable[[Limits], Load] | None = None,
+        derive: Callable[[Limits], Sequence[Phase]] = derive_phases,
         peaks: Mapping[str, int] = MappingProxyType({}),
         requests: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
-        self._report_low_memory, self._any_low, self._load = report_low_memory, any_low, load or derive_phases
+        self._report_low_memory, self._any_low, self._derive = report_low_memory, any_low, derive
         self._peaks, self._requests = dict(peaks), requests
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
@@ -253,7 +254,7 @@ class Rehearsal:
         if self.leads:
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
             self._driver = LoadDriver(
-                *(self._load, limits, make, make_abort, self._seconds_to_deadline, self._abandon_after_s, self._fits)
+                *(self._derive, limits, make, make_abort, self._seconds_to_deadline, self._abandon_after_s, self._fits)
             )
         for sender in self._senders:
             self._meanwhile(sender, "send_output", self._swallow)
@@ -355,18 +356,18 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
 
-    def _fits(self, name: str, times: float, *, must: bool, graph: bool = False) -> bool:
-        """As :class:`.driver.Fits` says; judged by tensors, as if the allocator could use all that it keeps."""
+    def _fits(self, estimate: Estimate) -> bool:
+        """Whether there is memory for it; judged by tensors, as if the allocator could use all that it keeps."""
         self._look()  # the last forward's sampling came after it
-        taken = self._phases.get(name) or self._peaks.get(name)
+        taken = self._phases.get(estimate.name) or self._peaks.get(estimate.name)
         if taken is None:
             return True
-        if graph:
+        if estimate.with_graphs:
             taken += graph_bytes(self.runner)
-        now = gpu_memory.read(self.gpu)
-        left = int(now.free + now.reserved - self._first.allocated - times * taken)
+        now, must = gpu_memory.read(self.gpu), not estimate.fewer_requests
+        left = int(now.free + now.reserved - self._first.allocated - estimate.times * taken)
         largest = max([*self._phases.values(), *self._peaks.values()])
-        if left >= MIN_FREE_BYTES and (must or times * taken <= largest):
+        if left >= MIN_FREE_BYTES and (must or estimate.times * taken <= largest):
             return True
         if must:
             self._stopped, self._expected = True, min(self._expected, left)
@@ -445,6 +446,6 @@ class Rehearsal:
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
             seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
-            missed=tuple(driver.missed) if driver else (),
+            missed=driver.missed if driver else {},
             requests=driver.fewer_requests if driver else 0,
         )

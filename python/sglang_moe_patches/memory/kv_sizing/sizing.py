@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MIN_FREE_BYTES = 1_000_000_000
 """With less left after a forward the rehearsal ends: the next one might not have them. As what that would have taken is
@@ -68,14 +70,14 @@ class RankNeed:
     :param need: bytes that forwards and graphs took beside weights and KV cache.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param missed: phases that were not reached; only the first rank has their names.
+    :param missed: phases that were not reached, by their names; only the first rank has them.
     """
 
     fits: int = 0
     need: int = 0
     failure: str = ""
     stopped: bool = False
-    missed: tuple[str, ...] = ()
+    missed: Mapping[str, PhaseKind] = field(default_factory=dict)
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kv_servers import GB, PLAIN_TABLE, a_pool
 from sglang_moe_patches.memory.kv_sizing import hooks
-from sglang_moe_patches.memory.kv_sizing.phases import Limits
+from sglang_moe_patches.memory.kv_sizing.phases import Limits, PhaseKind
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
@@ -52,7 +52,7 @@ class Rehearsal:
 
     limits = SimpleNamespace(default_requests=False)
 
-    def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, load, peaks, requests):
+    def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, derive, peaks, requests):
         self.poll = self.look_at_turn = self.begin = list
         self.ended = False
 
@@ -84,7 +84,7 @@ class Ranks:
             (hooks.ServerStart, "_serve", lambda one: self.served.append(one)),
             (hooks.token_count, "resize_allocator", lambda allocator, counts: None),
             (hooks.token_count, "set_token_count", self._tell),
-            (hooks.phases, "derive_second_pass", lambda *given: SimpleNamespace(phases=list(self.again))),
+            (hooks.phases, "derive_second_pass", lambda *given: list(self.again)),
         ):
             monkeypatch.setattr(owner, name, value)
         self.again: list[str] = []
@@ -241,7 +241,7 @@ def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
 def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):
     ranks = Ranks(monkeypatch)
     ranks.again = ["a phase"]
-    ranks.measure(900, 900, stopped=True, missed=("a phase",), expected=MARGIN + 200_000_000)
+    ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED}, expected=MARGIN + 200_000_000)
     assert ranks.tokens() == (200,) * 3
     ranks.measure(1500, 1500)
     assert ranks.tokens() == (1700,) * 3
@@ -269,7 +269,7 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
     ranks.again = ["a phase"]
     for tokens in (900, 800, 700):
         assert ranks.served == []
-        ranks.measure(900, 900, stopped=True, missed=("a phase",))
+        ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
     assert len(ranks.served) == 2
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_servers import LIMITS, of_kind, prompts_of
+from kv_servers import LIMITS, of_kind
 from sglang_moe_patches.memory.kv_sizing import phases
-from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Bound, Limits, PhaseKind
+from sglang_moe_patches.memory.kv_sizing.phases import SIZES, Batch, Bound, Limits, PhaseKind
 
 FACTS = phases.ServerFacts(fixed_bytes=1, page=1, vocabulary=5000)
 FEW = {"cache_tokens": 5000, "requests": 20, "input_tokens": 313}
@@ -28,7 +28,7 @@ def derived(**changed):
 
 
 def lengths(phase):
-    return [len(prompt) for prompt in prompts_of(phase)]
+    return list(map(sum, phase.prompts))
 
 
 ALWAYS = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
@@ -59,11 +59,11 @@ def last(requests=300, penalized=(19, 75, 300)):
     ids=str,
 )
 def test_the_phases_follow_from_the_configuration(changed, names):
-    assert [phase.name for phase in derived(**changed).phases] == names
+    assert [phase.name for phase in derived(**changed)] == names
 
 
 def counts_of(kind, **changed):
-    return [phase.bound.requests for phase in derived(**changed).phases if phase.kind is kind]
+    return [phase.bound.requests for phase in derived(**changed) if phase.kind is kind]
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
     assert counts_of(PhaseKind.EAGER_DECODE, **changed) == eager
     assert counts_of(PhaseKind.PENALTIES, **changed) == penalized
     ran = {}
-    for phase in derived(**changed).phases:
+    for phase in derived(**changed):
         ran[phase.name] = phase
-        if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.smaller:
-            before = ran[phase.smaller]
-            assert phase.times == phase.bound.requests / before.bound.requests <= phases.RISE
+        if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.estimate:
+            before = ran[phase.estimate.name]
+            assert phase.estimate.times == phase.bound.requests / before.bound.requests <= phases.RISE
             fewer = before.bound.requests
             may_stop = (
                 changed.get("default_requests") and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             )
-            assert phase.fewer_requests == (fewer if may_stop else 0)
+            assert phase.estimate.fewer_requests == (fewer if may_stop else 0)
             if may_stop:  # judged by what the others took
                 assert any(each.kind is PhaseKind.PENALTIES for each in ran.values())
 
@@ -138,7 +138,7 @@ def test_no_decode_is_the_first_to_take_much():
 
 def test_each_batch_of_a_pipeline_has_requests_with_penalties():
     limits = replace(LIMITS, requests=2048, captured=256, default_requests=True, stages=2)
-    assert len(prompts_of(of_kind(limits, PhaseKind.PENALTIES))) == 512
+    assert len(of_kind(limits, PhaseKind.PENALTIES).prompts) == 512
 
 
 @pytest.mark.parametrize(
@@ -160,26 +160,27 @@ def test_each_batch_of_a_pipeline_has_requests_with_penalties():
     ids=str,
 )
 def test_what_cannot_be_driven_is_left_out(changed, kinds):
-    every = {phase.kind for phase in derived(mixed=True).phases}
-    assert every - {phase.kind for phase in derived(**{"mixed": True, **changed}).phases} == set(kinds)
+    every = {phase.kind for phase in derived(mixed=True)}
+    assert every - {phase.kind for phase in derived(**{"mixed": True, **changed})} == set(kinds)
 
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100), (64, 40_000)])
 def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page, context):
     c = replace(LIMITS, page=page, input_tokens=context)
     phase = of_kind(c, PhaseKind.BEHIND_PREFIX)
-    *grown, prefix, prompt = prompts_of(phase)
-    assert prompt[: len(prefix)] == prefix
+    *grown, prompt = phase.prompts
+    prefix = grown[-1].shared
+    assert {each.fresh for each in grown} == {0}
     # An aborted prompt is computed to its end: what is still to be computed of each must not take minutes.
-    computed = [len(longer) - len(shorter) for shorter, longer in zip([[], *grown], [*grown, prefix], strict=True)]
-    assert all(prefix[: len(shorter)] == shorter for shorter in grown)
-    assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-len(prefix) // 16))
+    computed = [longer - shorter for shorter, longer in pairwise([0, *(each.shared for each in grown)])]
+    assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-prefix // 16))
     # What a part takes is foreseen by the one before: the square of the tokens grows by so much at the most.
     ends = [0, *(length for length in lengths(phase) if length >= c.chunk)]
     work = [longer**2 - shorter**2 for shorter, longer in pairwise(ends)]
     assert all(later <= phase.growth * earlier for earlier, later in pairwise(work))
-    assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
-    assert context - page < len(prompt) <= context
+    assert prompt == (prefix, c.chunk)
+    assert phase.bound.longest_prefix == prefix
+    assert context - page < sum(prompt) <= context
     # Without the cache a prompt comes in whole chunks.
     alone = of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
     first, whole = lengths(alone)
@@ -193,25 +194,18 @@ def test_of_a_prefix_that_is_planted_nothing_is_computed_but_what_comes_behind_i
     c = replace(LIMITS, page=page, input_tokens=context, draft_tokens=draft_tokens)
     computed, planted = (of_kind(replace(c, plants=plants), PhaseKind.BEHIND_PREFIX) for plants in (False, True))
     assert planted.bound == computed.bound
-    assert computed.planted == 0
-    prefix = phases.shared_prefix(planted.planted, c)
-    first, last = prompts_of(planted)
-    assert last[: -c.chunk] == prefix
-    assert len(prefix) % page == 0
+    (part, behind_part), (prefix, behind) = planted.prompts
+    assert prefix == planted.shared
+    assert behind == behind_part == c.chunk
     # A part of the prefix first: what the whole takes is foreseen by it.
-    part = len(first) - c.chunk
-    assert first[:part] == prefix[:part]
-    assert part % page == 0
-    assert len(prefix) - 4 * page < planted.growth * part <= len(prefix)
+    assert part % page == prefix % page == 0
+    assert prefix - 4 * page < planted.growth * part <= prefix
     # What shares the prefix, or is as long, is not computed either.
     for kind, behind in ((PhaseKind.SHARED_PREFIX, c.chunk), (PhaseKind.LONG_AMONG_SHORT, 0)):
         if phase := of_kind(replace(c, plants=True), kind):
-            held = phases.shared_prefix(phase.planted, c)
-            longest = max(prompts_of(phase), key=len)
-            assert longest[: len(held)] == held
-            assert 0 <= len(longest) - len(held) <= behind
-            assert prompts_of(phase) == prompts_of(of_kind(c, kind))
-    others = [phase.kind for phase in phases.derive_phases(replace(c, plants=True)).phases if not phase.planted]
+            assert 0 <= max(lengths(phase)) - phase.shared <= behind
+            assert phase.prompts == of_kind(c, kind).prompts
+    others = [phase.kind for phase in phases.derive_phases(replace(c, plants=True)) if not phase.shared]
     assert {PhaseKind.PREFILL, PhaseKind.PENALTIES, PhaseKind.VARIED} <= set(others)
 
 
@@ -254,14 +248,16 @@ def test_what_was_smaller_for_the_size_of_the_cache_is_rehearsed_once_more(befor
     of_both = {"plants": plants, "captured": 8}
     small, large = (replace(LIMITS, **{**of_both, **changed}) for changed in (before, after))
     again, every = phases.derive_second_pass(small, large), phases.derive_phases(large)
-    assert {phase.kind for phase in again.phases} == kinds
-    assert {phase.name for phase in again.phases} <= {phase.name for phase in every.phases}
+    assert {phase.kind for phase in again} == kinds
+    assert {phase.name for phase in again} <= {phase.name for phase in every}
 
 
 def test_what_was_missed_is_tried_again_with_the_number_of_requests_that_there_is_room_for_now():
     before, after = (replace(LIMITS, requests=requests, captured=0) for requests in (1021, 871))
-    missed = ("eager decode of 1021 requests",)
-    tried = [{phase.name for phase in phases.derive_second_pass(before, after, names).phases} for names in ((), missed)]
+    tried = [
+        {phase.name for phase in phases.derive_second_pass(before, after, kinds)}
+        for kinds in ((), [PhaseKind.EAGER_DECODE])
+    ]
     assert ["eager decode of 871 requests" in names for names in tried] == [False, True]
 
 
@@ -347,7 +343,7 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
     two_ranks = {"device": "cpu", "chunked_prefill_size": 1024, "enable_dp_attention": True, "dp_size": 2}
     c = limits_of(two_ranks | info)
     assert (c.draft_tokens, c.draft_slots) == (rows, slots)
-    for phase in phases.derive_phases(c).phases:
+    for phase in phases.derive_phases(c):
         assert not (rows and phase.output_logprobs)
         if phase.bound.modes == phases.DECODES:
             # The engine counts the rows of all ranks.
@@ -368,7 +364,7 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
 def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(info):
     def bounds(**more):
         c = limits_of(info | more, **FEW)
-        return c.ranks, c.gathered, [phase.bound for phase in phases.derive_phases(c).phases]
+        return c.ranks, c.gathered, [phase.bound for phase in phases.derive_phases(c)]
 
     ranks, gathered, of_one = bounds()
     assert (ranks, gathered) == (2, 2)
@@ -376,7 +372,7 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
     assert bounds(dp_size=4, attn_dp_size=2) == (8, 2, of_one)
     c = limits_of({"dp_size": 4}, **FEW)
     assert (c.ranks, c.gathered) == (4, 1)
-    assert {phase.bound.all_ranks for phase in phases.derive_phases(c).phases} == {0}
+    assert {phase.bound.all_ranks for phase in phases.derive_phases(c)} == {0}
 
 
 def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
@@ -384,12 +380,12 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     whole, c = (limits_of({**info, "pp_size": stages}, **numbers) for stages in (1, 2))
     assert (whole.batch, c.batch) == (20, 10)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
-        assert (of_kind(c, kind).bound.requests, len(prompts_of(of_kind(c, kind)))) == (10, 20)
+        assert (of_kind(c, kind).bound.requests, len(of_kind(c, kind).prompts)) == (10, 20)
     long = of_kind(c, PhaseKind.LONG_AMONG_SHORT)
     assert long.bound.longest == lengths(long)[0] > 2000
-    assert {phase.bound.longest for phase in phases.derive_phases(whole).phases} == {0}
+    assert {phase.bound.longest for phase in phases.derive_phases(whole)} == {0}
     captured = of_kind(replace(c, captured=4), PhaseKind.CAPTURED_DECODE)
-    assert captured.bound.requests == len(prompts_of(captured)) == 4
+    assert captured.bound.requests == len(captured.prompts) == 4
     assert of_kind(replace(c, captured=4, page=32), PhaseKind.CAPTURED_DECODE) is None
     assert limits_of({**info, "pp_size": 2, "pp_max_micro_batch_size": 3}, **numbers).batch == 3
 
@@ -421,18 +417,17 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
     assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end of sequence a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
-    long, *short = prompts_of(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))
-    assert len(long) > 0.9 * LIMITS.input_tokens
-    assert {len(prompt) for prompt in short} == {phases.SHORT_PROMPT_TOKENS}
+    long, *short = lengths(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))
+    assert long > 0.9 * LIMITS.input_tokens
+    assert set(short) == {phases.SHORT_PROMPT_TOKENS}
     assert len(short) == LIMITS.requests - 1
 
 
 def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
     """Computing it takes minutes where the context is long: 262,144 tokens, Triton's attention."""
-    long = prompts_of(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))[0]
-    prefix = prompts_of(of_kind(LIMITS, PhaseKind.BEHIND_PREFIX))[-2]
-    assert len(long) - len(prefix) <= LIMITS.chunk
-    assert long[: len(prefix)] == prefix[: len(long)]
+    long = of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts[0]
+    prefix = of_kind(LIMITS, PhaseKind.BEHIND_PREFIX).shared
+    assert 0 < long.shared - prefix <= sum(long) - prefix <= LIMITS.chunk
 
 
 @given(
@@ -450,7 +445,7 @@ def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
 )
 def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c):
     c = replace(c, input_tokens=min(c.input_tokens, c.cache_tokens - 6))
-    for phase in phases.derive_phases(c).phases:
+    for phase in phases.derive_phases(c):
         prompts = lengths(phase)
         assert prompts
         assert all(0 < length <= c.input_tokens for length in prompts)
@@ -469,12 +464,12 @@ def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
-    bound = Bound(("EXTEND",), **dict.fromkeys(BOUND_FIELDS, 7), graph=graph)
+    bound = Bound(("EXTEND",), **dict.fromkeys(SIZES, 7), graph=graph)
 
-    at_it = Batch("EXTEND", **dict.fromkeys(BOUND_FIELDS, 7), graph=graph)
+    at_it = Batch("EXTEND", **dict.fromkeys(SIZES, 7), graph=graph)
     assert bound.met(at_it)
-    assert len(BOUND_FIELDS) == 6
-    less = [*({name: 6} for name in BOUND_FIELDS), {"mode": "DECODE"}, {"graph": not graph}]
+    assert len(SIZES) == 6
+    less = [*({name: 6} for name in SIZES), {"mode": "DECODE"}, {"graph": not graph}]
     assert not any(bound.met(replace(at_it, **changed)) for changed in less)
 
 
@@ -491,7 +486,7 @@ def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_on
     """With mixed chunks those that run decode while others are admitted, so many at once."""
     c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
     forwards = c.requests // at_once if mixed and at_once else 0
-    decodes = [phase for phase in phases.derive_phases(c).phases if phase.bound.requests == c.requests]
+    decodes = [phase for phase in phases.derive_phases(c) if phase.bound.requests == c.requests]
     assert len(decodes) == 3
     if cache > 10_000_000:  # else it holds no more, but all are admitted
         assert [phase.name for phase in decodes if phase.new_tokens <= forwards] == []

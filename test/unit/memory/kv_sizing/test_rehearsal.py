@@ -15,14 +15,14 @@ from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.phases import Batch
 
 LOW = sizing.MIN_FREE_BYTES - 1
-PHASES = [phase.name for phase in phases.derive_phases(SMALL).phases]
+PHASES = [phase.name for phase in phases.derive_phases(SMALL)]
 
 
 def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
     made = scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)
     result = rehearse(made)
     assert set(result.seconds) == {*PHASES, rehearsal.ALL}
-    assert (result.missed, result.failure, result.stopped, result.lowest) == ((), "", False, 5 * GB)
+    assert (result.missed, result.failure, result.stopped, result.lowest) == ({}, "", False, 5 * GB)
     assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
 
 
@@ -95,7 +95,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     one = OneRank(other, leads=False)
     one.begin()
     for low in ([], [True]):
-        other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+        other.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
         assert one.low_reports == low
     first = scheduler()
     result = rehearse(first, low=lambda: True)
@@ -167,11 +167,11 @@ def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
     original, made.process_input_requests = made.process_input_requests, take_in
     made.read = lambda: Memory(5 * GB, peak=100_000_000 * longest)
     found = rehearse(made)
-    assert (longest, found.stopped, found.missed, found.expected) == (40, True, tuple(PHASES[1:]), 200_000_000)
+    assert (longest, found.stopped, [*found.missed], found.expected) == (40, True, PHASES[1:], 200_000_000)
 
 
 def derived(limits, requests):
-    return phases.derive_phases(replace(limits, requests=requests)).phases
+    return phases.derive_phases(replace(limits, requests=requests))
 
 
 ZERO = "ZeroDivisionError: division by zero"
@@ -249,7 +249,7 @@ def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, stuc
     monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle, is_stuck: said.append(is_stuck) or [])
     OneRank(made).begin()
     now[0] = 5.0
-    made.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
     vars(made).update({"waiting_queue": ["one"], **changed})
     now[0] += seconds
     made.turn()
@@ -263,7 +263,7 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
     one = OneRank(made, results.append, leads=False)
     one.begin()
     for _ in range(2):
-        made.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+        made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
     made.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
     one.orders.close()
     assert state_of(made) == before
@@ -304,7 +304,7 @@ def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothin
 
 def rehearsed_or_refused(scheduler, refused):
     if not refused:
-        assert rehearse(scheduler).missed == ()
+        assert rehearse(scheduler).missed == {}
         return
     before = state_of(scheduler)
     one = OneRank(scheduler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from releases import ROOT
 from sglang_moe_patches.memory.kv_sizing import eligibility, sizing
+from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
 
 GB = 1_000_000_000
@@ -25,9 +26,14 @@ def test_the_page_says_the_margin():
         pytest.param([RankNeed(fits=204)], 204, "", id="for 2 %"),
         pytest.param([RankNeed(fits=150)], 150, "", id="it shrinks"),
         pytest.param([RankNeed(fits=199)], 199, "", id="by whatever it must"),
-        pytest.param([RankNeed(fits=150, missed=("a",))], 150, "", id="it shrinks though a phase is missing"),
         pytest.param(
-            [RankNeed(fits=300, missed=("a", "b"))], 200, "the rehearsal did not reach: a, b", id="needs are not known"
+            [RankNeed(fits=150, missed={"a": PhaseKind.MIXED})], 150, "", id="it shrinks though a phase is missing"
+        ),
+        pytest.param(
+            [RankNeed(fits=300, missed={"a": PhaseKind.MIXED, "b": PhaseKind.VARIED})],
+            200,
+            "the rehearsal did not reach: a, b",
+            id="needs are not known",
         ),
         pytest.param(
             [RankNeed(fits=300), RankNeed(failure="no driver")],
