@@ -254,7 +254,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "memory/kv_sizing/hooks.py": {
         "test_all_ranks_grow_alike_or_none_does": [
-            ("self._counts_before if mapped else self.pools.counts", "self.pools.counts"),
+            ("order_to_use, before)", "order_to_use, order.tokens)"),
             ("self.pools.unmap_from(counts)\n        self._requests", "self._requests"),
             ("problem = str(error) or type(error).__name__", "pass"),
             ("str(error) or type(error).__name__", "str(error)"),
@@ -272,7 +272,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("            self._rehearsal.end()\n        counts = ", "            pass\n        counts = ")
         ],
         "test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found": [
-            ("self._limit_requests(order.limits)", "self._limit_requests(self._rehearsal and self._rehearsal.limits)"),
+            ("self._limit_requests(order.limits)", "self._limit_requests(self._limits)"),
             ("self._seen.requests or self._requests", "self._requests"),
         ],
     },

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_moe_patches.core import engine, gpu_memory, log
@@ -25,7 +24,7 @@ from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
 from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, NoAllowance, image_allowance, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import Plant
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
-from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 LOW = "little memory is left"
@@ -55,7 +54,7 @@ class UseTokens(ranks.Order):
     again: bool = False
     missed: tuple[phases.PhaseKind, ...] = ()
     requests: int = 0
-    limits: phases.Limits | None = None
+    limits: phases.Limits = field(kw_only=True)
 
 
 def probe() -> Install:
@@ -100,13 +99,20 @@ class ServerStart:
     Wrappers of the engine's functions take the original, and return what is called in its place.
     """
 
+    pools: ElasticPools
+    """Where they are ``reserved``, which is so on all ranks or on none."""
+    scheduler: Any
+    board: ranks.Board
+    _limits: phases.Limits
+    """Of the rehearsal that began last."""
+
     def __init__(self) -> None:
         self.leads, self.gpu, self.given = False, 0, False
         self.margin = eligibility.KV_MARGIN.read()
         self.reason = "its pools have not been made"
         """Why this server is not sized; "": it is."""
         self.launch = LaunchMemory()
-        self.pools: ElasticPools | None = None
+        self.reserved = False
         self.bytes_per_token = 0.0
         self.limited = 0
         self.needs: list[RankNeed] = []
@@ -115,18 +121,17 @@ class ServerStart:
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
+        self._pass = self._requests = 0
         self._seen = rehearsal.Measured()
-        self._limits: phases.Limits | None = None
         # Of all passes: a later one runs what is larger than it was, and nothing else. What did not run in one
         # (`Measured.expected`) runs in the next.
         self._need = self._before = self._slack = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
-    def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
+    def log(self, message: str, *, warn: bool = False) -> None:
         """Log on the first rank alone."""
         if self.leads:
-            (log.logger.warning if warn else log.logger.info)(log.of("kv-sizing", message), *arguments)
+            (log.logger.warning if warn else log.logger.info)("%s", log.of("kv-sizing", message))
 
     # --- 1. Reserve ----------------------------------------------------------------------------------------------
 
@@ -135,15 +140,20 @@ class ServerStart:
 
         @functools.wraps(original)
         def resolve(maker: Any, pre_model_load_memory: float) -> Any:
-            if maker.is_draft_worker or self.pools is not None:
+            if maker.is_draft_worker or self.reserved:
                 return original(maker, pre_model_load_memory)
             launches = self._gather(maker, pre_model_load_memory)
             if self.reason:
                 config = original(maker, pre_model_load_memory)
                 source = "the given --mem-fraction-static" if self.given else "the engine's default fraction"
-                self.log("using %s %.4f because %s", source, self.launch.fraction, self.reason)
+                self.log(f"using {source} {self.launch.fraction:.4f} because {self.reason}")
                 return config
-            with self._at_least_a_beginning(maker, launches):
+            fraction = None if self.given else first_fraction(maker, launches, self.margin)
+            if fraction is not None:
+                too_little = f"the engine's default fraction {self.launch.fraction:.4f} leaves the KV cache less than"
+                self.log(f"{too_little} it is rehearsed with: it begins with {fraction:.4f}", warn=True)
+                self.launch = replace(self.launch, fraction=fraction)
+            with _fraction_in_force(maker, fraction):
                 config = original(maker, pre_model_load_memory)
             self._reserve(maker, config)
             return config
@@ -172,26 +182,6 @@ class ServerStart:
         self.launch = replace(self.launch, free_before_load=before)
         return [replace(each, free_before_load=before) for each in launches]
 
-    @contextmanager
-    def _at_least_a_beginning(self, maker: Any, launches: list[LaunchMemory]) -> Any:
-        """Have the engine make a larger KV cache where its own fraction leaves too little to rehearse with.
-
-        A given fraction stays.
-        """
-        fraction = None if self.given else first_fraction(maker, launches, self.margin)
-        if fraction is None:
-            yield
-            return
-        self.log(
-            "the engine's default fraction %.4f leaves the KV cache less than two chunks: it begins with %.4f",
-            self.launch.fraction,
-            fraction,
-            warn=True,
-        )
-        with _fraction_in_force(maker, fraction):
-            yield
-        self.launch = replace(self.launch, fraction=fraction)
-
     def _reserve(self, maker: Any, config: Any) -> None:
         """Decide on the addresses. Collective."""
         rule = _counts_of(config)
@@ -212,9 +202,10 @@ class ServerStart:
             problem = f"there is no address space for {rule.tokens:,} tokens"
         if problem:
             self.reason = problem
-            self.log("no rehearsal because %s", problem, warn=True)
+            self.log(f"no rehearsal because {problem}", warn=True)
             return
         self.pools = ElasticPools(CudaMemory(self.gpu), rule, top, int(maker.page_size))
+        self.reserved = True
         self._hold_pipe()
 
     def make_pools(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,9 +213,9 @@ class ServerStart:
 
         @functools.wraps(original)
         def init_pools(maker: Any, **arguments: Any) -> Any:
-            pools = self.pools
-            if pools is None or self.reason:
+            if not self.reserved or self.reason:
                 return original(maker, **arguments)
+            pools = self.pools
             kept = {name: getattr(maker, name) for name in _POOLS if hasattr(maker, name)}
             try:
                 with sized_for(maker, arguments, pools.rule, pools.top) as told:
@@ -301,17 +292,17 @@ class ServerStart:
                 self._begin_pass(phases.derive_phases)
             except Exception as error:
                 problem = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-        if self.pools is not None:  # which all ranks have, or none: else some would wait here for ever
+        if self.reserved:  # else some ranks would wait here for ever
             problem = next(filter(None, ranks.all_gather(problem)), "")
         if not problem:
             limit_s = rehearsal.timeout_s()
-            self.log("rehearses the largest forwards before the first request, at most %.0f s", limit_s)
+            self.log(f"rehearses the largest forwards before the first request, at most {limit_s:.0f} s")
             return
         if self._rehearsal is not None:
             self._rehearsal.end()
         self.orders.close()
-        if self.pools is not None:
-            self.log("no rehearsal because %s", problem, warn=True)
+        if self.reserved:
+            self.log(f"no rehearsal because {problem}", warn=True)
         self._show("rule", problem)
         self._release_init_info()
 
@@ -330,13 +321,11 @@ class ServerStart:
             peaks=self._phases,
             requests=self._requests,
         )
-        self._rehearsal.begin()
-        self._limits = self._rehearsal.limits
+        self._limits = self._rehearsal.begin()
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
 
     def _measured(self, seen: rehearsal.Measured) -> None:
         """On every rank, once its cache has been flushed: tell what it needs. A pipeline's stages come here in turn."""
-        assert self.pools is not None
         self._seen = seen
         for name, took in seen.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + took
@@ -353,59 +342,43 @@ class ServerStart:
         lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
         spare = lowest - self.margin - self.launch.images - not_run
-        need = RankNeed(
-            fits=self.pools.tokens_within(int(mapped + spare)),
-            need=int(without_forwards - lowest),
-            failure=seen.failure,
-            stopped=seen.stopped,
-            missed=seen.missed,
-        )
-        self._publish_need(need)
+        fits = self.pools.tokens_within(int(mapped + spare))
+        self._tell_need(RankNeed(fits, int(without_forwards - lowest), seen.failure, seen.stopped, seen.missed))
 
     # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
 
-    def _await(self, topic: str) -> None:
-        self._waits_for = topic
-        self._deadline = time.monotonic() + rehearsal.ABANDON_AFTER_S
+    def _tell_first(self, topic: str, told: Any, decide: Callable[[list[Any]], ranks.Order], tokens: int) -> None:
+        """Tell the first rank. Users' requests wait until it orders what to do: when all have told, or time is over.
 
-    def _publish(self, topic: str, told: Any) -> None:
+        :param decide: makes the order from what all have told.
+        :param tokens: for which all ranks have memory, whatever is told or lost.
+        """
+        deadline, key = time.monotonic() + rehearsal.ABANDON_AFTER_S, f"{topic} {self._pass}"
+
+        def order_when_all_have_told() -> list[Any]:
+            try:
+                if (all_told := self.board.collect(key)) is not None:
+                    order = decide(all_told)
+                elif time.monotonic() <= deadline:
+                    return []
+                else:
+                    order = self._order_to_use(tokens, f"not every rank has told what it {topic}")
+            except Exception as error:
+                order = self._order_to_use(tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
+            self.orders.instead = list  # nothing is read until it is obeyed
+            return [ranks.Broadcast((order,))]
+
+        self.orders.instead = order_when_all_have_told if self.leads else list
+        self.orders.each_turn = lambda: None
         try:
-            self.board.publish(f"{topic} {self._pass}", told)
+            self.board.publish(key, told)
         except Exception as error:
             log.logger.warning(log.of("kv-sizing", "what a rank has to tell is lost: %s"), error)
 
-    def _publish_need(self, need: RankNeed) -> None:
-        """Tell the first rank what this one has measured. Users' requests wait until that has ordered what to do."""
-        self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
-        self._await("measured")
-        self._publish("measured", need)
-
-    def _decide_when_all_have_told(self) -> list[Any]:
-        """What is read in place of users' requests: an order, on the first rank, when all have told or time is over."""
-        assert self.pools is not None
-        if not self.leads or not self._waits_for:
-            return []
-        topic, mapped = self._waits_for, self._waits_for == "mapped"
-        # For these all ranks have memory, whatever is told or lost.
-        counts = self._counts_before if mapped else self.pools.counts
-        try:
-            told = self.board.collect(f"{topic} {self._pass}")
-            late = time.monotonic() > self._deadline
-            if told is None and not late:
-                return []
-            if told is None:
-                order: ranks.Order = self._order_to_use(counts.tokens, f"not every rank has told what it {topic}")
-            else:
-                order = self._order_after_mapping(told) if mapped else self._order_for(told)
-        except Exception as error:
-            order = self._order_to_use(counts.tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
-        self._waits_for = ""
-        if isinstance(order, MapTokens):
-            self._await("mapped")
-        return [ranks.Broadcast((order,))]
+    def _tell_need(self, need: RankNeed) -> None:
+        self._tell_first("measured", need, self._order_for, self.pools.counts.tokens)
 
     def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
-        assert self.pools is not None
         self.needs = needs
         now = self.pools.counts.tokens
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
@@ -415,22 +388,14 @@ class ServerStart:
         again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
         return self._order_to_use(tokens, reason, again=again, missed=tuple(needs[0].missed.values()))
 
-    def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
-        assert self.pools is not None
-        before = self._counts_before.tokens
-        if problem := next(filter(None, problems), ""):
-            return self._order_to_use(before, f"a rank had no memory to map: {problem}")
-        again = self._pass < sizing.MAX_PASSES
-        return self._order_to_use(self.pools.counts.tokens, again=again)
-
     def _order_to_use(
         self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[phases.PhaseKind, ...] = ()
-    ) -> UseTokens:
+    ) -> ranks.Order:
         """On the first rank, whose rehearsal has found how many requests may run at once."""
         requests, limits = self._seen.requests or self._requests, self._limits
-        if limits is not None and requests:
+        if requests:
             limits = replace(limits, requests=min(limits.requests, requests))
-        return UseTokens(tokens, reason, again, missed, requests, limits)
+        return UseTokens(tokens, reason, again, missed, requests, limits=limits)
 
     def obey(self, order: ranks.Order) -> None:
         """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
@@ -444,16 +409,21 @@ class ServerStart:
             self._rehearsal.plant(order)
 
     def _map(self, order: MapTokens) -> None:
-        assert self.pools is not None
-        self._counts_before, problem = self.pools.counts, ""
+        before, problem = self.pools.counts.tokens, ""
         try:
             self.pools.map(self.pools.counts_for(order.tokens))
         except Exception as error:
             problem = str(error) or type(error).__name__  # "" says that there is memory
-        self._publish("mapped", problem)
+
+        def order_to_use(problems: list[str]) -> ranks.Order:
+            if first := next(filter(None, problems), ""):
+                return self._order_to_use(before, f"a rank had no memory to map: {first}")
+            again = self._pass < sizing.MAX_PASSES
+            return self._order_to_use(self.pools.counts.tokens, again=again)
+
+        self._tell_first("mapped", problem, order_to_use, before)
 
     def _use(self, order: UseTokens) -> None:
-        assert self.pools is not None
         if self._rehearsal is not None:  # else a rank whose rehearsal nobody ended would go on swallowing answers
             self._rehearsal.end()
         counts = self.pools.counts_for(order.tokens)
@@ -473,17 +443,14 @@ class ServerStart:
         self._limit_requests(order.limits)
         self._serve()
 
-    def _limit_requests(self, limits: phases.Limits | None) -> None:
+    def _limit_requests(self, limits: phases.Limits) -> None:
         """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized."""
-        assert self.pools is not None
-        if limits is None or not limits.default_requests or self.pools.counts == self.pools.rule:
+        if not limits.default_requests or self.pools.counts == self.pools.rule:
             return
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
-            "%s requests run at once, %s where one has penalties, min_p, a logit bias or log-probabilities; "
-            "--max-running-requests sets another number for all",
-            f"{limits.batch:,}",
-            f"{limits.penalized:,}",
+            f"{limits.batch:,} requests run at once, {limits.penalized:,} where one has penalties, min_p, a logit bias "
+            "or log-probabilities; --max-running-requests sets another number for all"
         )
 
     def _tell(self, counts: TokenCounts) -> None:
@@ -492,64 +459,52 @@ class ServerStart:
 
     def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
-        assert self._rehearsal is not None
-        assert self._rehearsal.limits is not None
-        before = self._rehearsal.limits
-        after = rehearsal.limits_of(self.scheduler, self._requests)
+        before, after = self._limits, rehearsal.limits_of(self.scheduler, self._requests)
         if not phases.derive_second_pass(before, after, missed):
             return False
         try:
             self._begin_pass(lambda limits: phases.derive_second_pass(before, limits, missed))
         except Exception as error:
-            self._rehearsal.end()
-            self._publish_need(RankNeed(failure=f"{type(error).__name__}: {error}"))  # the others wait for it
+            if self._rehearsal is not None:
+                self._rehearsal.end()
+            self._tell_need(RankNeed(failure=f"{type(error).__name__}: {error}"))  # the others wait for it
         return True
 
     def _log_sizing(self, order: UseTokens) -> None:
-        assert self.pools is not None
         rule, now = self.pools.rule.tokens, self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
         self._show(state, order.reason)
         if not self.leads:
             return
         needs = self.needs
-        need = max(needs, key=lambda each: each.need, default=RankNeed())
-        leader = needs[0] if needs else RankNeed()
+        need = megabytes(max((each.need for each in needs), default=0))
         if needs and self._seconds:
-            parts = ", ".join(
-                f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if name != rehearsal.ALL
-            )
-            missed = f"; not reached: {', '.join(leader.missed)}" if leader.missed else ""
+            of_all = self._seconds.pop(rehearsal.ALL, 0.0)
+            parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
+            missed = f"; not reached: {', '.join(needs[0].missed)}" if needs[0].missed else ""
             early = "; ended early, before memory ran out" if any(each.stopped for each in needs) else ""
-            self.log("rehearsed in %.0f s: %s%s%s", self._seconds.get(rehearsal.ALL, 0.0), parts, missed, early)
+            self.log(f"rehearsed in {of_all:.0f} s: {parts}{missed}{early}")
             self.log(
-                "forwards need %s MB; largest: %s; %s MB went into graphs and buffers before, %s MB of it into graphs "
-                "of decodes; the allocator keeps %s MB beyond the most tensors",
-                f"{need.need / 1e6:,.0f}",
-                sizing.largest_phases(self._phases),
-                f"{self._before / 1e6:,.0f}",
-                f"{self._seen.graphs / 1e6:,.0f}",
-                f"{self._slack / 1e6:,.0f}",
+                f"forwards need {need}; largest: {sizing.largest_phases(self._phases)}; {megabytes(self._before)} went "
+                f"into graphs and buffers before, {megabytes(self._seen.graphs)} of it into graphs of decodes; "
+                f"the allocator keeps {megabytes(self._slack)} beyond the most tensors"
             )
-        kept = f", {self.launch.images / 1e6:,.0f} MB the engine's for images" if self.launch.images else ""
+        kept = f", {megabytes(self.launch.images)} the engine's for images" if self.launch.images else ""
         facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
         fraction = sizing.pinned_fraction(self.launch, (now - rule) * self.bytes_per_token)
         hybrid = server_facts(self.scheduler.tp_worker.model_runner).hybrid == MAMBA
         pin = f"; the same as --mem-fraction-static {fraction:.4f}" if fraction and not hybrid and now != rule else ""
         why = f"; {order.reason}" if order.reason else ""
         limit = f"; --max-total-tokens {self.limited:,} is used" if self.limited and now == self.limited else ""
-        need_mb, margin_mb = f"{need.need / 1e6:,.0f}", f"{self.margin / 1e6:,.0f}"
-        self.log(
-            "%s; forwards need %s MB, %s MB of margin stay free%s%s%s%s",
-            *(facts, need_mb, margin_mb, kept, limit, why, pin),
-            warn=bool(order.reason) or now < rule,
-        )
+        free = f"{megabytes(self.margin)} of margin stay free"
+        warn = bool(order.reason) or now < rule
+        self.log(f"{facts}; forwards need {need}, {free}{kept}{limit}{why}{pin}", warn=warn)
         if self.given and now < rule and fraction:
-            self.log("the given --mem-fraction-static is too high: %.4f would be safe", fraction, warn=True)
+            self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
 
     def _show(self, state: str, reason: str) -> None:
         self.metrics.show_state(state, reason)
-        if self.pools is not None:
+        if self.reserved:
             self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
             self.metrics.show(serving.BY_RULE, self.pools.rule.tokens)
         if self.needs:
@@ -559,7 +514,6 @@ class ServerStart:
 
     def _serve(self) -> None:
         """From here on users' requests are read, and each turn reads the clock once."""
-        assert self.pools is not None
         self.orders.instead, self.orders.each_turn = None, lambda: None
         try:
             memory = serving.FreeMemory(lambda: gpu_memory.read(self.gpu), self.margin)
@@ -568,7 +522,7 @@ class ServerStart:
             )
             self.orders.each_turn = self._serving.look
         except Exception as error:
-            self.log("free memory is not watched: %s", error, warn=True)
+            self.log(f"free memory is not watched: {error}", warn=True)
         self._release_init_info()
 
 
@@ -646,8 +600,11 @@ def _fraction(maker: Any) -> float:
 
 
 @contextmanager
-def _fraction_in_force(maker: Any, fraction: float) -> Any:
-    """Have the engine size its pools by another fraction."""
+def _fraction_in_force(maker: Any, fraction: float | None) -> Any:
+    """Have the engine size its pools by another fraction; ``None``: by its own."""
+    if fraction is None:
+        yield
+        return
     before = _fraction(maker)
 
     def put(value: float) -> None:

@@ -231,17 +231,20 @@ class Rehearsal:
         self._failure, self._stopped, self._flushing = "", False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
-        self.limits: Limits | None = None
 
-    def begin(self) -> None:
-        """Install all wrappers. If this raises, the caller must call :meth:`end`."""
+    def begin(self) -> Limits:
+        """Install all wrappers.
+
+        :returns: what bounds a forward.
+        :raises Exception: this rank cannot rehearse; the caller must call :meth:`end`.
+        """
         self._began = self._last_forward = time.monotonic()
         gpu_memory.reset_peak(self.gpu)
         self._first = first = gpu_memory.read(self.gpu)
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
-        limits = self.limits = limits_of(self.scheduler, self._requests)
+        limits = limits_of(self.scheduler, self._requests)
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -261,6 +264,7 @@ class Rehearsal:
         # Of requests that wait: a forward is as large with it, as those that are taken back count, too.
         self._meanwhile(self.scheduler, "max_queued_requests", None)
         self._watch_forwards()
+        return limits
 
     def end(self) -> None:
         """Take everything back; never raises, as the other ranks wait for this one afterwards."""

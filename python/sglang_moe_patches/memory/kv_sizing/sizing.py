@@ -98,10 +98,15 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
     return now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most), ""
 
 
+def megabytes(size: float) -> str:
+    """Bytes, for people."""
+    return f"{size / 1e6:,.0f} MB"
+
+
 def largest_phases(phases: Mapping[str, int]) -> str:
     """The phases with the most bytes of tensors, largest first, for people."""
     ordered = sorted(phases.items(), key=lambda each: -each[1])[:SHOWN_PHASES]
-    return ", ".join(f"{name} {taken / 1e6:,.0f} MB" for name, taken in ordered)
+    return ", ".join(f"{name} {megabytes(taken)}" for name, taken in ordered)
 
 
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:

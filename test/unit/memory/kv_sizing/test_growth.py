@@ -53,8 +53,11 @@ class Rehearsal:
     limits = SimpleNamespace(default_requests=False)
 
     def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, derive, peaks, requests):
-        self.poll = self.look_at_turn = self.begin = list
+        self.poll = self.look_at_turn = list
         self.ended = False
+
+    def begin(self):
+        return self.limits
 
     def end(self):
         self.ended = True
@@ -95,7 +98,8 @@ class Ranks:
             orders = SimpleNamespace(open=lambda: None, close=lambda: None)
             monkeypatch.setattr(hooks.ranks, "Orders", lambda *given, orders=orders, **more: orders)
             start: Any = hooks.ServerStart()
-            start.leads, start.reason, start.margin, start.pools = rank == 0, "", MARGIN, self.pools[rank]
+            start.leads, start.reason, start.margin = rank == 0, "", MARGIN
+            start.reserved, start.pools = True, self.pools[rank]
             start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
             start._begin(
                 SimpleNamespace(
@@ -225,7 +229,7 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.again = ["a phase"]
     ranks.measure(500, 500)
-    ranks.again, ranks.each[1]._rehearsal.limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
+    ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
     ranks.measure(900, 900, requests=512)
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
@@ -253,7 +257,7 @@ def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
     ranks.again = ["a phase"]
     ranks.measure(500, 500)
     begun = [one._rehearsal for one in ranks.each]
-    ranks.each[0]._publish_need(RankNeed(failure="it cannot"))
+    ranks.each[0]._tell_need(RankNeed(failure="it cannot"))
     assert [each.ended for each in begun] == [False] * 2
     for broadcast in ranks.each[0].orders.instead():  # it has waited long enough
         for order in broadcast.what:
@@ -277,7 +281,11 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
 def test_the_pools_of_a_draft_follow_the_models():
     """A draft's slots are the model's: one that stays as it was is written behind its end."""
     start = hooks.ServerStart()
-    start.reason, start.pools = "", ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
+    start.reason, start.reserved, start.pools = (
+        "",
+        True,
+        ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64),
+    )
 
     def init_pools(maker, **arguments):
         keys = torch.zeros((maker.max_total_num_tokens + 64, 4, 8), dtype=torch.bfloat16, device="cpu")
