@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from copy import copy
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import torch
@@ -151,10 +152,11 @@ class OneRank:
     """
 
     def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, **more):
-        reports: list[bool] = []
-        self.low_reports = reports
-        any_low = lambda: bool(reports) or low()  # noqa: E731
-        self.run = rehearsal.Rehearsal(scheduler, 0, over, lambda: reports.append(True), any_low, leads=leads, **more)
+        self.low_reports: list[str] = []
+        is_raised = lambda flag: flag in self.low_reports or low()  # noqa: E731
+        board: Any = SimpleNamespace(raise_flag=self.low_reports.append, is_raised=is_raised)
+        derive = phases.derive_phases
+        self.run = rehearsal.Rehearsal(scheduler, 0, over, board, 1, derive, leads=leads, **more)
         self.orders = ranks.Orders(scheduler, self.run.plant, leads=leads)
 
     def begin(self):

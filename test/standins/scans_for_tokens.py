@@ -27,7 +27,7 @@ def scan_when_serving(hooks):
 
     def serve_and_scan(start):
         serve(start)
-        rule = start.pools.rule.tokens
+        rule = start.pools.first.tokens
         found = places({rule, rule - 1, rule - 6}, start.scheduler)
         Path(os.environ["SCAN"]).write_text("".join(f"{each}\n" for each in found))
 

@@ -174,7 +174,7 @@ def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
         scheduler._record_step_counters(made, batch, result)
         return int(made.decode_moment_totals[0])
 
-    run = rehearsal.Rehearsal(made, 0, print, print, bool, leads=False)
+    run = rehearsal.Rehearsal(made, 0, print, SimpleNamespace(), 1, phases.derive_phases, leads=False)
     run._keep_counters()
     assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
     run.end()
@@ -425,7 +425,9 @@ def test_where_the_rule_leaves_nothing_a_server_starts_all_the_same(folder: Path
     grown = sized("grown", checkpoint(), place, CACHE="-1000000", GAIN="30000000")
     with started(grown):
         assert answers(grown, prompts=[LONG[0]]) == answers(grown, prompts=[LONG[0]])
-        assert tokens(grown) == number(sizing_line(grown)[1]) > 1000
+        found = sizing_line(grown)
+        assert tokens(grown) == number(found[1]) > 1000
+        assert number(found[2]) == 0
     assert "leaves the KV cache less than it is rehearsed with: it begins with" in said(grown)[0]
 
 

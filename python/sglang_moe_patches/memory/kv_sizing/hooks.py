@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_moe_patches.core import engine, gpu_memory, log
-from sglang_moe_patches.core.patch import Install, Patcher
+from sglang_moe_patches.core.patch import Install, Patcher, around, one_line_error
 from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
     phases,
@@ -26,9 +25,6 @@ from sglang_moe_patches.memory.kv_sizing.phases import Plant
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
-
-LOW = "little memory is left"
-"""What a rank tells the first on the board while it rehearses."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,10 @@ def probe() -> Install:
 
     def install(patcher: Patcher) -> None:
         start = ServerStart()  # one of each scheduler process
-        patcher.wrap(maker, "_resolve_memory_pool_config", start.reserve)
-        patcher.wrap(maker, "_init_pools", start.make_pools)
-        patcher.wrap(scheduler, "get_init_info", start.hold_init_info)
-        patcher.wrap(scheduler, "run_event_loop", start.rehearse)
+        patcher.wrap(maker, "_resolve_memory_pool_config", around(start.reserve))
+        patcher.wrap(maker, "_init_pools", around(start.make_pools))
+        patcher.wrap(scheduler, "get_init_info", around(start.hold_init_info))
+        patcher.wrap(scheduler, "run_event_loop", around(start.rehearse))
 
     return install
 
@@ -96,7 +92,7 @@ def probe() -> Install:
 class ServerStart:
     """One scheduler process, from the decision on its pools on.
 
-    Wrappers of the engine's functions take the original, and return what is called in its place.
+    What is called in the place of the engine's functions takes the original first.
     """
 
     pools: ElasticPools
@@ -113,7 +109,7 @@ class ServerStart:
         """Why this server is not sized; "": it is."""
         self.launch = LaunchMemory()
         self.reserved = False
-        self.bytes_per_token = 0.0
+        self.bytes_per_token, self._raised_tokens = 0.0, 0
         self.limited = 0
         self.needs: list[RankNeed] = []
         """What all ranks have measured last; known to the first alone."""
@@ -135,30 +131,25 @@ class ServerStart:
 
     # --- 1. Reserve ----------------------------------------------------------------------------------------------
 
-    def reserve(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def reserve(self, original: Callable[..., Any], maker: Any, pre_model_load_memory: float) -> Any:
         """The engine's decision on its pools: how many tokens there are addresses for."""
-
-        @functools.wraps(original)
-        def resolve(maker: Any, pre_model_load_memory: float) -> Any:
-            if maker.is_draft_worker or self.reserved:
-                return original(maker, pre_model_load_memory)
-            launches = self._gather(maker, pre_model_load_memory)
-            if self.reason:
-                config = original(maker, pre_model_load_memory)
-                source = "the given --mem-fraction-static" if self.given else "the engine's default fraction"
-                self.log(f"using {source} {self.launch.fraction:.4f} because {self.reason}")
-                return config
-            fraction = None if self.given else first_fraction(maker, launches, self.margin)
-            if fraction is not None:
-                too_little = f"the engine's default fraction {self.launch.fraction:.4f} leaves the KV cache less than"
-                self.log(f"{too_little} it is rehearsed with: it begins with {fraction:.4f}", warn=True)
-                self.launch = replace(self.launch, fraction=fraction)
-            with _fraction_in_force(maker, fraction):
-                config = original(maker, pre_model_load_memory)
-            self._reserve(maker, config)
+        if maker.is_draft_worker or self.reserved:
+            return original(maker, pre_model_load_memory)
+        launches = self._gather(maker, pre_model_load_memory)
+        if self.reason:
+            config = original(maker, pre_model_load_memory)
+            source = "the given --mem-fraction-static" if self.given else "the engine's default fraction"
+            self.log(f"using {source} {self.launch.fraction:.4f} because {self.reason}")
             return config
-
-        return resolve
+        fraction, raised = None if self.given else first_fraction(maker, launches, self.margin), 0.0
+        if fraction is not None:
+            too_little = f"the engine's default fraction {self.launch.fraction:.4f} leaves the KV cache less than"
+            self.log(f"{too_little} it is rehearsed with: it begins with {fraction:.4f}", warn=True)
+            raised, self.launch = fraction - self.launch.fraction, replace(self.launch, fraction=fraction)
+        with _fraction_in_force(maker, fraction):
+            config = original(maker, pre_model_load_memory)
+        self._reserve(maker, config, raised)
+        return config
 
     def _gather(self, maker: Any, before_gib: float) -> list[LaunchMemory]:
         """What all ranks know; sets the reason. Collective, also where a given fraction is left alone."""
@@ -172,7 +163,7 @@ class ServerStart:
         try:
             self.launch = launch_memory(maker, arguments, before_gib)
         except Exception as error:
-            self.launch = LaunchMemory(f"{type(error).__name__}: {error}")
+            self.launch = LaunchMemory(one_line_error(error))
         launches: list[LaunchMemory] = ranks.all_gather(self.launch)
         self.reason = next((each.failure for each in launches if each.failure), "")
         if not self.reason and self.given:
@@ -182,66 +173,60 @@ class ServerStart:
         self.launch = replace(self.launch, free_before_load=before)
         return [replace(each, free_before_load=before) for each in launches]
 
-    def _reserve(self, maker: Any, config: Any) -> None:
-        """Decide on the addresses. Collective."""
-        rule = _counts_of(config)
-        top, problem = rule, ""
+    def _reserve(self, maker: Any, config: Any, raised: float) -> None:
+        """Decide on the addresses. Collective.
+
+        :param raised: by how much the fraction in force is above the engine's own.
+        """
+        first = _counts_of(config)
+        top, problem = first, ""
         try:
             self.bytes_per_token = bytes_per_token(maker)
-            most = rule.tokens + int(self.launch.set_aside / self.bytes_per_token)
+            self._raised_tokens = int(raised * self.launch.free_before_load / self.bytes_per_token)
+            most = first.tokens + int(self.launch.set_aside / self.bytes_per_token)
             self.limited = int(eligibility.arguments_of(maker.server_args).get("max_total_tokens") or 0)
             top = _counts_of(_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size))
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = one_line_error(error)
         told: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top))
         problem = next((each for each, _ in told if each), "")
         top = min((each for _, each in told), key=lambda each: each.tokens)
         if self.limited:
-            top = rule if self.limited <= rule.tokens else top
-        if not problem and any(addresses < tokens for addresses, tokens in zip(top, rule, strict=True)):
-            problem = f"there is no address space for {rule.tokens:,} tokens"
+            top = first if self.limited <= first.tokens else top
+        if not problem and any(addresses < tokens for addresses, tokens in zip(top, first, strict=True)):
+            problem = f"there is no address space for {first.tokens:,} tokens"
         if problem:
             self.reason = problem
             self.log(f"no rehearsal because {problem}", warn=True)
             return
-        self.pools = ElasticPools(CudaMemory(self.gpu), rule, top, int(maker.page_size))
+        self.pools = ElasticPools(CudaMemory(self.gpu), first, top, int(maker.page_size))
         self.reserved = True
         self._hold_pipe()
 
-    def make_pools(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_pools(self, original: Callable[..., Any], maker: Any, **arguments: Any) -> Any:
         """The engine's making of pools: with buffers of ours, or as without us."""
-
-        @functools.wraps(original)
-        def init_pools(maker: Any, **arguments: Any) -> Any:
-            if not self.reserved or self.reason:
-                return original(maker, **arguments)
-            pools = self.pools
-            kept = {name: getattr(maker, name) for name in _POOLS if hasattr(maker, name)}
-            try:
-                with sized_for(maker, arguments, pools.rule, pools.top) as told:
-                    built = pools.build(lambda: original(maker, **told), lambda made: _parts(maker, made), maker.device)
-                if not maker.is_draft_worker:
-                    token_count.resize_allocator(_parts(maker, built)[2], pools.rule)
-                return built
-            except Exception as error:
-                self.reason = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
-                for name, value in kept.items():
-                    setattr(maker, name, value)
+        if not self.reserved or self.reason:
             return original(maker, **arguments)
-
-        return init_pools
+        pools = self.pools
+        kept = {name: getattr(maker, name) for name in _POOLS if hasattr(maker, name)}
+        try:
+            with sized_for(maker, arguments, pools.first, pools.top) as told:
+                built = pools.build(lambda: original(maker, **told), lambda made: _parts(maker, made), maker.device)
+            if not maker.is_draft_worker:
+                token_count.resize_allocator(_parts(maker, built)[2], pools.first)
+            return built
+        except Exception as error:
+            self.reason = str(error) if isinstance(error, Unknown) else one_line_error(error)
+            for name, value in kept.items():
+                setattr(maker, name, value)
+        return original(maker, **arguments)
 
     # --- 2. Rehearse ---------------------------------------------------------------------------------------------
 
-    def hold_init_info(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def hold_init_info(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """What the scheduler tells its launcher: not before the number of tokens is known."""
-
-        @functools.wraps(original)
-        def get_init_info(scheduler: Any) -> Any:
-            self._init_info, self._scheduler_of_info = original(scheduler), scheduler
-            return self._init_info
-
-        return get_init_info
+        self._init_info, self._scheduler_of_info = original(scheduler), scheduler
+        return self._init_info
 
     def _hold_pipe(self) -> None:
         """Have the pipe to the launcher wait with what ``get_init_info`` returns, until :meth:`_release_init_info`.
@@ -269,15 +254,10 @@ class ServerStart:
         while self._held:
             self._held.pop()()
 
-    def rehearse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def rehearse(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """The event loop: in its first turns a rehearsal, before users' requests are read."""
-
-        @functools.wraps(original)
-        def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            self._begin(scheduler)
-            return original(scheduler, *args, **kwargs)
-
-        return run_event_loop
+        self._begin(scheduler)
+        return original(scheduler, *args, **kwargs)
 
     def _begin(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -291,7 +271,7 @@ class ServerStart:
                 self.orders.open()
                 self._begin_pass(phases.derive_phases)
             except Exception as error:
-                problem = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+                problem = str(error) if isinstance(error, RuntimeError) else one_line_error(error)
         if self.reserved:  # else some ranks would wait here for ever
             problem = next(filter(None, ranks.all_gather(problem)), "")
         if not problem:
@@ -309,15 +289,9 @@ class ServerStart:
     def _begin_pass(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
         """:raises Exception: this rank cannot; the caller must end the rehearsal."""
         self._pass += 1
-        low = f"{LOW} {self._pass}"
         self._rehearsal = rehearsal.Rehearsal(
-            self.scheduler,
-            self.gpu,
-            self._measured,
-            functools.partial(self.board.raise_flag, low),
-            functools.partial(self.board.is_raised, low),
+            *(self.scheduler, self.gpu, self._measured, self.board, self._pass, derive),
             leads=self.leads,
-            derive=derive,
             peaks=self._phases,
             requests=self._requests,
         )
@@ -364,7 +338,7 @@ class ServerStart:
                 else:
                     order = self._order_to_use(tokens, f"not every rank has told what it {topic}")
             except Exception as error:
-                order = self._order_to_use(tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
+                order = self._order_to_use(tokens, f"what was {topic} is lost: {one_line_error(error)}")
             self.orders.instead = list  # nothing is read until it is obeyed
             return [ranks.Broadcast((order,))]
 
@@ -430,8 +404,8 @@ class ServerStart:
         try:
             self._tell(counts)
         except Exception as error:
-            # As on every rank, whose objects are of the same kinds. With the rule's number all is as it was.
-            counts = self.pools.counts_for(min(self.pools.rule.tokens, self.pools.counts.tokens))
+            # As on every rank, whose objects are of the same kinds. With the first number all is as it was.
+            counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
                 self._tell(counts)
             order = replace(order, again=False, reason=f"not every count could be told: {error}")
@@ -445,7 +419,7 @@ class ServerStart:
 
     def _limit_requests(self, limits: phases.Limits) -> None:
         """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized."""
-        if not limits.default_requests or self.pools.counts == self.pools.rule:
+        if not limits.default_requests or self.pools.counts == self.pools.first:
             return
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
@@ -467,11 +441,11 @@ class ServerStart:
         except Exception as error:
             if self._rehearsal is not None:
                 self._rehearsal.end()
-            self._tell_need(RankNeed(failure=f"{type(error).__name__}: {error}"))  # the others wait for it
+            self._tell_need(RankNeed(failure=one_line_error(error)))  # the others wait for it
         return True
 
     def _log_sizing(self, order: UseTokens) -> None:
-        rule, now = self.pools.rule.tokens, self.pools.counts.tokens
+        rule, now = self._tokens_by_rule(), self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
         self._show(state, order.reason)
         if not self.leads:
@@ -491,7 +465,8 @@ class ServerStart:
             )
         kept = f", {megabytes(self.launch.images)} the engine's for images" if self.launch.images else ""
         facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
-        fraction = sizing.pinned_fraction(self.launch, (now - rule) * self.bytes_per_token)
+        more = now - self.pools.first.tokens
+        fraction = sizing.pinned_fraction(self.launch, more * self.bytes_per_token)
         hybrid = server_facts(self.scheduler.tp_worker.model_runner).hybrid == MAMBA
         pin = f"; the same as --mem-fraction-static {fraction:.4f}" if fraction and not hybrid and now != rule else ""
         why = f"; {order.reason}" if order.reason else ""
@@ -502,11 +477,15 @@ class ServerStart:
         if self.given and now < rule and fraction:
             self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
 
+    def _tokens_by_rule(self) -> int:
+        """By the fraction that was given or is the engine's own: with a raised one the KV cache begins with more."""
+        return max(0, self.pools.first.tokens - self._raised_tokens)
+
     def _show(self, state: str, reason: str) -> None:
         self.metrics.show_state(state, reason)
         if self.reserved:
             self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
-            self.metrics.show(serving.BY_RULE, self.pools.rule.tokens)
+            self.metrics.show(serving.BY_RULE, self._tokens_by_rule())
         if self.needs:
             self.metrics.show(serving.NEED, max(each.need for each in self.needs))
 
@@ -626,7 +605,7 @@ def _machines_apart() -> str:
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:
-        return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
+        return f"of --nnodes, whose machines cannot ask one another, {one_line_error(error)}"
     if together:
         return ""
     return (

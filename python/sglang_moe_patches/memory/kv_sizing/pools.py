@@ -1,9 +1,9 @@
 """Which of the engine's KV buffers are ours: made by the engine, over addresses for more tokens than have memory.
 
 The engine builds its pools for as many tokens as could ever fit. While it does, each tensor with a dimension that
-counts tokens, or pages, is made over reserved addresses (:mod:`.address_space`), with memory behind the tokens of the
-engine's own rule. A pool that is not known, or a tensor as large as the tokens that is not ours, ends this: then the
-engine builds its pools once more, as it would without us.
+counts tokens, or pages, is made over reserved addresses (:mod:`.address_space`), with memory behind those that the
+engine has decided on. A pool that is not known, or a tensor as large as the tokens that is not ours, ends this: then
+the engine builds its pools once more, as it would without us.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class _Buffer:
 class ElasticPools:
     """The KV buffers of a scheduler process, of its model and of its draft models.
 
-    :param rule: the tokens by the engine's rule, behind which memory is mapped at first.
+    :param first: the tokens behind which memory is mapped at first.
     :param top: the tokens that there are addresses for.
     :param page: tokens.
     """
 
-    def __init__(self, memory: CudaMemory, rule: TokenCounts, top: TokenCounts, page: int) -> None:
-        self.rule, self.top, self.page, self.counts = rule, top, page, rule
+    def __init__(self, memory: CudaMemory, first: TokenCounts, top: TokenCounts, page: int) -> None:
+        self.first, self.top, self.page, self.counts = first, top, page, first
         self._memory = memory
         self._buffers: list[_Buffer] = []
         self._pools: list[Any] = []
@@ -68,19 +68,19 @@ class ElasticPools:
     # --- Sizes ---------------------------------------------------------------------------------------------------
 
     def counts_for(self, tokens: int) -> TokenCounts:
-        """All parts, of which ``tokens`` is one: on the line through what the engine gives by its rule and at the top.
+        """All parts, of which ``tokens`` is one: on the line through what the engine gives at first and at the top.
 
         :param tokens: rounded down to whole pages.
         """
         tokens = tokens // self.page * self.page
-        span = self.top.tokens - self.rule.tokens
-        share = (tokens - self.rule.tokens) / span if span and tokens >= self.rule.tokens else None
+        span = self.top.tokens - self.first.tokens
+        share = (tokens - self.first.tokens) / span if span and tokens >= self.first.tokens else None
 
-        def part(rule: int, top: int) -> int:
-            value = rule * tokens / self.rule.tokens if share is None else rule + share * (top - rule)
+        def part(first: int, top: int) -> int:
+            value = first * tokens / self.first.tokens if share is None else first + share * (top - first)
             return min(top, int(value)) // self.page * self.page
 
-        return TokenCounts(tokens, *(part(*each) for each in zip(self.rule[1:], self.top[1:], strict=True)))
+        return TokenCounts(tokens, *(part(*each) for each in zip(self.first[1:], self.top[1:], strict=True)))
 
     def bytes_behind(self, counts: TokenCounts) -> int:
         """Bytes of memory that so many tokens take."""
@@ -199,8 +199,8 @@ class ElasticPools:
 
 
 @contextmanager
-def sized_for(maker: Any, arguments: dict[str, Any], rule: TokenCounts, top: TokenCounts) -> Iterator[dict[str, Any]]:
-    """Have what makes pools take the tokens of ``top`` for those of ``rule``.
+def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: TokenCounts) -> Iterator[dict[str, Any]]:
+    """Have what makes pools take the tokens of ``top`` for those of ``first``.
 
     :param maker: the engine's; up to 0.5.15 a model runner, which has the numbers as attributes.
     :param arguments: of its function, which has them from 0.5.16 on.
@@ -213,7 +213,7 @@ def sized_for(maker: Any, arguments: dict[str, Any], rule: TokenCounts, top: Tok
     for name, part in COUNTS.items():
         found[name] = getattr(owner, name, None)
         if found[name] and getattr(top, part):
-            if found[name] != getattr(rule, part):
+            if found[name] != getattr(first, part):
                 raise Unknown(f"a draft model's cache has {found[name]:,} tokens, another number than the model's")
             wanted[name] = getattr(top, part)
     if sizes is not None:

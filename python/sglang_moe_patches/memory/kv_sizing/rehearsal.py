@@ -37,10 +37,9 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     PhaseKind,
     Plant,
     derive_limits,
-    derive_phases,
 )
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant, plant
-from sglang_moe_patches.memory.kv_sizing.ranks import Broadcast
+from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast
 from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
 
 REHEARSAL_TIMEOUT_S = 300.0
@@ -49,6 +48,8 @@ ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
 STUCK_AFTER_S = 10.0
 """Seconds without a forward after which a scheduler that runs nothing will admit none of the requests that wait."""
+LOW = "little memory is left"
+"""What a rank tells the first on the board."""
 ALL = "all"
 """Of :attr:`Measured.seconds`: the whole rehearsal, beside its phases."""
 
@@ -201,8 +202,8 @@ class Rehearsal:
 
     :param gpu: whose memory is read.
     :param over: takes what this rank has seen; called once, on every rank in the same turn of its loop.
-    :param report_low_memory: tells the first rank that this one has little memory left.
-    :param any_low: whether a rank has told so.
+    :param board: of the server's ranks.
+    :param number: of the rehearsals of this start.
     :param derive: makes what is driven from the limits of this scheduler.
     :param leads: whether this rank puts what all of them take in.
     :param peaks: bytes of tensors in phases of an earlier rehearsal.
@@ -214,16 +215,16 @@ class Rehearsal:
         scheduler: Any,
         gpu: int,
         over: Callable[[Measured], None],
-        report_low_memory: Callable[[], None],
-        any_low: Callable[[], bool],
+        board: Board,
+        number: int,
+        derive: Callable[[Limits], Sequence[Phase]],
         *,
         leads: bool,
-        derive: Callable[[Limits], Sequence[Phase]] = derive_phases,
         peaks: Mapping[str, int] = MappingProxyType({}),
         requests: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
-        self._report_low_memory, self._any_low, self._derive = report_low_memory, any_low, derive
+        self._board, self._low, self._derive = board, f"{LOW} {number}", derive
         self._peaks, self._requests = dict(peaks), requests
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
@@ -356,7 +357,7 @@ class Rehearsal:
                 self._phases[self._phase] = max(self._phases.get(self._phase, 0), now.peak - self._first.allocated)
             if now.free < MIN_FREE_BYTES and not self._stopped:
                 self._stopped = True
-                self._report_low_memory()
+                self._board.raise_flag(self._low)
         except Exception as error:
             self._fail(error)
 
@@ -388,7 +389,7 @@ class Rehearsal:
             return []
         idle = bool(self.scheduler.is_fully_idle()) and not any(getattr(self.scheduler, "mbs", ()))
         try:
-            if self._seconds_to_deadline() < 0 or (not self._driver.over and self._any_low()):
+            if self._seconds_to_deadline() < 0 or (not self._driver.over and self._board.is_raised(self._low)):
                 self._driver.end()
             put = self._driver.put(idle, self._is_stuck()) if not self._driver.over else []
         except Exception as error:

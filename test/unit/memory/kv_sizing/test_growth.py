@@ -26,7 +26,7 @@ class Pools:
     """
 
     def __init__(self, maps):
-        self.rule = self.counts = TokenCounts(RULE)
+        self.first = self.counts = TokenCounts(RULE)
         self.top, self.backed, self._maps = TokenCounts(TOP), RULE, maps
 
     def counts_for(self, tokens):
@@ -52,7 +52,7 @@ class Rehearsal:
 
     limits = SimpleNamespace(default_requests=False)
 
-    def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, derive, peaks, requests):
+    def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, peaks, requests):
         self.poll = self.look_at_turn = list
         self.ended = False
 
@@ -295,7 +295,7 @@ def test_the_pools_of_a_draft_follow_the_models():
 
     makers = [SimpleNamespace(is_draft_worker=is_draft, max_total_num_tokens=640, device="cpu") for is_draft in (0, 1)]
     for maker in makers:
-        start.make_pools(init_pools)(maker)
+        start.make_pools(init_pools, maker)
         assert maker.max_total_num_tokens == 640
     assert start.reason == ""
     start.pools.map(TokenCounts(3200))

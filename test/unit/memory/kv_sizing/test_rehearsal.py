@@ -94,7 +94,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     other = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
     one = OneRank(other, leads=False)
     one.begin()
-    for low in ([], [True]):
+    for low in ([], [f"{rehearsal.LOW} 1"]):
         other.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
         assert one.low_reports == low
     first = scheduler()
