@@ -88,7 +88,8 @@ SEGMENTS = under(
 # Of servers whose KV cache grew in their start.
 SERVING: tuple[str, ...] = under(
     "serving",
-    *("qwen3-30b-default", "qwen3-235b-fp8", "gpt-oss-120b-30-layers", "gpt-oss-120b-8-layers", "qwen3-30b-h100"),
+    *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-235b-fp8", "kimi-k2.5-13-layers", "gpt-oss-120b"),
+    *("gpt-oss-120b-30-layers", "gpt-oss-120b-30-layers-0.5.17", "gpt-oss-120b-8-layers", "qwen3-30b-h100"),
 )
 SERVING_RECIPES: tuple[str, ...] = under("serving")
 # What the newest refuses is shown of the default, on which it was measured.
@@ -107,7 +108,9 @@ SECTIONS = {
     "launched": Section(under("serving", *headlines.LAUNCHED), headlines=headlines.launched),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
-    "marlin-repack": one("marlin-repack/h100", marlin_repack.tables),
+    "marlin-repack": Section(
+        under("marlin-repack", "h100", "h100-0.5.17"), lambda results: "\n".join(map(marlin_repack.tables, results))
+    ),
     "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", nvfp4_hopper.tables),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),

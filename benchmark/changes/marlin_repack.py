@@ -174,7 +174,7 @@ def tables(result: output.Result) -> str:
     figures = result["figures"]
     measured = {name: one for name, one in figures["layers"].items() if "refused" not in one}
     header: tuple[str, ...] = (
-        "layer",
+        f"layer, {result['conditions']['engine']}",
         "packed weights MB",
         "stock: most beyond MB (times)",
         "here",

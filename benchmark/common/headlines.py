@@ -21,6 +21,7 @@ PEAKS = {
 LAUNCHED = {
     "qwen3-30b-default": ("Qwen3-30B, one H100", "200 requests", "auto"),
     "qwen3-235b-fp8": ("Qwen3-235B-A22B-FP8, four H200s", "200 requests", "auto"),
+    "gpt-oss-120b-30-layers": ("gpt-oss-120b, 30 layers, one H100", "100 requests", "auto"),
     "qwen3-vl-30b": ("Qwen3-VL-30B, one H100", "120 requests, two images each", "auto"),
     "kimi-k2.5-8192": ("Kimi-K2.5, 14 layers, one H200", "200 requests", "auto"),
     "deepseek-r1-recipe": ("DeepSeek-R1, recipe, one H200", "256 requests", "always"),
