@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from changes import cutedsl_memory, marlin_repack, mori_rows, nvfp4_hopper, overhead, residual_hole, weight_shuffle
+from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, residual_hole, weight_shuffle
 from common import headlines, machine, moe_tables, output, same, verdicts
 from memory import segments, serving
 from tiny_moe import mutations
@@ -59,7 +59,7 @@ def pending(names: tuple[str, ...], tables: Callable[[list[output.Result]], str]
 
 
 def rows_as_they_are(result: output.Result) -> str:
-    """The table of a result without a script of its own."""
+    """The table of a result without a script of its own, any more or at all."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
@@ -111,7 +111,7 @@ SECTIONS = {
     "marlin-repack": Section(
         under("marlin-repack", "h100", "h100-0.5.17"), lambda results: "\n".join(map(marlin_repack.tables, results))
     ),
-    "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", nvfp4_hopper.tables),
+    "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", rows_as_they_are),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
@@ -134,21 +134,21 @@ SECTIONS = {
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
-    "overhead-servers": Section(under("overhead", "servers-h200", "servers-4xh200"), overhead.server_tables),
+    "overhead-servers": one("overhead/servers-h200", rows_as_they_are),
+    "overhead-servers-tp4": one("overhead/servers-4xh200", rows_as_they_are),
     "overhead-host": Section(HOSTS, overhead.host_tables),
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": pending(SERVING, serving.tables),
     "serving-recipes": pending(SERVING_RECIPES, serving.tables),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
-    "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
     "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
     "moe-workspace-slices": one("moe-workspace/h200-slices", moe_tables.by_rule),
     "moe-workspace-default": one("moe-workspace/h200-default", moe_tables.by_default),
     "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_tables.marlin),
-    "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_tables.tuned),
+    "moe-workspace-tuned": one("moe-workspace/h200-tuned", rows_as_they_are),
     "moe-workspace-captured": Section(under("moe-workspace", "h200-captured", "h100-captured"), moe_tables.captured),
 }
 
@@ -156,9 +156,7 @@ SECTIONS = {
 #: image: (result, what draws it)
 PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
     "weight-shuffle.svg": ("weight-shuffle/h200", weight_shuffle.plot),
-    "peak-memory-tp4.svg": (PEAKS[0], peak_memory.plot),
     "mori-rows.svg": ("mori-rows/rows", mori_rows.plot),
-    "mori-kernel.svg": ("mori-rows/kernel-h200", mori_rows.kernel_plot),
     "moe-workspace.svg": ("moe-workspace/h200", moe_tables.plot),
 }
 
@@ -172,7 +170,7 @@ def section(name: str, load: Load = output.load) -> str:
     if not results:
         return f"\n{tables(results)}\n"
     commands: dict[str, list[str]] = {}
-    for result in (result for result in results if "converted" not in result):
+    for result in (result for result in results if "command" in result):  # others are of scripts that are gone
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]

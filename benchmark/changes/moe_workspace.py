@@ -3,8 +3,7 @@
     python benchmark changes/moe_workspace --json triton.json  # the grid of docs/benchmarks/moe-workspace.md
     python benchmark changes/moe_workspace --models kimi-k2.5 --layouts tp4 --tokens 16384,4096
     python benchmark changes/moe_workspace --slices 2,3,5 --mb 400,800  # other numbers than the rule's, and the setting
-    python benchmark changes/moe_workspace --tune TILES --models kimi-k2.5 --layouts tp4  # the best tiles
-    python benchmark changes/moe_workspace --tiles TILES --models kimi-k2.5 --layouts tp4  # and those tiles
+    python benchmark changes/moe_workspace --tiles TILES --models kimi-k2.5 --layouts tp4  # and tiles that were tuned
     python benchmark changes/moe_workspace --runner marlin --layers kimi-k2.5:tp8 --tokens 16384 --slices 2,7 --mb 700
 
 One process, no server, no checkpoint: the engine's own layer with random weights at one rank's widths. Each cell
@@ -34,7 +33,7 @@ from typing import Any
 
 import torch
 from common import machine, moe_tables, moe_tiles, output, timing
-from common.moe_runners import LAYOUTS, RUNNERS, Batch, MarlinBatch, Runner, TritonRunner, Variant
+from common.moe_runners import LAYOUTS, RUNNERS, Batch, MarlinBatch, Runner, Variant
 from common.shapes import MODELS
 
 STARTED = time.monotonic()
@@ -53,7 +52,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 #: What is measured of one layer, beside its cells.
-KINDS = ("cells", "decode", "graphs", "mixed", "kernels", "left_out")
+KINDS = ("cells", "decode", "graphs", "mixed", "left_out")
 Checked = tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -251,26 +250,6 @@ def graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[s
     return figures
 
 
-def profile(runner: Runner, batch: Batch, variants: list[Variant]) -> dict[str, dict[str, float]]:
-    """Microseconds of each kernel in a call."""
-    figures = {}
-    for variant in (None, *variants):
-        with runner.use(variant):
-            for _ in range(2):
-                batch.run()
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-                batch.run()
-                torch.cuda.synchronize()
-        times: dict[str, float] = {}
-        for event in profiled.events():
-            times[event.name[:60]] = times.get(event.name[:60], 0.0) + event.device_time
-        longest = sorted(times.items(), key=lambda item: -item[1])[:9]
-        name = timing.STOCK if variant is None else f"{variant.slices} slices"
-        figures[name] = {kernel: round(us, 1) for kernel, us in longest if us}
-    return figures
-
-
 # --- The grid --------------------------------------------------------------------------------------------------------
 
 
@@ -293,11 +272,7 @@ def measure(runner: Runner, names: list[tuple[str, str, str]], options: Any) -> 
 
     def keep(kind: str, one: dict[str, Any]) -> None:
         figures[kind].append(one)
-        line = json.dumps({"kind": kind, "at": round(time.monotonic() - STARTED)} | one)
-        print(line, flush=True)
-        if options.stream:
-            with options.stream.open("a") as stream:
-                stream.write(line + "\n")
+        print(json.dumps({"kind": kind, "at": round(time.monotonic() - STARTED)} | one), flush=True)
 
     runner.warm_up()
     for model, layout, weights in names:
@@ -345,9 +320,6 @@ def of_layer(runner: Runner, layer: Any, name: tuple[str, str], options: Any) ->
                 yield "cells", one | of_batch
             del batch
             timing.free_memory()
-        if options.profile:
-            kernels = profile(runner, runner.batch(layer, options.tokens[-1]), [Variant(slices=4)])
-            yield "kernels", {"tiles": tiles, "tokens": options.tokens[-1]} | kernels
         if options.tiles:
             moe_tiles.use(None)
     own_mb = moe_tables.MARLIN_MB.get(name) if options.runner == "marlin" else None
@@ -381,24 +353,20 @@ def parse(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--tokens", type=output.numbers)
     parser.add_argument("--slices", type=output.numbers, help="so many, beside the rule's own")
     parser.add_argument("--mb", type=output.numbers, default=(), help="settings of the variable, beside the rule's own")
-    parser.add_argument("--tune", type=Path, metavar="FOLDER", help="find the best tiles, and no more")
-    parser.add_argument("--processes", type=int, default=12, help="that compile for --tune")
     parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="measure with tiles from there as well")
-    parser.add_argument("--profile", action="store_true", help="each kernel's time, whole and in four slices")
     parser.add_argument("--graphs", type=output.numbers, help="tokens of layers to capture")
     parser.add_argument("--decode", type=output.numbers, help="tokens of batches too small for slices")
     parser.add_argument("--mixed", type=int, help="tokens of the largest of forty mixed batches")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
-    parser.add_argument("--stream", type=Path, metavar="FILE", help="write each figure as it comes")
     options = output.parse(parser, arguments)
     for name, value in DEFAULTS[options.runner].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.runner == "marlin":
         options.layers = options.layers or layers(MARLIN_GRID)
-        if options.tune or options.tiles:
-            parser.error("--tune and --tiles are for --runner triton")
+        if options.tiles:
+            parser.error("--tiles is for --runner triton")
     options.layers = options.layers or list(itertools.product(options.models, options.layouts, WEIGHTS["triton"]))
     if wrong := {weights for *_, weights in options.layers} - set(WEIGHTS[options.runner]):
         parser.error(f"--runner {options.runner} has no {', '.join(sorted(wrong))} weights")
@@ -411,10 +379,6 @@ def main() -> None:
     with torch.inference_mode():
         runner = RUNNERS[options.runner]()
         print(machine.sentence(machine.conditions()), flush=True)
-        if isinstance(runner, TritonRunner) and options.tune:
-            tuned = moe_tiles.tune(runner, options.layers, options.tokens, options.tune, options.processes)
-            output.finish(options, output.result("moe_workspace", {"tuned": tuned}), moe_tables.tuned)
-            return
         figures = measure(runner, options.layers, options)
     # In a folder of its own: tests and the models' table read each cell beside it as the Triton runner's.
     name, tables = {

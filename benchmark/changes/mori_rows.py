@@ -2,42 +2,32 @@
 
     python benchmark changes/mori_rows --json rows.json --plot rows.svg            # the whole grid, no GPU
     python benchmark changes/mori_rows --eps 8 --batches 1,32                      # a part of it
-    python benchmark changes/mori_rows kernel --json kernel.json                   # a kernel's time by rows, on a GPU
 
 Each case routes random tokens and moves them between simulated ranks with the reference dispatcher's rules (a row goes
 to a rank once, however many of its experts are there); what a rank receives is counted, not estimated. "balanced" draws
 experts uniformly, "skewed" with Zipf weights (exponent 1), which gathers tokens on few ranks; figures are those of the
 busiest rank. The limit is a server's that was set for decode batches up to 128 tokens on each rank, as the engine
 applies it: on a larger batch it loses rows.
-
-``kernel`` times SGLang's Triton ``fused_experts`` on the GPU at hand against its number of input rows. It illustrates
-why the row count matters; it is not AITER, and not a measurement of an AMD GPU. (AITER skips the rows that were not
-received inside its kernel, after choosing the kernel for all of them; this one computes every row that it is given.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from common import machine, output, timing
-from common.shapes import MODELS, Layout, Model
+from common import output
+from common.shapes import MODELS
 from sglang_moe_patches.changes.mori_input_truncation import bound as rows_bound
 
 EPS = (8, 16, 32)
 BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
-KERNEL_ROWS = tuple(2**power for power in range(8, 16))
 #: MoRI's default receive buffer, for each rank that sends.
 BUFFER_PER_RANK = 4096
 #: Tokens on each rank, of decode batches, that the server's limit was set for.
 LIMIT_BATCH = 128
-MODEL = MODELS["deepseek-v3"]
-TOP_K, EXPERTS = MODEL.top_k, MODEL.experts
+TOP_K, EXPERTS = MODELS["deepseek-v3"].top_k, MODELS["deepseek-v3"].experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")
 
@@ -131,82 +121,12 @@ def plot(result: output.Result, path: Path) -> None:
     output.save(figure, path)
 
 
-# --- A fused MoE kernel's time against its rows, on the GPU at hand --------------------------------------------------
-
-
-def time_kernel(rows: tuple[int, ...], model: Model = MODEL) -> dict[str, Any]:
-    """Median time of SGLang's Triton ``fused_experts`` on one of eight ranks, for each number of input rows."""
-    from sglang.srt.layers.moe import MoeRunnerConfig
-    from sglang.srt.layers.moe.fused_moe_triton import fused_experts
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
-
-    # The two settings that the kernel reads.
-    settings = SimpleNamespace(enable_deterministic_inference=False, enable_fused_moe_sum_all_reduce=False)
-    set_global_server_args_for_scheduler(settings)
-    rank = model.per_rank(Layout(tp=8, ep=8))
-    experts, hidden, intermediate = rank.experts, rank.hidden, rank.intermediate
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    w1 = torch.randn(experts, 2 * intermediate, hidden, **options) * 0.02
-    w2 = torch.randn(experts, hidden, intermediate, **options) * 0.02
-    config = MoeRunnerConfig(num_experts=experts, num_local_experts=experts, top_k=TOP_K, inplace=False)
-    times = []
-    for n in rows:
-        x = torch.randn(n, hidden, **options)
-        ids = torch.rand(n, experts, device="cuda").topk(TOP_K, dim=1).indices.to(torch.int32)
-        weights = torch.full((n, TOP_K), 1 / TOP_K, device="cuda")
-        routed = StandardTopKOutput(topk_weights=weights, topk_ids=ids, router_logits=None)
-        times.append(timing.median_ms(partial(fused_experts, x, w1, w2, routed, config), 20, warm_up=3))
-    return {
-        "what": "SGLang's Triton fused_experts, bf16: an illustration on this GPU, not AITER and not an AMD GPU",
-        "experts": experts,
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "top_k": TOP_K,
-        "rows": list(rows),
-        "milliseconds": times,
-    }
-
-
-def kernel_tables(result: output.Result) -> str:
-    figures = result["figures"]
-    rows = [
-        (f"{rows:,}", f"{ms:.3f}", f"{ms / figures['milliseconds'][0]:.1f}x")
-        for rows, ms in zip(figures["rows"], figures["milliseconds"], strict=True)
-    ]
-    return (
-        f"{figures['what']} ({result['conditions']['gpu']}; {figures['experts']} local experts, "
-        f"hidden {figures['hidden']}, intermediate {figures['intermediate']}, top-{figures['top_k']}).\n\n"
-        + output.table(("input rows", "ms", "against the fewest rows"), rows, left=0)
-    )
-
-
-def kernel_plot(result: output.Result, path: Path) -> None:
-    pyplot = output.pyplot()
-    figures = result["figures"]
-    figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    axis.plot(figures["rows"], figures["milliseconds"], marker="o")
-    title = f"Triton fused MoE, {result['conditions']['gpu']}"
-    axis.set(xscale="log", yscale="log", xlabel="input rows", ylabel="ms", title=title)
-    axis.text(0.02, 0.95, "illustration: not AITER, not AMD", transform=axis.transAxes, fontsize=8, va="top")
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    output.save(figure, path)
-
-
 def main() -> None:
-    quick = {"eps": (8,), "batches": (1, 32), "kernel_rows": (256, 512)}
+    quick = {"eps": (8,), "batches": (1, 32)}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument("what", nargs="?", choices=["rows", "kernel"], default="rows")
     parser.add_argument("--eps", type=output.numbers, default=EPS, help="expert-parallel sizes")
     parser.add_argument("--batches", type=output.numbers, default=BATCHES, help="tokens on each rank")
-    parser.add_argument("--kernel-rows", type=output.numbers, default=KERNEL_ROWS, help="input rows (kernel)")
     options = output.parse(parser)
-    if options.what == "kernel":
-        machine.require_gpu("mori_rows.py kernel", "`mori_rows.py rows` runs without one")
-        result = output.result("mori_kernel", time_kernel(options.kernel_rows))
-        output.finish(options, result, kernel_tables, kernel_plot)
-        return
     sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK, "limit_batch": LIMIT_BATCH}
     figures = {**sizes, "cases": [asdict(case) for case in count(options.eps, options.batches)]}
     output.finish(options, output.result("mori_rows", figures), tables, plot)

@@ -1,16 +1,9 @@
-"""What the patches cost in time: decode and prefill against stock, and microseconds of host time per MoE layer.
+"""What the patches cost in time: microseconds of host time per MoE layer.
 
-    python benchmark changes/overhead servers --json o.json                      # needs a GPU
     sglang-moe-reference exec -- python benchmark changes/overhead host       # any machine
     sglang-moe-reference exec -- python benchmark changes/overhead host --runner triton
 
-`servers` runs stock and patched servers of real widths side by side on the same GPUs, eager and with CUDA graphs
-(piecewise ones for prefill too), and asks them in turn, one request at a time, so that both meet the same conditions.
-First every answer must be equal, stock against patched, token for token and log-probability for log-probability, in
-both modes; else there is no result. The routed kernel is the reference kernel, the same in all: what is compared is the
-engine around it. A second stock server shows how much two processes differ that run the same.
-
-`host` times what the changes add to one MoE layer in eager mode: the engine's own runner function with the arguments of
+Timed is what the changes add to one MoE layer in eager mode: the engine's own runner function with the arguments of
 a real decode step, in a decoder layer and an attention that do nothing else, stock and patched in turn. The kernels
 return at once: their time is the device's. With `--runner triton` the three changes behind it are on; without a GPU its
 CUDA functions are replaced before.
@@ -21,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,109 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, servers, timing, weights
+from common import output, servers, timing
 from sglang_moe_patches.core import fused_moe_call
 from sglang_moe_patches.core.patch import Patcher
 
-GRAPH_TOKENS = (64, 256, 1024)
-CAPTURED = (
-    *("--cuda-graph-bs", "1", "2", "4"),
-    *("--piecewise-cuda-graph-tokens", *map(str, GRAPH_TOKENS)),
-    *("--piecewise-cuda-graph-max-tokens", str(GRAPH_TOKENS[-1])),
-)
-MODES = {"eager": servers.EAGER, "captured": CAPTURED}
 ASKED = (*servers.SERVERS, timing.CONTROL)
-
-
-# --- Servers ---------------------------------------------------------------------------------------------------------
-
-
-def compare_in_turn(asked: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, timing.Ratio]:
-    """Seconds for each new token, server by server against stock; the first round warms them."""
-
-    def seconds(server: Any) -> float:
-        return float(servers.generate(server, prompt, new_tokens, logprobs=False)["latency_s"]) / new_tokens
-
-    samples = timing.in_turn({name: partial(seconds, server) for name, server in asked.items()}, rounds)
-    return timing.against_stock(samples)
-
-
-def compare_servers(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    served = weights.Served(weights.SERVABLE[options.model], moe_layers=options.moe_layers)
-    setups = {}
-    for mode in MODES:
-        setup = servers.Setup(served, work, options.tp, options.tokens, MODES[mode], observe=False)
-        for name in ASKED:
-            setups[f"{name}-{mode}"] = setup
-    setup.prepare()
-    figures: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tp", "tokens")} | {"modes": [*MODES]}
-    with servers.running(setups, at_once=True) as running:
-        print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
-        # Prompts that fit a captured size, that are padded to one, and that are too long for all.
-        lengths = (7, GRAPH_TOKENS[0], GRAPH_TOKENS[1] - 3, GRAPH_TOKENS[2], GRAPH_TOKENS[2] + 50)
-        # Without log-probabilities too: the engine replays no piecewise graph for requests that want them.
-        questions = [(length, logprobs) for length in lengths for logprobs in (True, False)]
-        answers = {
-            name: [
-                servers.generate(server, servers.prompt(length, 0), 24, logprobs=logprobs)
-                for length, logprobs in questions
-            ]
-            for name, server in running.items()
-        }
-        figures["questions"] = len(questions) * len(MODES)
-        figures["differing"] = [
-            (mode, *question)
-            for mode in MODES
-            for question, stock, patched in zip(
-                questions, answers[f"stock-{mode}"], answers[f"patched-{mode}"], strict=True
-            )
-            if not servers.same(stock, patched)
-        ]
-        both = zip(*(answers[f"stock-{mode}"] for mode in MODES), strict=True)
-        figures["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in both)
-        figures["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
-        for mode in MODES if not figures["differing"] else ():
-            asked = {name: running[f"{name}-{mode}"] for name in ASKED}
-            figures[f"decode-{mode}"] = compare_in_turn(asked, servers.prompt(8, 1), options.steps, options.rounds)
-            figures[f"prefill-{mode}"] = compare_in_turn(asked, servers.prompt(options.tokens, 1), 1, options.rounds)
-            print(mode, figures[f"decode-{mode}"], figures[f"prefill-{mode}"], flush=True)
-    return figures
-
-
-def replayed(log: str) -> dict[str, bool]:
-    """Whether the engine says that it replayed graphs, for prefill and for decode."""
-    lines = [line for line in log.splitlines() if "cuda graph: True" in line]
-    return {kind: any(f"{kind.capitalize()} batch" in line for line in lines) for kind in ("prefill", "decode")}
-
-
-def server_tables(results: Sequence[output.Result]) -> str:
-    """A row for each kind of step: milliseconds of stock, and how fast each other server is beside it."""
-    rows: list[list[str]] = []
-    models: dict[str, list[str]] = {}
-    for result in results:
-        figures = result["figures"]
-        modes = figures["modes"]
-        for what, unit in (("decode", "a step"), ("prefill", f"{figures['tokens']:,} tokens")):
-            for mode in modes:
-                if not (against := figures.get(f"{what}-{mode}")):
-                    continue
-                row = [f"TP={figures['tp']}, {what}, {mode}, {unit}", f"{against['patched']['stock'] * 1e3:.3f}"]
-                for r in (against[name] for name in ASKED[1:]):
-                    spread = "" if r["lowest"] is None else f" ({r['lowest']:.3f}-{r['highest']:.3f})"
-                    row.append(f"{r['ratio']:.3f}{spread}")
-                rows.append(row)
-        equal = figures["questions"] - len(figures["differing"])
-        answers = (
-            f"answers equal to stock's {equal} of {figures['questions']} ({' and '.join(modes)}); stock's own in "
-            f"{modes[0]} and {modes[-1]} mode {figures['modes_alike']} of {figures['questions'] // len(modes)}.\n"
-        )
-        models.setdefault(answers, []).append(f"{figures['model']} widths, TP={figures['tp']}")
-    header = ("one request at a time", "stock, ms", "speed of patched (range)", "of stock again (range)")
-    alike = "".join(f"{'; '.join(names)}: {answers}" for answers, names in models.items())
-    return f"{alike}\n{output.table(header, rows)}"
-
-
-# --- Host time -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -341,24 +236,13 @@ def added_host_time(results: Sequence[output.Result]) -> str:
     )
 
 
-def main() -> int:
-    parser = output.parser(__doc__, quick={"model": "tiny", "tokens": 256, "rounds": 2, "steps": 8}, logs=True)
-    parser.add_argument("what", choices=["servers", "host"])
-    parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes (servers)")
-    parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed", help="(host)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
-    parser.add_argument("--moe-layers", type=int, default=1, help="six servers share the GPUs (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
+def main() -> None:
+    parser = output.parser(__doc__, quick={"rounds": 2, "steps": 8})
+    parser.add_argument("what", choices=["host"])
+    parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="decode steps a run (default: %(default)s)")
     options = output.parse(parser)
-    if options.what == "servers":
-        machine.require_gpu("overhead.py servers", "`overhead.py host` runs on any machine")
-    measure, tables = (compare_servers, server_tables) if options.what == "servers" else (host_time, host_tables)
-    with output.work_folder(options) as work:
-        figures = measure(options, work)
-    output.finish(options, output.result("overhead", figures), lambda result: tables([result]))
-    if figures.get("differing"):
-        print(f"overhead.py: answers differ: {figures['differing']}: no figures", file=sys.stderr)
-        return 1
-    return 0
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
+        figures = host_time(options, Path(work))
+    output.finish(options, output.result("overhead", figures), lambda result: host_tables([result]))

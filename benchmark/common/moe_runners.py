@@ -234,11 +234,8 @@ class TritonRunner(Runner):
             print(f"note: data-parallel attention is not set up: {error}", flush=True)
         initialize_moe_config(arguments)
 
-    def layer(self, model: str, layout: str, weights: str, experts: int | None = None) -> Any:
-        """
-        :param weights: ``bf16`` or ``fp8``.
-        :param experts: so many, in place of the model's.
-        """
+    def layer(self, model: str, layout: str, weights: str) -> Any:
+        """:param weights: ``bf16`` or ``fp8``."""
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
         rank, quantization = rank_of(model, layout, fused=True), None
@@ -253,7 +250,7 @@ class TritonRunner(Runner):
         try:
             with self.device:
                 layer = FusedMoE(
-                    num_experts=experts or rank.experts,
+                    num_experts=rank.experts,
                     hidden_size=rank.hidden,
                     intermediate_size=rank.intermediate,
                     layer_id=0,
@@ -277,7 +274,7 @@ class TritonRunner(Runner):
                     data.copy_((0.5 + torch.rand(data.shape, device=self.device, generator=generator)) / 100)
         if quantization is not None:
             layer.quant_method.process_weights_after_loading(layer)
-        layer.rank = Rank(experts or rank.experts, rank.top_k, rank.hidden, rank.intermediate)
+        layer.rank = Rank(rank.experts or rank.experts, rank.top_k, rank.hidden, rank.intermediate)
         return layer
 
     def batch(self, layer: Any, tokens: int) -> TritonBatch:

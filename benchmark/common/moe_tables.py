@@ -131,22 +131,6 @@ def by_default(result: output.Result) -> str:
     return f"{output.table(header, lines)}\n{output.table(of_all, rows)}"
 
 
-def tuned(result: output.Result) -> str:
-    """The best tiles that were found."""
-    header = ("layer", "tiles: M x N x K, group, warps, stages", "tokens", "of", "own, ms", "ms")
-    rows = [
-        (
-            f"{one['model']} {one['layout']} {one['weights']}",
-            "{BLOCK_SIZE_M} x {BLOCK_SIZE_N} x {BLOCK_SIZE_K}, {GROUP_SIZE_M}, {num_warps}, {num_stages}".format(
-                **one["tiles"]
-            ),
-            *(f"{one['tokens']:,}", str(one["tried"]), f"{one['own_ms']:.3f}", f"{one['ms']:.3f}"),
-        )
-        for one in result["figures"]["tuned"]
-    ]
-    return output.table(header, rows, left=2)
-
-
 def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
     """Layer by layer for one number of tokens, a column a GPU; all cells together, a row a GPU.
 

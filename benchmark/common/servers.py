@@ -19,7 +19,7 @@ from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_reference import environment, model
 
-from common import forwards, history, plugins, processes, weights
+from common import forwards, plugins, processes, weights
 from common.weights import Served
 
 #: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
@@ -46,7 +46,6 @@ class Setup:
     :param tokens: the longest prompt, and the chunk size of the prefill.
     :param workspace_mb: MiB that the reference kernel takes while it runs, as the vendor kernel does for its workspace.
     :param observe: have the servers record their memory; costs time in every forward.
-    :param history: record the allocator's history of one forward too.
     :param timed: have the servers write what each forward took and did (:mod:`common.forwards`); likewise.
     :param changes: ``SGLANG_MOE_PATCHES`` of a patched server.
     """
@@ -58,7 +57,6 @@ class Setup:
     arguments: tuple[str, ...] = ()
     workspace_mb: int = 0
     observe: bool = True
-    history: bool = False
     timed: bool = False
     variables: tuple[tuple[str, str], ...] = ()
     changes: str = "all"
@@ -95,8 +93,6 @@ class Setup:
             own[environment.WORKSPACE_MB.name] = str(self.workspace_mb)
         if self.observe:
             own[OBSERVE.name] = str(self.observed(name))
-        if self.history:
-            own[history.TOKENS] = str(self.tokens)
         if self.timed:
             own[forwards.VARIABLE] = str(self.forwards_file(name))
         return own
@@ -113,8 +109,6 @@ class Setup:
     def prepare(self) -> None:
         weights.write_model(self.work / "model", self.served)
         plugins.write(self.work / "plugin", "benchmark_weights", "common.weights:register")
-        if self.history:
-            plugins.write(self.work / "plugin", "benchmark_history", "common.history:register")
         if self.timed:
             plugins.write(self.work / "plugin", "benchmark_forwards", "common.forwards:register")
 

@@ -1,11 +1,11 @@
 """Activation memory of one prefill, stock against patched, predicted and measured.
 
-    python benchmark whole/peak_memory --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
+    python benchmark whole/peak_memory --tp 4 --workspace-mb 1536 --json m.json
     python benchmark whole/peak_memory --model deepseek-v3 --tp 2 --symm-mem
     python benchmark whole/peak_memory --runner triton --shard 4  # BF16, one rank's share of four on one GPU
     python benchmark whole/peak_memory --runner triton --shard 4 --fp8
     python benchmark whole/peak_memory --runner marlin --shard 8 --moe-workspace-mb 628
-    python benchmark whole/peak_memory --quick  # a tiny model, no GPU needed; no history there
+    python benchmark whole/peak_memory --quick  # a tiny model, no GPU needed
 
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
 computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin INT4,
@@ -15,9 +15,9 @@ lab/predict/forward.py).
 Both are asked the same prompts twice, one at a time; every token and log-probability that the stock server repeats must
 be equal, or there is no result. Where it repeats none, as Marlin does on Hopper, it is said how far apart answers are.
 The second forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off
-workspaces), and of the second one the bytes in use are recorded for the plot. Figures are those of one rank, bytes
-beyond what was allocated before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes.
---moe-workspace-mb is SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server.
+workspaces). Figures are those of one rank, bytes beyond what was allocated before the forward. --workspace-mb stands
+for the memory that the vendor's NVFP4 kernel takes. --moe-workspace-mb is SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the
+patched server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import history, machine, output, servers, timing, weights
+from common import machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout, Rank, as_the_engine_runs, every_change
 from sglang_moe_patches.changes.moe_workspace.column_slices import (
     MOE_WORKSPACE_MB,
@@ -52,8 +52,6 @@ UNTUNED = (
     {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
     {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
 )
-#: Points of the line of one forward that a result keeps.
-LINE_POINTS = 150
 
 
 def predict(
@@ -125,7 +123,6 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
         tokens=options.tokens,
         arguments=(*servers.EAGER, *symmetric, *options.server_arguments),
         workspace_mb=options.workspace_mb,
-        history=True,
         variables=((MOE_WORKSPACE_MB.name, str(options.moe_workspace_mb)),) if options.moe_workspace_mb else (),
     )
     setup.prepare()
@@ -139,7 +136,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = shortened(events.collect(setup.observed(name)), history.collect(setup.observed(name)))
+                figures[name] = figures_of(events.collect(setup.observed(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
@@ -161,19 +158,11 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     }
 
 
-def shortened(process: events.Process | None, line: list[int] | None) -> dict[str, Any]:
-    """The figures with a line of few points, each the highest of its stretch.
-
-    :param process: what :func:`events.collect` found, and ``line`` what :func:`history.collect` did.
-    """
+def figures_of(process: events.Process | None) -> dict[str, Any]:
+    """:param process: what :func:`events.collect` found."""
     if process is None or process.failure:
         raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers observed no forward'}")
-    figures = {**asdict(process.memory), "changes": process.changes}
-    if line:
-        # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
-        stretch = -(-len(line) // LINE_POINTS)
-        figures["line"] = [max(line[start : start + stretch]) for start in range(0, len(line), stretch)]
-    return figures
+    return {**asdict(process.memory), "changes": process.changes}
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
@@ -271,31 +260,9 @@ def against_sizes(results: list[output.Result]) -> str:
     return output.table((*PEAK_COLUMNS, "where, patched"), rows)
 
 
-def plot(result: output.Result, path: Path) -> None:
-    figures = result["figures"]
-    if "line" not in figures["memory"]["stock"]:
-        raise SystemExit("peak_memory.py: nothing to draw: the allocator's history needs a GPU")
-    pyplot = output.pyplot()
-    figure, axes = pyplot.subplots(2, 1, figsize=(8, 4.5), sharex=True, sharey=True, layout="constrained")
-    for axis, name in zip(axes, servers.SERVERS, strict=True):
-        values = [value / MB for value in figures["memory"][name]["line"]]
-        steps = [index / len(values) for index in range(len(values))]
-        axis.fill_between(steps, values, step="post", alpha=0.35)
-        axis.axhline(max(values), linestyle=":", linewidth=0.8, color="black")
-        axis.set_title(f"{name}: peak {max(values):,.0f} MB", loc="left", fontsize=10)
-        axis.set_ylabel("MB beyond the start")
-    axes[1].set_xlabel("one forward, from its first allocation to its last")
-    figure.suptitle(
-        f"{figures['model']} widths, TP={figures['tp']}, {figures['tokens']:,} tokens, "
-        f"SGLang {result['conditions']['engine']}, kernel workspace {figures['workspace_mb']} MiB",
-        fontsize=10,
-    )
-    output.save(figure, path)
-
-
 def main() -> int:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
-    parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
+    parser = output.parser(__doc__, quick=quick, logs=True)
     servers.add_options(parser, new_tokens=8)
     parser.add_argument("--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, scales by blocks of 128 x 128; with triton")
@@ -306,7 +273,7 @@ def main() -> int:
     parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
     parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
     options = output.parse(parser)
-    if not options.model.startswith("tiny") or options.plot or options.runner == "marlin":
+    if not options.model.startswith("tiny") or options.runner == "marlin":
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
     try:
         whole = weights.SERVABLE[options.model].shard(options.shard)
@@ -328,5 +295,5 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    output.finish(options, result, tables, plot)
+    output.finish(options, result, tables)
     return 0

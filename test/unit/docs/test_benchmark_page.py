@@ -48,7 +48,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (docs / page).parent.mkdir()
     shutil.copy(render.DOCS / page, docs / page)
     (tmp_path / "README.md").touch()
-    plots = {name: render.PLOTS[name] for name in ("mori-kernel.svg", "weight-shuffle.svg")}
+    plots = {name: render.PLOTS[name] for name in ("mori-rows.svg", "weight-shuffle.svg")}
     monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(render, "PLOTS", plots)
     for name, path in (("ROOT", tmp_path), ("DOCS", docs), ("IMAGES", docs / "images")):
@@ -61,14 +61,14 @@ def outdated() -> list[str]:
 
 
 def test_a_changed_result_a_changed_page_and_a_missing_plot_are_seen(apart: Path):
-    result, page = apart / "results/mori-rows/kernel-h200.json", apart / "docs/benchmarks/mori-rows.md"
-    kernel = json.loads(result.read_text())
-    kernel["figures"]["milliseconds"][0] *= 2
-    result.write_text(json.dumps(kernel))
-    assert outdated() == ["mori-rows.md", "mori-kernel.svg"]
+    result, page = apart / "results/mori-rows/rows.json", apart / "docs/benchmarks/mori-rows.md"
+    before, rows = result.read_text(), json.loads(result.read_text())
+    case = next(case for case in rows["figures"]["cases"] if (case["ep"], case["batch"]) == (8, 32))
+    case["received"] *= 2
+    result.write_text(json.dumps(rows))
+    assert outdated() == ["mori-rows.md", "mori-rows.svg"]
 
-    kernel["figures"]["milliseconds"][0] /= 2
-    result.write_text(json.dumps(kernel))
-    page.write_text(page.read_text(encoding="utf-8").replace("| 1.551 |", "| 1.115 |"), encoding="utf-8")
+    result.write_text(before)
+    page.write_text(page.read_text(encoding="utf-8").replace("| 2,750 |", "| 2,570 |"), encoding="utf-8")
     (render.IMAGES / "weight-shuffle.svg").unlink()
     assert outdated() == ["mori-rows.md", "weight-shuffle.svg"]
