@@ -86,6 +86,13 @@ def engine(checkpoint: Callable[..., Path]) -> Any:
     return InProcess(checkpoint())
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    from harness import Kernels
+
+    return Kernels(monkeypatch, tmp_path)
+
+
 @contextmanager
 def installed(*changes: Any) -> Iterator[None]:
     """Within the block, the engine is patched with ``changes`` (those that apply to it).

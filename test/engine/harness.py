@@ -30,6 +30,11 @@ def watch(layer: Any, see: Any) -> None:
     layer.forward = forward
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two answers, (greedy tokens, logits), are the same to the bit."""
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
 class Keeper:
     """Somebody outside the model who keeps tensors that they see, and what was in them then."""
 

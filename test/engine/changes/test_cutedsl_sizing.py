@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from conftest import installed
-from harness import graph_arguments
+from harness import graph_arguments, same
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits, sized_by_engine
@@ -69,10 +69,6 @@ def run(engine, path, *changes, steps=STEPS, **arguments):
 def stock(engine, checkpoint):
     """Tokens and logits of the stock engine, and the model, once for each checkpoint."""
     return functools.cache(lambda **options: run(engine, checkpoint(**options)))
-
-
-def same(a, b):
-    return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
 @contextmanager

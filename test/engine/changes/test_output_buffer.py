@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed, without_buffer
-from harness import Kernels, Pool, watch
+from harness import Pool, same, watch
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, offer, takers
@@ -21,11 +21,6 @@ PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
 STEPS = 4
 BACKENDS = ["flashinfer_trtllm_routed", "flashinfer_trtllm"]
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
-
-
-@pytest.fixture
-def kernels(monkeypatch, tmp_path):
-    return Kernels(monkeypatch, tmp_path)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -61,20 +56,6 @@ def stock(engine):
 def patched(engine, path):
     with installed(*CHANGES):
         return engine.generate(engine.load(path), PROMPTS, STEPS)
-
-
-def same(a, b):
-    return a[0] == b[0] and torch.equal(a[1], b[1])
-
-
-def alike(see):
-    """What ``see`` gives of the stock engine, once it is known that it gives the same of the patched one."""
-    with without_buffer():
-        stock = see()
-    with installed(*CHANGES):
-        patched = see()
-    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
-    return stock
 
 
 @pytest.mark.compatibility
@@ -128,17 +109,6 @@ def test_ours_is_the_only_offer(engine, checkpoint, kernels, monkeypatch):
     assert [buffer.untyped_storage().data_ptr() for buffer in meanwhile[1:]] == kernels.calls[1:]
 
 
-def test_offering_the_residual_would_be_seen(engine, checkpoint, stock, monkeypatch):
-    """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
-    from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
-
-    path = checkpoint(dense_layers=0)
-    right = stock(path)
-    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
-    monkeypatch.setattr(DeepseekV2DecoderLayer, offer._MIN_OFFER_BYTES, 0, raising=False)  # of the first one, too
-    assert not same(patched(engine, path), right)
-
-
 def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
     """A NextN layer, and any layer whose input becomes the residual."""
     from sglang.srt.models.deepseek_nextn import DeepseekModelNextN
@@ -157,50 +127,28 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         assert not hasattr(nextn.decoder, offer._MIN_OFFER_BYTES)
 
 
-def inside_a_forward(engine, monkeypatch, model, prompts, work):
-    """``work(original, layers, *arguments)`` in place of the forward of the layer stack, in a forward of the engine."""
-    stack = type(model.model)
-    original = stack.forward
-    found = []
-
-    def instead(self, *args, **kwargs):
-        found.append(work(functools.partial(original, self), self, *args, **kwargs))
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stack, "forward", instead)
-        engine.generate(model, prompts, 0)
-    (result,) = found
-    return result
-
-
 @pytest.mark.parametrize("dense_layers", [1, 0])
 def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpoint, monkeypatch, dense_layers):
-    path = checkpoint(dense_layers=dense_layers)
+    def answer():
+        """The embeddings, and the layers' result, of a forward that the engine has prepared."""
+        model = engine.load(checkpoint(dense_layers=dense_layers))
+        stack, found = type(model.model), []
+        original = stack.forward
 
-    def with_embeds(forward, stack, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
-        embeds = stack.embed_tokens(input_ids).clone()
-        return embeds, forward(input_ids, positions, batch, embeds, *args, **kwargs)
+        def instead(self, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
+            embeds = self.embed_tokens(input_ids).clone()
+            found.extend((embeds, original(self, input_ids, positions, batch, embeds, *args, **kwargs)))
+            return original(self, input_ids, positions, batch, input_embeds, *args, **kwargs)
 
-    alike(lambda: inside_a_forward(engine, monkeypatch, engine.load(path), PROMPTS[:1], with_embeds))
+        with monkeypatch.context() as patch:
+            patch.setattr(stack, "forward", instead)
+            engine.generate(model, PROMPTS[:1], 0)
+        return found
 
-
-def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoint, monkeypatch):
-    path = checkpoint()
-
-    def captured():
-        model = engine.load(path)
-        model.set_eagle3_layers_to_capture([1, 2])
-
-        def capturing(forward, stack, *args, **kwargs):
-            hidden, aux = forward(*args, **kwargs)
-            stack.layers_to_capture, model.capture_aux_hidden_states = [], False
-            return hidden, aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
-
-        return inside_a_forward(engine, monkeypatch, model, PROMPTS[:1], capturing)
-
-    hidden, aux = alike(captured)
-    assert aux.shape[-1] == 2 * hidden.shape[-1]
+    with without_buffer():
+        stock = answer()
+    with installed(*CHANGES):
+        assert all(torch.equal(a, b) for a, b in zip(stock, answer(), strict=True))
 
 
 def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, monkeypatch):

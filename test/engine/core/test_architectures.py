@@ -20,7 +20,7 @@ import pytest
 import torch
 from architectures import CONFIGS, unknown_to_transformers
 from conftest import RELEASE, installed, without_buffer
-from harness import load_unquantized
+from harness import load_unquantized, same
 from releases import DEFAULT
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import log
@@ -138,10 +138,6 @@ def has_experts(layer: Any) -> bool:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return any(isinstance(module, FusedMoE) for module in layer.modules())
-
-
-def same(a: Any, b: Any) -> bool:
-    return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
-from harness import Keeper, Kernels, Pool, norms_out_of_place, watch
+from harness import Keeper, Pool, norms_out_of_place, same, watch
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
@@ -42,11 +42,6 @@ ONE_IN_CI = ["qwen3-moe", *(further(family) for family in FAMILIES if family != 
 def all_moe(family):
     """The option that leaves a tiny model no dense layer, where it may have some."""
     return {} if tiny.FAMILIES[family].dense_layers is None else {"dense_layers": 0}
-
-
-@pytest.fixture
-def kernels(monkeypatch, tmp_path):
-    return Kernels(monkeypatch, tmp_path)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -90,10 +85,6 @@ def stock_qwen3(engine, checkpoint):
     """What the stock engine answers from Qwen3's tiny model, whatever runs around its kernels."""
     with without_buffer():
         return engine.generate(engine.load(checkpoint(family="qwen3-moe")), PROMPTS, STEPS)
-
-
-def same(a, b):
-    return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
 def unreadable():
@@ -284,7 +275,7 @@ def layer_class(family):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", ONE_IN_CI)
+@pytest.mark.parametrize("family", ["deepseek-v3", *ONE_IN_CI])
 def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatch):
     """The guard removed: the first layer offers its input, which becomes the residual."""
     stock = run(path)
@@ -294,6 +285,7 @@ def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatc
     assert not same(run(path, output_buffer.CHANGE), stock)
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine, family, path, monkeypatch):
     def captured():
         model = engine.load(path)
