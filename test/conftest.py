@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+from sglang_moe_patches.core import log
+from sglang_moe_patches.core.patch import Patcher
 
 TERMINAL = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
 """How wide help and tables are, and whether in colour."""
@@ -29,3 +33,17 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet() -> None:
+    """What is said once in a process is said once in a test."""
+    log._logged.clear()
+
+
+@pytest.fixture
+def patcher() -> Iterator[Patcher]:
+    """Taken back when the test has ended."""
+    made = Patcher()
+    yield made
+    made.undo()

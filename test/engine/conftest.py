@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import processor_time
 import pytest
+from patching import patched_by
 from releases import DEFAULT
 
 # The in-process tests patch and restore by hand; servers they start choose for themselves.
@@ -99,20 +100,15 @@ def installed(*changes: Any) -> Iterator[None]:
 
     None may be *unsupported*: a test that has wrapped a hook point itself would compare stock with stock.
     """
-    from sglang_moe_patches.core.patch import Patcher, Status, probe
+    from sglang_moe_patches.core.patch import Status, probe
 
-    patchers = []
-    try:
+    with ExitStack() as stack:
         for change in changes:
             plan = probe(change)
             assert plan.status is not Status.UNSUPPORTED, f"{change.name}: {plan.reason}"
             if plan.install is not None:
-                patchers.append(Patcher())
-                plan.install(patchers[-1])
+                stack.enter_context(patched_by(plan.install))
         yield
-    finally:
-        for patcher in reversed(patchers):
-            patcher.undo()
 
 
 @contextmanager

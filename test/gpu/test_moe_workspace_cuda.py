@@ -29,11 +29,11 @@ with warnings.catch_warnings():
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
 from moe_alignment import align  # noqa: E402
+from patching import patched_by  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams, triton  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum  # noqa: E402
 from sglang_moe_patches.core import fused_moe_call  # noqa: E402
 from sglang_moe_patches.core.dead_input import channel, takers  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -250,14 +250,8 @@ def ran(monkeypatch):
     return counts
 
 
-@contextlib.contextmanager
 def patched():
-    patcher = Patcher()
-    triton.plan().install(patcher)
-    try:
-        yield
-    finally:
-        patcher.undo()
+    return patched_by(triton.plan().install)
 
 
 def both(modules, given):
@@ -473,15 +467,9 @@ def nans(*shape):
     return torch.full(shape, math.nan, device=DEVICE, dtype=DTYPE)
 
 
-@contextlib.contextmanager
 def output_into_dead_input():
     """What deferred-shared-experts does to the sequence."""
-    patcher = Patcher()
-    takers.triton()(patcher)
-    try:
-        yield
-    finally:
-        patcher.undo()
+    return patched_by(takers.triton())
 
 
 @pytest.mark.usefixtures("small")

@@ -28,11 +28,11 @@ with warnings.catch_warnings():
 
 import marlin_moe as stand_in  # noqa: E402
 import moe_alignment  # noqa: E402
+from patching import patched_by  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import column_slices, marlin, streams  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy  # noqa: E402
 from sglang_moe_patches.core import engine, log  # noqa: E402
 from sglang_moe_patches.core.dead_input import channel  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -148,14 +148,8 @@ def run(module, given):
     return getattr(module, marlin.NAME)(**given | {"hidden_states": given["hidden_states"].clone()})
 
 
-@contextlib.contextmanager
 def patched():
-    patcher = Patcher()
-    marlin.plan().install(patcher)
-    try:
-        yield
-    finally:
-        patcher.undo()
+    return patched_by(marlin.plan().install)
 
 
 class Poison(TorchDispatchMode):
@@ -193,7 +187,6 @@ def small(monkeypatch):
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
     monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
     monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", 128)
-    monkeypatch.setattr(log, "_logged", set(), raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -410,17 +403,12 @@ def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
     monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
     whole = []
     original = getattr(module, marlin.NAME)
-    patcher = Patcher()
-    marlin.plan().install(patcher)
-    try:
+    with patched(), caplog.at_level("INFO"):
         wrapper = getattr(module, marlin.NAME)
         by_columns = wrapper.__closure__[wrapper.__code__.co_freevars.index("original")]
         monkeypatch.setattr(by_columns, "cell_contents", lambda *args, **kwargs: whole.append(kwargs))
-        with caplog.at_level("INFO"):
-            for _ in range(2):
-                run(module, layer(**more))
-    finally:
-        patcher.undo()
+        for _ in range(2):
+            run(module, layer(**more))
     assert [len(found) for found in ran] == [1, 1]
     assert len(whole) == 2
     assert original is getattr(module, marlin.NAME)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,3 +38,15 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", gptq_marlin_repack, raising=False)
     monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
     return alive
+
+
+def of_nvfp4_on_hopper(monkeypatch):
+    """:func:`on_cpu`, where the engine takes the machine for one that runs NVFP4 experts by Marlin; skips the test if
+    the release cannot."""
+    from sglang.srt.layers.quantization import modelopt_quant
+
+    if not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
+        pytest.skip("this release runs no NVFP4 experts by Marlin")
+    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+    monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
+    return on_cpu(monkeypatch)

@@ -129,12 +129,8 @@ def made_nvfp4(name, engine, monkeypatch):
     if name == "nvfp4_on_trtllm":
         # From 0.5.12 on the engine frees them itself.
         names = () if hasattr(modelopt_quant, "alias_or_bind_derived_param") else names
-    elif not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
-        pytest.skip("this release runs no NVFP4 experts by Marlin")
     else:
-        marlin_repack.on_cpu(monkeypatch)
-        monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
-        monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
+        marlin_repack.of_nvfp4_on_hopper(monkeypatch)
         backend, runs_on = "marlin", MoeRunnerBackend.MARLIN
     method = lambda: modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)  # noqa: E731
     return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)

@@ -107,16 +107,7 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
 @pytest.fixture
 def marlin(engine, monkeypatch):
     """The engine builds and loads as on Hopper, but for its repacking kernel, which needs a GPU."""
-    from sglang.srt.layers.quantization import modelopt_quant
-
-    reason = "this release runs no NVFP4 experts by Marlin"
-    marlin_utils_fp4 = pytest.importorskip("sglang.srt.layers.quantization.marlin_utils_fp4", reason=reason)
-    if not hasattr(marlin_utils_fp4, "prepare_moe_nvfp4_layer_for_marlin"):
-        pytest.skip(reason)
-    alive = marlin_repack.on_cpu(monkeypatch)
-    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
-    monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
-    return alive
+    return marlin_repack.of_nvfp4_on_hopper(monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["auto", "marlin"])
@@ -156,10 +147,10 @@ def test_what_another_kernel_reads_stays(engine, checkpoint):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 
-def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch):
+def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch, patcher):
     """By the engine's own look at the platform."""
     from sglang.srt.layers.quantization import modelopt_quant
-    from sglang_moe_patches.core.patch import Patcher, Status
+    from sglang_moe_patches.core.patch import Status
 
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
     assert fp4_weights.CHANGE.plan().status is Status.APPLIED  # the check for Blackwell is lifted here
@@ -173,8 +164,6 @@ def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatc
         assert fp4_weights._plan_nvfp4() == Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
         nvfp4 = []
     assert plan.status is Status.APPLIED
-    patcher = Patcher()
     plan.install(patcher)
     touched = [name for _, name, _ in patcher._originals]
-    patcher.undo()
     assert [name for name in touched if name != "process_weights_after_loading"] == nvfp4

@@ -14,11 +14,12 @@ import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed
 from harness import load_unquantized
+from patching import patched_by
 from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace
 from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
-from sglang_moe_patches.core import log, runners
+from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.engine import Unsupported
-from sglang_moe_patches.core.patch import Patcher, PatchError, Plan, plan_for
+from sglang_moe_patches.core.patch import PatchError, Plan, plan_for
 from sglang_moe_patches.core.variables import STRICT
 
 VARIABLE = token_slices.MAX_MOE_TOKENS.name
@@ -65,7 +66,6 @@ def test_the_answers_of_slices_are_those_of_the_whole(engine, checkpoint, monkey
 def test_layers_that_cannot_be_cut_end_a_strict_server_at_its_first_forward(engine, checkpoint, monkeypatch, caplog):
     """However small that is: the first large one comes when the server serves."""
     monkeypatch.setattr(token_slices, "ROW_BY_ROW", frozenset())
-    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setenv(VARIABLE, "64")
     with installed(moe_workspace.CHANGE):
         engine.generate(engine.load(checkpoint()), [prompt(1, 5)], 1)
@@ -204,14 +204,8 @@ def test_shared_experts_wait_wherever_a_layers_experts_run_on_triton(engine, che
     change = deferred_shared_experts.CHANGE
     load_unquantized(monkeypatch)
     plan = plan_for(change, {change.name}, SimpleNamespace(device="cuda", moe_runner_backend=backend))
-    assert plan.install is not None, plan
-    patcher = Patcher()
-    plan.install(patcher)
-    try:
-        with engine.arguments(moe_runner_backend=backend):
-            model = engine.load(checkpoint(quantized=False))
-    finally:
-        patcher.undo()
+    with patched_by(plan.install), engine.arguments(moe_runner_backend=backend):
+        model = engine.load(checkpoint(quantized=False))
     block = model.model.layers[1].mlp
     assert runners.runner_of(block.experts) == "triton"
     assert getattr(block, deferred_shared_experts._DEFERS)
@@ -230,7 +224,6 @@ def test_strict_means_the_runner_that_this_server_uses(
         monkeypatch.setattr(runner, "plan", lambda: Plan.applied(lambda patcher: None))
     monkeypatch.setattr({"triton": triton, "marlin": marlin}[unsupported], "plan", plan)
     monkeypatch.setenv(STRICT.name, strict)
-    monkeypatch.setattr(log, "_logged", set())
     load_unquantized(monkeypatch)
     with engine.arguments(moe_runner_backend="triton"):
         model = engine.load(checkpoint(quantized=False))
@@ -247,7 +240,6 @@ def test_strict_means_the_runner_that_this_server_uses(
 def test_adapters_around_the_routed_experts_say_once_that_no_token_slices_reach_them(engine, monkeypatch, caplog):
     layers = importlib.import_module("sglang.srt.lora.layers")
     monkeypatch.setattr(layers.FusedMoEWithLoRA, "__init__", lambda self: None)
-    monkeypatch.setattr(log, "_logged", set(), raising=False)
     monkeypatch.setenv(VARIABLE, "64")
     with installed(moe_workspace.CHANGE), caplog.at_level("WARNING"):
         for _ in range(2):

@@ -24,7 +24,6 @@ from sglang_moe_patches.changes import mori_input_truncation as mori
 from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
-from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import Status, probe
 from share import cases
 
@@ -42,7 +41,6 @@ def _environment(engine, monkeypatch):
 
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(log, "_logged", set())
     for name in ("_global_num_tokens", "_local_dp_buffer_len", "_global_dp_buffer_len", "_is_extend_in_batch"):
         monkeypatch.setattr(dp_attention._DpGatheredBufferWrapper, name, None, raising=False)
 

@@ -132,8 +132,8 @@ def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpo
     def answer():
         """The embeddings, and the layers' result, of a forward that the engine has prepared."""
         model = engine.load(checkpoint(dense_layers=dense_layers))
-        stack, found = type(model.model), []
-        original = stack.forward
+        stack = type(model.model)
+        original, found = stack.forward, list[torch.Tensor]()
 
         def instead(self, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
             embeds = self.embed_tokens(input_ids).clone()

@@ -16,9 +16,9 @@ from harness import Keeper, Pool, norms_out_of_place, same, watch
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
-from sglang_moe_patches.core import fused_moe_call, log
+from sglang_moe_patches.core import fused_moe_call
 from sglang_moe_patches.core.dead_input import channel, offer, proofs
-from sglang_moe_patches.core.patch import Patcher, Plan, Status, probe
+from sglang_moe_patches.core.patch import Plan, Status, probe
 from sglang_moe_patches.lab.observers import acted
 from sglang_moe_patches.lab.observers.events import ChangeStatus
 from sglang_moe_reference import families as tiny
@@ -108,7 +108,6 @@ def test_a_family_that_is_refused_is_left_alone_with_the_reason(
     monkeypatch.setattr(
         proofs, proof, lambda code, *more: refuse() if "Qwen3" in code.__qualname__ else original(code, *more)
     )
-    monkeypatch.setattr(log, "_logged", set())
     with caplog.at_level("INFO"):
         assert same(run(path, output_buffer.CHANGE), stock_qwen3)
     assert caplog.text.count(f"layers of Qwen3MoeModel do not offer their dead input: {reason}") == 1
@@ -428,16 +427,12 @@ def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, sel
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("triton")
-def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run):
+def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run, patcher):
     """Of four layers, the input of the first is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON["all"]]
-    patcher = Patcher()
     tally = acted.Tally([count for counts in acted.declared(applied).values() for count in counts])
     tally.install(patcher)
-    try:
-        run(bf16("qwen3-moe"), *TRITON["all"])
-    finally:
-        patcher.undo()
+    run(bf16("qwen3-moe"), *TRITON["all"])
     assert acted.sentences(applied, tally.acted) == [
         "output-buffer: offered the dead input in 3 of 4 MoE layers",
         "deferred-shared-experts: did nothing",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,29 +125,25 @@ def fewer_tokens_than_a_request(report: Report) -> None:
     assert "fewer than the longest request has (202,752)" in model_report.describe_fit(fit)
 
 
-def does(change: str, words: str) -> Callable[[Report], None]:
-    """It acts, in these words."""
+def says(acts: bool | None, change: str, words: str) -> Callable[[Report], None]:
+    """In these words, that it acts; or why it does not, or why that is not known."""
 
     def check(report: Report) -> None:
-        assert row(report, change)["acts"] is True, row(report, change)
-        assert words in row(report, change)["does"]
+        found = row(report, change)
+        assert found["acts"] is acts, found
+        assert words in found["does" if acts else "reason"]
+        assert acts is not None or found["reason"].startswith("not known: ")
 
     return check
+
+
+does, does_nothing, is_not_known = (partial(says, acts) for acts in (True, False, None))
 
 
 def is_known(report: Report) -> None:
     """The layers could be built: each change has decided."""
     assert report["server"]["runner"]
     assert [each["name"] for each in report["changes"] if each["acts"] is None] == []
-
-
-def is_not_known(change: str, words: str) -> Callable[[Report], None]:
-    def check(report: Report) -> None:
-        assert row(report, change)["acts"] is None, row(report, change)
-        assert row(report, change)["reason"].startswith("not known: ")
-        assert words in row(report, change)["reason"]
-
-    return check
 
 
 def does_not_say(change: str, words: str) -> Callable[[Report], None]:
@@ -160,16 +157,6 @@ def sizes_cutedsl(report: Report) -> None:
     """Unless the engine does so by itself."""
     if row(report, "cutedsl-sizing")["status"] != "native":
         does("cutedsl-sizing", OUTPUT)(report)
-
-
-def does_nothing(change: str, words: str) -> Callable[[Report], None]:
-    """It does not, for this reason."""
-
-    def check(report: Report) -> None:
-        assert row(report, change)["acts"] is False, row(report, change)
-        assert words in row(report, change)["reason"]
-
-    return check
 
 
 def peaks(stock: int, patched: int) -> Callable[[Report], None]:

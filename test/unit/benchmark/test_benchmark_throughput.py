@@ -128,7 +128,7 @@ def test_answers_are_compared_with_stock_and_with_zeros_behind_its_scales():
     assert alike == ["", "1 of 2", "1 of 2; 2 of 2 stock-zeros's"]
 
 
-def test_each_token_is_a_word(monkeypatch):
+def test_each_token_is_a_word():
     made = Tokenizer.from_str(serving.tokenizer_json(300, {298: "<image>"}))
     assert made.get_vocab_size() == 300
     assert made.decode([1, 298, 299]) == "1 <image> 12b"

@@ -15,7 +15,7 @@ from sglang_moe_patches.changes.deferred_shared_experts import (
     DeferredSharedExperts,
     reason_to_run_first,
 )
-from sglang_moe_patches.core import log, runners
+from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import takers
 from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 from sglang_moe_patches.core.patch import SHARED_LAST, Built
@@ -122,7 +122,6 @@ class OtherExperts:
 def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
     kind, leaves_it_alone, defers, monkeypatch, caplog
 ):
-    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = kind.__new__(kind)

@@ -457,9 +457,8 @@ def test_a_tensor_that_stays_whole_gets_its_operands_as_they_are(called, operand
 
 
 @pytest.mark.parametrize("scale", [None, torch.ones(4), torch.ones(4, HIDDEN, 1)], ids=["none", "one", "columns"])
-def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale, monkeypatch, caplog):
+def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale, caplog):
     caplog.set_level("INFO", log.logger.name)
-    monkeypatch.setattr(log, "_logged", set())
     weights = torch.ones(4, HIDDEN, INNER, dtype=torch.bfloat16)
     gemms, sums = called(capture(weights=weights, weights_scale=scale), plain_output())
     assert [operands[1].data_ptr() - weights.data_ptr() for operands in gemms] == [0, 256 * INNER * 2]

@@ -26,16 +26,10 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
 )
 from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
-from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import Plan, Skip, Status, check_environment, plan_for
 from share import cases
 
 CASES = cases(5_000)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(log, "_logged", set())
 
 
 class Dispatched(NamedTuple):
@@ -323,8 +317,7 @@ def test_nothing_is_cut_that_may_be_needed(caplog, policy, counts, sent, rows, s
     assert said in caplog.text
 
 
-def test_behind_internode_kernels_nothing_is_cut(caplog, monkeypatch):
-    monkeypatch.setattr(log, "_logged", set())
+def test_behind_internode_kernels_nothing_is_cut(caplog):
     state = dp_buffer([4], 4, 4)
     given = buffers(received=5)
     assert truncate(given, Policy(Layout(4), 5, True), state) is not given

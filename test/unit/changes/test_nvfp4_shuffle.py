@@ -21,7 +21,7 @@ from nvfp4_layer import RESULTS, Layer, create, differences, nvfp4_method, rando
 from sglang_moe_patches.changes import fp4_weights  # noqa: E402
 from sglang_moe_patches.changes.fp4_weights import shuffle  # noqa: E402
 from sglang_moe_patches.core.engine import mentions  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
+from sglang_moe_patches.core.patch import Status, probe  # noqa: E402
 
 INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
 
@@ -54,12 +54,10 @@ def engine():
 
 
 @pytest.fixture
-def applied(engine):
-    """The change applied to the engine in this process, and taken back afterwards."""
-    patcher = Patcher()
+def applied(engine, patcher):
+    """The change applied to the engine in this process."""
     fp4_weights.CHANGE.plan().install(patcher)
-    yield engine
-    patcher.undo()
+    return engine
 
 
 def clone(tensors):

@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.core import engine, log, runners
+from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import channel, offer, probe, proofs, takers
 from sglang_moe_patches.core.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.core.dead_input.offer import may_offer
-from sglang_moe_patches.core.patch import Patcher, with_globals
+from sglang_moe_patches.core.patch import with_globals
 
 CPU = torch.device("cpu")
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -73,14 +73,12 @@ def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
 
 
 @pytest.fixture
-def run(symmetric_memory):
+def run(symmetric_memory, patcher):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
-    patcher = Patcher()
     allocator = takers.TrtllmTorch(torch, runners.SymmetricMemory(symmetric_memory))
     runner: Any = runner_of_the_engine
     into_buffer = with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
-    yield takers.make_trtllm_runner(runner, into_buffer, torch.compiler.is_compiling)
-    patcher.undo()
+    return takers.make_trtllm_runner(runner, into_buffer, torch.compiler.is_compiling)
 
 
 def test_one_offer_serves_one_kernel_as_a_new_tensor(run):
@@ -223,8 +221,7 @@ def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
     assert runners.is_nvfp4(scheme)
 
 
-def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_logged", set())
+def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(caplog):
     seen = []
 
     def fails(model):
@@ -313,8 +310,7 @@ def test_a_layer_offers_its_input_where_it_is_dead():
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
 @pytest.mark.parametrize("where", ["layer", "producer", "everywhere"])
-def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, kind, monkeypatch, caplog):
-    monkeypatch.setattr(log, "_logged", set())
+def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, kind, caplog):
     layer, producer = (torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(2))
     offer.mark(layer, producer, None)
     run = Run()
@@ -357,7 +353,7 @@ def test_an_offer_that_is_withheld_can_be_traced():
     assert torch.equal(torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypatch):
+def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypatch, patcher):
     """A model's module that imported it at its top would go on offering."""
     modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
     for name in ("its_own", "a_models"):
@@ -368,7 +364,6 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(engine, "module", lambda name: modules["its_own"])
-    patcher = Patcher()
     offered: list[Any] = []
     probe.Offers("", channel.Channel(lambda: None, offered.append)).install(patcher)
     for name in ("its_own", "a_models"):

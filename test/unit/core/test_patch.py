@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sglang_moe_patches.core import engine, log, patch, runners
+from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.patch import Change, Patcher, PatchError, Plan, Skip, Status
 from sglang_moe_patches.core.variables import RETIRED, STRICT, Variable, zero_or_one
 from sglang_moe_patches.registry import CHANGES
@@ -99,7 +99,6 @@ def test_a_change_is_left_out_with_its_reason_before_anything_is_probed(selected
 
 
 def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_logged", set())
     for _ in range(2):
         with patch.best_effort("a layer"):
             raise AttributeError("no runner")

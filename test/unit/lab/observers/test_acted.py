@@ -50,12 +50,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tally(engine: None, monkeypatch: pytest.MonkeyPatch):
+def tally(engine: None, monkeypatch: pytest.MonkeyPatch, patcher: Patcher) -> acted.Tally:
     monkeypatch.setattr(column_slices, "split_columns", lambda hidden, wanted: RANGES[:wanted])
-    found, patcher = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT]), Patcher()
+    found = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT])
     found.install(patcher)
-    yield found
-    patcher.undo()
+    return found
 
 
 def dispatched(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
@@ -115,7 +114,7 @@ def test_the_largest_input_of_a_layer_is_known(tally: acted.Tally) -> None:
     assert tally.acted.largest.bytes == 70 * 8 * 64 * 2
 
 
-def test_what_goes_wrong_with_counting_ends_no_forward(engine: None) -> None:
+def test_what_goes_wrong_with_counting_ends_no_forward(engine: None, patcher: Patcher) -> None:
     failed = []
 
     def attempt(step: Any, *args: Any) -> None:
@@ -124,12 +123,8 @@ def test_what_goes_wrong_with_counting_ends_no_forward(engine: None) -> None:
         except Exception as error:
             failed.append(error)
 
-    patcher = Patcher()
     acted.Tally([], attempt).install(patcher)
-    try:
-        assert FusedMoE("no number").run_moe_core(7) == 7
-    finally:
-        patcher.undo()
+    assert FusedMoE("no number").run_moe_core(7) == 7
     assert isinstance(failed[0], ValueError)
 
 

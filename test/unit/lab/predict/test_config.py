@@ -196,7 +196,7 @@ def test_a_model_with_eyes_is_asked_about_by_its_language_model():
     assert config.language_model(plain) is plain
 
 
-def test_a_model_that_people_serve_needs_no_file(tmp_path, monkeypatch):
+def test_a_model_that_people_serve_needs_no_file(tmp_path):
     content, path = config.load_model("qwen/qwen3-30b-a3b-fp8")
     assert path is None
     assert content["num_experts"] == 128

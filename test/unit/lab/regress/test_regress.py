@@ -267,7 +267,7 @@ def test_shared_memory_that_somebody_else_has_stays(tmp_path):
             path.unlink()
 
 
-def test_a_signal_between_the_servers_keeps_what_stock_answered(given, monkeypatch, capsys):
+def test_a_signal_between_the_servers_keeps_what_stock_answered(given, monkeypatch):
     monkeypatch.setattr(gpu, "wait_until_free", lambda before, while_waiting: os.kill(os.getpid(), signal.SIGTERM))
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
