@@ -106,14 +106,6 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 
 
-def both(model: Path, folder: Path, *arguments: str, backend: str = ROUTED) -> list[Server]:
-    """Stock and patched."""
-    return [
-        server("stock", model, folder, *arguments, backend=backend, SGLANG_MOE_PATCHES="none"),
-        server("patched", model, folder, *arguments, backend=backend),
-    ]
-
-
 @contextmanager
 def started(*servers: Server) -> Iterator[tuple[Server, ...]]:
     """All at once: a start mostly waits for imports on one core."""

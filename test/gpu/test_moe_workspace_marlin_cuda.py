@@ -242,6 +242,12 @@ def biases():
         pytest.param({"routed_scaling_factor": None}, "", FOUR, id="no factor"),
         pytest.param({"hidden": 640, "top_k": 4}, "", [*FOUR, (512, 640)], id="top-k of 4"),
         pytest.param({"top_k": 1}, "", FOUR, id="top-k of 1"),
+        pytest.param(
+            {"hidden": 896, "intermediate": 64, "alignment": 256},
+            "",
+            [(0, 256), (256, 512), (512, 768), (768, 896)],
+            id="the last slice narrower, and still a whole tile",
+        ),
         pytest.param({"inplace": True}, "", FOUR, id="in place, for which the engine's callers never ask"),
         pytest.param({"beside": True}, "", FOUR, id="not in place, beside another stream"),
         pytest.param({"is_k_full": False}, "", FOUR, id="k is not full"),
@@ -256,8 +262,10 @@ def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, caplog,
     if needs and not takes(module, needs):
         pytest.skip("not in this release")
     caplog.set_level("INFO", log.logger.name)
-    monkeypatch.setattr(streams, "has_concurrent_reader", "beside" in more)
-    given = layer(**{name: value for name, value in more.items() if name != "beside"})
+    more = dict(more)
+    monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
+    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", more.pop("alignment", 128))
+    given = layer(**more)
     if more.get("kind") == "mxfp4":
         given["hidden_states"] = given["hidden_states"].bfloat16()
     stock, ours = both(module, given)
@@ -268,13 +276,6 @@ def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, caplog,
     assert same(stock, ours)
     if needs == "w2_bias":
         assert not same(stock, run(module, layer(**more | {"w2_bias": more["w2_bias"].flip(1)})))
-
-
-def test_the_last_slice_is_narrower_and_still_a_whole_tile(module, ran, monkeypatch):
-    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", 256)
-    stock, ours = both(module, layer(hidden=896, intermediate=64))
-    assert ran == [[(0, 256), (256, 512), (512, 768), (768, 896)]]
-    assert same(stock, ours)
 
 
 @pytest.mark.parametrize("given_map", [False, True])
@@ -350,32 +351,21 @@ def test_what_is_asked_for_is_kept(module, ran, monkeypatch):
 # --- The dead input --------------------------------------------------------------------------------------------------
 
 
-def test_the_output_lies_in_the_dead_input(module, ran):
-    given = layer()
-    stock = run(module, given)
-    dead = torch.full((40, 512), math.nan, dtype=DTYPE, device=DEVICE)
-    with patched(), channel.moe_output_buffer_ctx(dead):
-        ours = run(module, given)
-        assert channel.offered() is None
-    assert len(ran[0]) == 4
-    assert ours.data_ptr() == dead.data_ptr()
-    assert same(stock, ours)
-
-
-@pytest.mark.parametrize("offered", ["the MoE input", "to a whole call"])
-def test_memory_that_is_not_a_dead_input_or_not_needed_is_left_alone(module, monkeypatch, offered):
+@pytest.mark.parametrize("offered", ["a dead input", "the MoE input", "to a whole call"])
+def test_the_output_lies_in_the_dead_input_and_in_no_other_memory(module, ran, monkeypatch, offered):
     given = layer()
     stock, x = run(module, given), given["hidden_states"].clone()
-    buffer = x.view(-1).view(40, 512)
+    buffer = x.view(-1).view(40, 512) if offered == "the MoE input" else torch.full_like(x, math.nan)
     if offered == "to a whole call":
         monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
-        buffer = torch.zeros(40, 512, dtype=DTYPE, device=DEVICE)
     before = buffer.clone()
     with patched(), channel.moe_output_buffer_ctx(buffer):
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
-        assert (channel.offered() is buffer) == (offered == "to a whole call")
+        assert channel.offered() is (buffer if offered == "to a whole call" else None)
+    assert [len(slices) for slices in ran] == ([] if offered == "to a whole call" else [4])
+    assert (ours.data_ptr() == buffer.data_ptr()) == (offered == "a dead input")
     assert same(stock, ours)
-    assert torch.equal(buffer, before)
+    assert offered == "a dead input" or torch.equal(buffer.nan_to_num(), before.nan_to_num())
 
 
 # --- What stays whole ------------------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ from servers import (
     SERVER,
     answers,
     answers_in_process,
-    both,
-    check_figures,
     check_patched,
     child_environment,
     figures,
@@ -32,19 +30,6 @@ from sglang_moe_patches.lab.servers.server import ServerFailed
 from tiny_moe.mutations import plugin
 
 pytestmark = pytest.mark.long("each starts a server of a kind of its own")
-
-# --- Stock and patched -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.product
-@DEFAULT_ENGINE_ONLY
-@pytest.mark.parametrize(("dense_layers", "arguments"), [(0, ["--tp", "2"]), (1, [])])
-def test_each_kind_of_server_answers_alike_and_patched_uses_one_buffer(checkpoint, tmp_path, dense_layers, arguments):
-    """Of the routed runner; `test_servers.py` has one of the other."""
-    with started(*both(checkpoint(dense_layers=dense_layers), tmp_path, *arguments)) as running:
-        stock, patched = answers(*running)
-    assert stock == patched
-    check_figures(*map(figures, running), moe_layers=4 - dense_layers)
 
 
 @pytest.mark.ci

@@ -309,12 +309,6 @@ def test_a_kernels_own_workspace_is_said_to_come_on_top():
     assert found["patched"]["parts"]["workspace"] == 0
 
 
-def test_without_an_engine_there_is_no_answer(monkeypatch):
-    monkeypatch.setattr(engine, "version", lambda: None)
-    with pytest.raises(model_report.CannotAdvise, match="SGLang is not installed in this environment"):
-        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", [], "h200")
-
-
 @pytest.mark.parametrize(
     ("method", "blocks", "quantization", "words"),
     [
@@ -342,22 +336,21 @@ def test_the_terms_add_up():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "gpu", "said"),
+    ("arguments", "gpu", "variable", "said"),
     [
-        (["--model-path", "x"], "h200", "give --model before the `--`"),
-        (["--model=x"], "h200", "give --model before the `--`"),
-        ([], "h30", "--gpu h30 is unknown; known: h200, h100, "),
+        (["--model-path", "x"], "h200", "", "give --model before the `--`"),
+        (["--model=x"], "h200", "", "give --model before the `--`"),
+        ([], "h30", "", "--gpu h30 is unknown; known: h200, h100, "),
+        ([], "h200", "WORKSPACE_MEGABYTES", "nothing reads it; is it SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"),
+        ([], "h200", "", "SGLang is not installed in this environment"),
     ],
 )
-def test_what_is_given_twice_or_unknown_is_refused(arguments, gpu, said):
+def test_what_cannot_be_answered_is_refused(arguments, gpu, variable, said, monkeypatch):
+    monkeypatch.setattr(engine, "version", lambda: None)
+    if variable:
+        monkeypatch.setenv(f"SGLANG_MOE_PATCHES_MOE_{variable}", "700")
     with pytest.raises(model_report.CannotAdvise, match=said):
-        model_report.examine("x/y", arguments, gpu)
-
-
-def test_a_variable_that_nobody_reads_is_refused(monkeypatch):
-    monkeypatch.setenv("SGLANG_MOE_PATCHES_MOE_WORKSPACE_MEGABYTES", "700")
-    with pytest.raises(model_report.CannotAdvise, match=r"nothing reads it; is it SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"):
-        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", [], "h200")
+        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", arguments, gpu)
 
 
 def test_a_draft_that_is_not_at_hand_is_replaced_and_named(tmp_path):
