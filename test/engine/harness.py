@@ -50,6 +50,26 @@ class Keeper:
         return [torch.equal(tensor, before) for tensor, before in self.kept]
 
 
+def experts_of(model: Any) -> Any:
+    """The routed experts of a model's first layer that has some."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return next(module for module in model.modules() if isinstance(module, FusedMoE))
+
+
+def run_experts(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What routed experts make of rows, which stay as they are.
+
+    :param rows: [tokens, hidden]. :param ids: of experts, [tokens, top-k]. :param weights: of the same shape.
+    """
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    routed = StandardTopKOutput(weights, ids.int(), torch.zeros(len(ids), experts.num_experts).bfloat16())
+    with torch.inference_mode():
+        return experts.run_moe_core(StandardDispatchOutput(rows.clone(), None, routed)).hidden_states.clone()
+
+
 def norms_out_of_place(monkeypatch: Any) -> None:
     """From now on norms leave their input as it is, as with ``--enable-deterministic-inference``."""
     from sglang.srt.layers.layernorm import RMSNorm

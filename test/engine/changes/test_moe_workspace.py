@@ -7,13 +7,14 @@ The Triton runner's sequence, which columns are about, never runs on a CPU serve
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed
-from harness import load_unquantized
+from harness import experts_of, load_unquantized, run_experts
 from patching import patched_by
 from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace
 from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
@@ -77,21 +78,11 @@ def test_layers_that_cannot_be_cut_end_a_strict_server_at_its_first_forward(engi
 
 def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, seen):
     """Slices may be cut anywhere only because rows do not depend on each other, however large one is."""
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-    layer = next(m for m in engine.load(checkpoint()).modules() if isinstance(m, FusedMoE))
+    experts = experts_of(engine.load(checkpoint()))
     generator = torch.Generator().manual_seed(3)
-    hidden = layer.hidden_size
-    x = torch.randn(100, hidden, generator=generator).bfloat16()
-    ids = torch.stack([torch.randperm(layer.num_experts, generator=generator)[:2] for _ in range(100)]).int()
-    routed = StandardTopKOutput(torch.full((100, 2), 0.5), ids, torch.randn(100, layer.num_experts).bfloat16())
-
-    def run(rows):
-        with torch.inference_mode():
-            return layer.run_moe_core(StandardDispatchOutput(rows.clone(), None, routed)).hidden_states.clone()
-
+    x = torch.randn(100, experts.hidden_size, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:2] for _ in range(100)])
+    run = partial(run_experts, experts, ids=ids, weights=torch.full((100, 2), 0.5))
     outlier = x.clone()
     outlier[7] *= 1000
     monkeypatch.setenv(VARIABLE, "32")
@@ -160,11 +151,8 @@ def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
 def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_triton(engine, checkpoint, backend):
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
     with engine.arguments(quantization=None, moe_runner_backend=backend):
-        experts = next(m for m in engine.load(checkpoint(quantized=False)).modules() if isinstance(m, FusedMoE))
-        assert runners.runner_of(experts) == "triton"
+        assert runners.runner_of(experts_of(engine.load(checkpoint(quantized=False)))) == "triton"
     asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
     assert moe_workspace.CHANGE.skip(asked) is None
 
@@ -172,24 +160,17 @@ def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_t
 @pytest.mark.every_release
 def test_with_a_top_k_of_1_the_factor_scales_what_was_written(engine, checkpoint, monkeypatch):
     """Up to 0.5.17 the engine sums a tensor that it never writes."""
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)
     with engine.arguments(moe_runner_backend="triton"):
-        model = engine.load(checkpoint(quantized=False, top_k=1))
-    layer = next(module for module in model.modules() if isinstance(module, FusedMoE))
+        experts = experts_of(engine.load(checkpoint(quantized=False, top_k=1)))
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(40, layer.hidden_size, generator=generator).bfloat16()
-    ids = torch.randint(layer.num_experts, (40, 1), generator=generator).int()
-    routed = StandardTopKOutput(torch.full((40, 1), 0.5), ids, torch.zeros(40, layer.num_experts).bfloat16())
+    x = torch.randn(40, experts.hidden_size, generator=generator).bfloat16()
+    ids = torch.randint(experts.num_experts, (40, 1), generator=generator)
 
     def run(factor):
-        monkeypatch.setattr(layer.moe_runner_config, "routed_scaling_factor", factor)
-        with torch.inference_mode():
-            return layer.run_moe_core(StandardDispatchOutput(x.clone(), None, routed)).hidden_states.clone()
+        monkeypatch.setattr(experts.moe_runner_config, "routed_scaling_factor", factor)
+        return run_experts(experts, x, ids, torch.full((40, 1), 0.5))
 
     with installed(moe_workspace.CHANGE):
         plain = run(1.0)

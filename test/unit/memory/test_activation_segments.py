@@ -195,24 +195,6 @@ def turned(settings):
     return made
 
 
-def test_before_the_server_has_started_nothing_is_set_and_held_when_it_does_it_is_on_once_released(settings):
-    made = switch.Switch(settings)
-    with made.held():
-        pass
-    assert settings.given == []
-    with made.held():
-        made.turn_on()
-        assert not settings.on
-    assert settings.on
-
-
-def test_turned_off_for_good_it_stays_off(turned, settings):
-    turned.turn_off()
-    with turned.held():
-        pass
-    assert settings.given[-1] == switch.OFF
-
-
 def test_an_allocator_that_refuses_is_left_alone_and_nothing_is_raised(caplog):
     given = []
 
@@ -228,20 +210,19 @@ def test_an_allocator_that_refuses_is_left_alone_and_nothing_is_raised(caplog):
     assert "the allocator cannot be set: no" in caplog.text
 
 
-@given(st.lists(st.booleans(), max_size=30))
+@given(st.lists(st.sampled_from(["hold", "release", "turn_on", "turn_off"]), max_size=30))
 def test_whatever_the_order_it_is_on_exactly_while_nobody_holds_it(steps):
+    """From when it is turned on to when it is turned off; before, nothing is set."""
     settings = Settings()
-    made = switch.Switch(settings)
-    made.turn_on()
-    holding = 0
-    for hold in steps:
-        if hold:
-            made.hold()
-            holding += 1
-        elif holding:
-            made.release()
-            holding -= 1
-        assert settings.on == (holding == 0)
+    made, wanted, holding = switch.Switch(settings), False, 0
+    for number, step in enumerate(steps):
+        if step == "release" and not holding:
+            continue
+        getattr(made, step)()
+        holding += (step == "hold") - (step == "release")
+        wanted = {"turn_on": True, "turn_off": False}.get(step, wanted)
+        assert settings.on == (wanted and not holding)
+        assert "turn_on" in steps[: number + 1] or settings.given == []
 
 
 # --- Where it is turned ----------------------------------------------------------------------------------------------
