@@ -23,6 +23,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     Limits,
     ServerFacts,
     Tokens,
+    attention_ranks,
     derive_limits,
     growing_lengths,
 )
@@ -67,7 +68,7 @@ def overfill(
     :returns: answered and aborted requests, errors, retractions, the highest token usage and whether memory ran out, by
         the server's log. Where the server ends meanwhile, that is an error like others: what was measured before stays.
     """
-    load, start_s = _Load(Client(server.url), limits_of(info, vocabulary), may_abort), time.monotonic()
+    load, start_s = _Load(Client(server.url), info, vocabulary, may_abort), time.monotonic()
 
     def drive(log: Callable[[], str]) -> None:
         def is_full() -> bool:
@@ -81,7 +82,7 @@ def overfill(
 
 def mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
     """The second half of :func:`overfill`, which leaves the KV cache room: clients with random lengths."""
-    load, until_s = _Load(Client(server.url), limits_of(info, vocabulary), True), time.monotonic() + seconds
+    load, until_s = _Load(Client(server.url), info, vocabulary, True), time.monotonic() + seconds
     return _outcome(
         server, load, lambda log: load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > until_s, server)
     )
@@ -89,7 +90,7 @@ def mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: flo
 
 def penalized(server: Server, info: Mapping[str, Any], vocabulary: int, requests: int) -> dict[str, Any]:
     """So many short requests in one decode, each with penalties and a logit bias, which take memory by vocabulary."""
-    load, tokens = _Load(Client(server.url), limits_of(info, vocabulary), True), Tokens("penalized", vocabulary)
+    load, tokens = _Load(Client(server.url), info, vocabulary, True), Tokens("penalized", vocabulary)
     prompts = [tokens.some(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
     never = threading.Event()
     return _outcome(
@@ -113,6 +114,15 @@ def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
         requests=int(running or MIN_FILLING_REQUESTS),
         input_tokens=int(info.get("max_req_input_len") or tokens - 6) - 1,
     )
+
+
+def ranks_of(info: Mapping[str, Any]) -> int:
+    """All data-parallel ranks of a server: of data-parallel attention, and replicas, which have nothing in common.
+
+    :param info: its ``/get_server_info``.
+    """
+    counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
+    return attention_ranks(info) * (1 if counts_others else int(info.get("dp_size") or 1))
 
 
 def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], None]) -> dict[str, Any]:
@@ -167,8 +177,9 @@ def random_length(draw: random.Random, longest: int) -> int:
 
 
 class _Load:
-    def __init__(self, client: Client, limits: Limits, may_abort: bool) -> None:
-        self.client, self.limits, self.may_abort = client, limits, may_abort
+    def __init__(self, client: Client, info: Mapping[str, Any], vocabulary: int, may_abort: bool) -> None:
+        limits = limits_of(info, vocabulary)
+        self.client, self.limits, self.ranks, self.may_abort = client, limits, ranks_of(info), may_abort
         self.max_new_tokens = MAX_DECODED_TOKENS if may_abort else MAX_NEW_TOKENS_UNABORTED
         self.answered = self.aborted = 0
         self.errors: list[str] = []
@@ -209,9 +220,9 @@ class _Load:
         tokens = Tokens("fill", self.limits.vocabulary)
         for length in growing_lengths(self.limits.largest):
             if not stop.is_set():
-                self.ask([tokens.some(length) for _ in range(self.limits.ranks)], 1, stop)
+                self.ask([tokens.some(length) for _ in range(self.ranks)], 1, stop)
         while not stop.is_set():
-            self.ask([tokens.some(prompt) for _ in range(count * self.limits.ranks)], new_tokens, stop)
+            self.ask([tokens.some(prompt) for _ in range(count * self.ranks)], new_tokens, stop)
 
     def random(self, number: int, stop: threading.Event) -> None:
         """One client's requests: lengths over all orders of magnitude, half of them behind a prefix that others use."""

@@ -31,6 +31,20 @@ def test_a_server_that_ends_under_the_load_is_an_error_and_what_it_answered_stay
     assert (outcome["answered"], outcome["out_of_memory"]) == (5, True)
 
 
+@pytest.mark.parametrize(
+    ("info", "ranks"),
+    [
+        ({"dp_size": 4}, 4),
+        ({"dp_size": 1, "attn_dp_size": 2}, 2),  # as 0.5.20 names it
+        ({"dp_size": 2, "enable_dp_attention": True}, 2),  # as 0.5.19 does
+        ({"attn_dp_size": 2, "enable_dp_attention": True}, 2),  # both, as 0.5.23 does
+        ({"dp_size": 4, "attn_dp_size": 2, "enable_dp_attention": True}, 8),
+    ],
+)
+def test_every_data_parallel_rank_is_filled(info, ranks) -> None:
+    assert overfill.ranks_of(info) == ranks
+
+
 def test_requests_with_penalties_are_asked_for_at_once_and_short(monkeypatch) -> None:
     asked = []
 

@@ -40,27 +40,19 @@ def server_facts(runner: Any) -> ServerFacts:
     pool, table = pools(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
+    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
+    captured = getattr(graphs, "max_bs", None)
     # By the allocator: the pool's own number counts addresses, with and without memory.
     window_tokens = int(getattr(getattr(runner, "token_to_kv_pool_allocator", None), "size_swa", 0) or 0)
     return ServerFacts(
-        fixed_bytes=_table_bytes(rows) + pool_bytes(getattr(table, "mamba_pool", None)),
+        fixed_bytes=(0 if rows is None else rows.nbytes) + pool_bytes(getattr(table, "mamba_pool", None)),
         page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
         vocabulary=int(config.vocab_size),
         hybrid=hybrid(pool, table),
         window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
         window_tokens=window_tokens,
-        captured=_captured(runner),
+        captured=None if captured is None else int(captured),
     )
-
-
-def _table_bytes(rows: Any) -> int:
-    return 0 if rows is None else int(rows.numel() * rows.element_size())
-
-
-def _captured(runner: Any) -> int | None:
-    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
-    largest = getattr(graphs, "max_bs", None)
-    return None if largest is None else int(largest)
 
 
 def pools(runner: Any) -> tuple[Any, Any]:

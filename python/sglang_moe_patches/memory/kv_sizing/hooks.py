@@ -225,7 +225,7 @@ class ServerStart:
 
     def hold_init_info(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """What the scheduler tells its launcher: not before the number of tokens is known."""
-        self._init_info, self._scheduler_of_info = original(scheduler), scheduler
+        self._init_info = original(scheduler)
         return self._init_info
 
     def _hold_pipe(self) -> None:
@@ -243,7 +243,7 @@ class ServerStart:
                     send(pipe, told)
                     return
                 patcher.undo()
-                self._held.append(lambda: send(pipe, token_count.init_info(told, self._scheduler_of_info)))
+                self._held.append(lambda: send(pipe, token_count.init_info(told, self.scheduler)))
 
             return hold
 

@@ -55,6 +55,8 @@ next, so it takes new ones until it has seen the largest. Of prompts in random o
 chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
 
 
+Arguments = Mapping[str, Any]
+"""A server's arguments, as resolved or as it tells them."""
 MAMBA = "Mamba"
 """Of :attr:`ServerFacts.hybrid`: a state for each request, beside the KV cache."""
 STATE_INTERVAL_TOKENS = 256
@@ -173,8 +175,6 @@ class Limits:
     radix_cache: bool = True
     plants: bool = False
     """The radix cache takes a prefix that was not computed (:mod:`.planted_prefix`)."""
-    ranks: int = 1
-    """Data-parallel ranks, of both kinds."""
     gathered: int = 1
     """Ranks of data-parallel attention, whose tokens the experts see together."""
     vocabulary: int = 1000
@@ -264,11 +264,10 @@ class Limits:
 
 
 def derive_limits(
-    info: Mapping[str, Any], facts: ServerFacts, *, cache_tokens: int, requests: int, input_tokens: int
+    info: Arguments, facts: ServerFacts, *, cache_tokens: int, requests: int, input_tokens: int
 ) -> Limits:
     """What bounds a forward.
 
-    :param info: a server's arguments, as resolved or as it tells them.
     :param facts: of its model runner.
     :param cache_tokens: of its KV cache.
     :param requests: that can run at once, on a data-parallel rank.
@@ -296,7 +295,6 @@ def derive_limits(
         micro_batch=int(info.get("pp_max_micro_batch_size") or 0),
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
-        ranks=ranks(info),
         gathered=attention_ranks(info),
         vocabulary=facts.vocabulary,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
@@ -311,38 +309,20 @@ def derive_limits(
     return replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.default_requests else limits
 
 
-def speculates(info: Mapping[str, Any]) -> bool:
-    """Whether a server decodes speculatively.
-
-    :param info: a server's arguments, as resolved or as it tells them.
-    """
+def speculates(info: Arguments) -> bool:
+    """Whether a server decodes speculatively."""
     return bool(info.get("speculative_algorithm"))
 
 
-def ranks(info: Mapping[str, Any]) -> int:
-    """All data-parallel ranks: of data-parallel attention, and replicas, which have nothing in common.
-
-    :param info: a server's arguments, as resolved or as it tells them.
-    """
-    counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
-    return attention_ranks(info) * (1 if counts_others else int(info.get("dp_size") or 1))
-
-
-def attention_ranks(info: Mapping[str, Any]) -> int:
-    """Ranks of data-parallel attention; 1: there is none.
-
-    :param info: a server's arguments, as resolved or as it tells them.
-    """
+def attention_ranks(info: Arguments) -> int:
+    """Ranks of data-parallel attention; 1: there is none."""
     named = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
     return named if named > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
 
 
-def graph_settings(info: Mapping[str, Any], phase: str) -> dict[str, Any] | None:
+def graph_settings(info: Arguments, phase: str) -> dict[str, Any] | None:
     """Of the engine's ``cuda_graph_config``, what it says of graphs of "decode" or "prefill", and whether they are
-    ``off``; ``None`` up to 0.5.13, which has other arguments.
-
-    :param info: a server's arguments, as resolved or, nested dictionaries, as it tells them.
-    """
+    ``off``; ``None`` up to 0.5.13, which has other arguments."""
     graphs = info.get("cuda_graph_config")
     if graphs is None:
         return None
@@ -352,7 +332,7 @@ def graph_settings(info: Mapping[str, Any], phase: str) -> dict[str, Any] | None
     return {**settings, "backend": backend, "off": backend.lower().endswith("disabled")}
 
 
-def _asked_to_capture(info: Mapping[str, Any]) -> int:
+def _asked_to_capture(info: Arguments) -> int:
     settings = graph_settings(info, "decode")
     if settings is not None:
         return 0 if settings["off"] else int(settings.get("max_bs") or 0)
@@ -622,28 +602,20 @@ def growing_lengths(chunk: int) -> list[int]:
     return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
 
 
-def growing_parts(longest: int, chunk: int) -> list[int]:
+def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
     """Lengths of the prompts by which the prefix grows up to the longest.
 
     Each adds a chunk at least, and at most as much as there was before and :data:`MAX_PART_FRACTION` of the longest.
+    With sliding windows the last holds a window and hardly more. The cache keeps the windows of a prefix in use by the
+    parts in which it came to know it: a larger last part, or one that is smaller than a window and has a large one
+    before it, would leave no room for a chunk behind it.
     """
-    lengths, most = [0], max(chunk, math.ceil(longest * MAX_PART_FRACTION))
-    while lengths[-1] < longest:
-        lengths.append(min(longest, lengths[-1] + min(most, max(chunk, lengths[-1]))))
-    return lengths[1:]
-
-
-def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
-    """:func:`growing_parts`, the last of which holds a sliding window and hardly more.
-
-    The cache keeps the windows of a prefix in use by the parts in which it came to know it: a larger last part, or one
-    that is smaller than a window and has a large one before it, would leave no room for a chunk behind it.
-    """
-    if not limits.window_tokens:
-        return growing_parts(longest, chunk)
-    behind = limits.window + 2 * limits.page
-    first = max(0, longest - behind) // limits.page * limits.page
-    return [*(growing_parts(first, chunk) if first else []), longest]
+    behind = limits.window + 2 * limits.page if limits.window_tokens else 0
+    rising = max(0, longest - behind) // limits.page * limits.page if behind else longest
+    lengths, most = [0], max(chunk, math.ceil(rising * MAX_PART_FRACTION))
+    while lengths[-1] < rising:
+        lengths.append(min(rising, lengths[-1] + min(most, max(chunk, lengths[-1]))))
+    return lengths[1:] if rising == longest else [*lengths[1:], longest]
 
 
 def _behind(before: int, chunk: int, limits: Limits) -> list[Prompt]:

@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.core.patch import Patcher, around
 
 WAIT_S = 60.0
 """Of the first rank, for other machines, whose weights may be loaded later; others wait for it twice as long."""
@@ -139,9 +138,8 @@ class Orders:
         scheduler = self._scheduler
         if self._channels.recv_from_tokenizer is not None:  # this rank reads
             if hasattr(scheduler, "ipc_channels"):
-                receiver = import_module(RECEIVER).SchedulerRequestReceiver
                 self._patcher.wrap(
-                    receiver, "_pull_raw_reqs", lambda original: lambda receiver: self._pull(lambda: original(receiver))
+                    engine.module(RECEIVER).SchedulerRequestReceiver, "_pull_raw_reqs", around(self._pull)
                 )
             else:
                 self._patcher.replace(
@@ -176,13 +174,12 @@ class Orders:
                     requests.append(one)
         return requests
 
-    def _pull(self, read: Callable[[], list[Any]]) -> list[Any]:
-        if self.instead is not None:
-            return self._first_to_read() or []
-        return [*(self._first_to_read() or ()), *read()]
+    def _pull(self, original: Callable[[Any], list[Any]], receiver: Any) -> list[Any]:
+        told = self._first_to_read()
+        return original(receiver) if told is None else told
 
     def _first_to_read(self) -> list[Any] | None:
-        """What is read before users' requests; ``None``: those are read, too."""
+        """What is read instead of users' requests, which come in the next turn; ``None``: those are read."""
         told = self.instead() if self.instead is not None else None
         while self._given:
             told = [*(told or ()), self._given.popleft()]
@@ -192,7 +189,7 @@ class Orders:
 class _Inbox:
     """In the place of the socket that a scheduler reads, up to 0.5.12.post1.
 
-    :param first: says what is read before, and instead of, what the socket has; ``None``: what that has.
+    :param first: says what is read instead of what the socket has; ``None``: what that has.
     """
 
     def __init__(self, real: Any, first: Callable[[], list[Any] | None]) -> None:

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
-from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.core.patch import Patcher, one_line_error
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts
@@ -59,12 +59,7 @@ COUNTERS = (
     *("_prev_decode_launch_ts", "max_prefill_bs"),
 )
 """Of the scheduler, or of what keeps its metrics: as before afterwards, like those of speculation (``spec_...``)."""
-METRICS = {
-    "Counter": ("inc",),
-    "Gauge": ("inc", "dec", "set"),
-    "Histogram": ("observe",),
-    "Summary": ("observe",),
-}
+METRICS = {"Counter": ("inc",), "Gauge": ("inc", "dec", "set"), "Histogram": ("observe",), "Summary": ("observe",)}
 """What changes a metric, by the kinds that ``prometheus_client`` has."""
 RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
 """Whether metrics are counted: not meanwhile."""
@@ -277,9 +272,9 @@ class Rehearsal:
 
     def _meanwhile(self, owner: Any, name: str, value: Any) -> None:
         """An attribute of one object, until the end."""
-        own = {name: vars(owner)[name]} if name in vars(owner) else {}
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, own[name]) if own else delattr(owner, name))
+        patcher = Patcher()
+        self._undo.append(patcher.undo)
+        patcher.add(owner, name, value)
 
     def _seconds_to_deadline(self, grace_s: float = 0.0) -> float:
         """Seconds until no further phase begins, and so many more."""
@@ -379,7 +374,7 @@ class Rehearsal:
         return False
 
     def _fail(self, error: Exception) -> None:
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
+        self._failure = self._failure or one_line_error(error)
         if self._driver is not None:
             self._driver.end()
 
@@ -434,7 +429,7 @@ class Rehearsal:
         try:
             result = self._measured(flushed)
         except Exception as error:
-            result = Measured(failure=self._failure or f"{type(error).__name__}: {error}")
+            result = Measured(failure=self._failure or one_line_error(error))
         self.end()
         self._over(result)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.gpu_memory import Memory
+from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import token_count
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders
@@ -360,9 +361,8 @@ class Retirement:
         self._tails = {
             part: _Tail(each, getattr(now, part), getattr(wanted, part)) for part, each in parts_of(allocator)
         }
-        self._own_clear = vars(allocator).get("clear")  # another plugin may have put one there
-        self._clear = allocator.clear
-        allocator.clear = self._clear_all
+        self._clear, self._patcher = allocator.clear, Patcher()
+        self._patcher.add(allocator, "clear", self._clear_all)
         self.done = self._flushed = False
 
     def go_on(self) -> bool:
@@ -378,16 +378,9 @@ class Retirement:
         if changed:
             self._told()
         if not any(bool(each.held.any()) for each in self._tails.values()):
-            self.end()
-        return changed
-
-    def end(self) -> None:
-        """Leave the allocator as it is."""
-        if not self.done:
             self.done = True
-            del self._allocator.clear
-            if self._own_clear is not None:
-                self._allocator.clear = self._own_clear
+            self._patcher.undo()
+        return changed
 
     def in_use(self) -> TokenCounts:
         """What the engine must believe in."""
