@@ -27,7 +27,7 @@ from releases import DEFAULT, ROOT
 from servers import PATIENCE, ROUTED, Server, answers, answers_in_process, on_path, server, started
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import free_port
-from sglang_moe_patches.memory.kv_sizing import eligibility, facts, phases, pools, rehearsal, serving
+from sglang_moe_patches.memory.kv_sizing import eligibility, phases, pools, rehearsal, serving
 
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
@@ -509,7 +509,7 @@ def test_the_pools_that_are_known_are_the_engines():
     assert seen.sets(found["SWAKVPool"].__init__, "size_swa")
     assert "mamba_pool" in seen.source(found["HybridReqToTokenPool"])
     assert seen.sets(found["MambaPool"].__init__, "mem_usage")
-    assert facts.hybrid(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == facts.WINDOWS
+    assert pools.hybrid(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == pools.WINDOWS
 
 
 SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
@@ -519,12 +519,12 @@ SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
 @pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
 def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, monkeypatch):
     config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
-    assert facts.image_factor(config) == pytest.approx(factor, abs=1e-4)
+    assert eligibility.image_factor(config) == pytest.approx(factor, abs=1e-4)
     for name, cache in (("", 100), ("4096", 4096)):
         monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", name)
         if not name:
             monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
-        assert facts.image_cache_gib({}) == cache / 1024
+        assert eligibility.image_cache_gib({}) == cache / 1024
 
 
 def asked_about_images(running: Server) -> list[Any]:

@@ -21,7 +21,7 @@ from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher, Plan
 from sglang_moe_patches.lab.observers import acted, events
-from sglang_moe_patches.memory.kv_sizing.facts import hybrid, pool_bytes, pools
+from sglang_moe_patches.memory.kv_sizing.pools import hybrid, pool_bytes, pools_of
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 
@@ -222,7 +222,7 @@ def _observe_forwards(observer: Observer) -> None:
 
 def cache_token_bytes(runner: Any) -> float | None:
     """Bytes that a token takes in the KV cache of this rank; ``None`` where there is more than one kind of cache."""
-    pool, table = pools(runner)
+    pool, table = pools_of(runner)
     if hybrid(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
         return None
     return pool_bytes(pool) / int(runner.max_total_num_tokens)

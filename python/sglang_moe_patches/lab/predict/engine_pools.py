@@ -14,8 +14,7 @@ from typing import Any
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import one_line_error
 from sglang_moe_patches.memory.kv_sizing import eligibility, hooks
-from sglang_moe_patches.memory.kv_sizing.facts import GIB
-from sglang_moe_patches.memory.kv_sizing.pools import unknown_pool_reason
+from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
 """To which the least fraction is rounded up: what CUDA and NCCL hold is not known to the last megabyte."""

@@ -1,4 +1,4 @@
-"""Which servers measure what they need and size their KV cache by it: by their arguments and their environment.
+"""Which servers measure what they need and size their KV cache by it: by arguments, environment, and images.
 
 In the launcher a hook remembers whether ``--mem-fraction-static`` was given, before the engine fills it in.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import engine
@@ -222,3 +222,52 @@ def given_by_the_user(server_args: Any) -> bool:
     if isinstance(raw, dict):
         return raw.get("mem_fraction_static") is not None
     return not getattr(server_args, MARK, False)
+
+
+# --- What the engine keeps for images, which are not rehearsed -------------------------------------------------------
+
+IMAGE_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
+"""Has graphs of the vision model captured while serving, one for each size of image."""
+IMAGE_RULE = "sglang.srt.arg_groups.memory_hook"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+
+
+class NoAllowance(Exception):
+    """The message says why."""
+
+
+def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: float, before_gib: float) -> float:
+    """What the rule keeps for them, and the cache of what the vision model made of them, in GiB.
+
+    :param fraction: by the rule, with the allowance.
+    :raises NoAllowance: what the rule keeps is not all that they take, or nothing.
+    """
+    if is_on(IMAGE_GRAPHS, os.environ):
+        raise NoAllowance(f"images are not rehearsed yet, nor what {IMAGE_GRAPHS} captures of them")
+    share = image_factor(runner.model_config)
+    if not 0 < share < 1:
+        raise NoAllowance("images are not rehearsed yet, and the rule keeps nothing for them")
+    return (fraction / share - fraction) * before_gib + image_cache_gib(arguments)
+
+
+def image_factor(model_config: Any) -> float:
+    """By which the rule makes the fraction smaller for a model that takes images; 1: it does not."""
+    if engine.has_module(IMAGE_RULE):
+        return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
+    told = SimpleNamespace(mem_fraction_static=1.0)
+    engine.module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(told, model_config)
+    return told.mem_fraction_static
+
+
+def image_cache_gib(arguments: Mapping[str, Any]) -> float:
+    """What fills up with images and stays: the embeddings, and from 0.5.2x on what carries images to the scheduler.
+
+    Later releases take it from the KV cache at every start, so that a rehearsal finds it free.
+    """
+    maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
+    reserved = getattr(maker, "mm_runtime_reservation_gb", None)
+    if reserved is not None:
+        return float(reserved(is_multimodal=True, mm_feature_transport=arguments.get("mm_feature_transport")))
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_VLM_CACHE_SIZE_MB.get() / 1024

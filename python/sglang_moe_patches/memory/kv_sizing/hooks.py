@@ -20,9 +20,8 @@ from sglang_moe_patches.memory.kv_sizing import (
     token_count,
 )
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
-from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, NoAllowance, image_allowance, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import Plant
-from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
+from sglang_moe_patches.memory.kv_sizing.pools import GIB, ElasticPools, Unknown, sized_for
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
@@ -306,7 +305,7 @@ class ServerStart:
         for name, taken in seen.phases.items():
             self._phases[name] = max(self._phases.get(name, 0), taken)
         # Request tables and states were allocated with the pools, too.
-        beside_cache = server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
+        beside_cache = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
         mapped = self.pools.bytes_behind(self.pools.counts)
         without_forwards = self.launch.free - beside_cache - mapped
         if not seen.failure:
@@ -467,7 +466,7 @@ class ServerStart:
         facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
         more = now - self.pools.first.tokens
         fraction = sizing.pinned_fraction(self.launch, more * self.bytes_per_token)
-        hybrid = server_facts(self.scheduler.tp_worker.model_runner).hybrid == MAMBA
+        hybrid = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).hybrid == phases.MAMBA
         pin = f"; the same as --mem-fraction-static {fraction:.4f}" if fraction and not hybrid and now != rule else ""
         why = f"; {order.reason}" if order.reason else ""
         limit = f"; --max-total-tokens {self.limited:,} is used" if self.limited and now == self.limited else ""
@@ -565,8 +564,8 @@ def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory
     kept = 0
     if getattr(maker, "is_multimodal", False) or maker.model_config.is_multimodal:
         try:
-            kept = image_allowance(maker, arguments, fraction, before_gib)
-        except NoAllowance as error:
+            kept = int(eligibility.image_allowance_gib(maker, arguments, fraction, before_gib) * GIB)
+        except eligibility.NoAllowance as error:
             return LaunchMemory(str(error))
     return LaunchMemory("", int(before_gib * GIB), gpu_memory.read(int(maker.gpu_id)).free, fraction, kept)
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, ElasticBuffer
-from sglang_moe_patches.memory.kv_sizing.facts import GIB
+from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
 from sglang_moe_patches.memory.kv_sizing.token_count import COUNTS, TokenCounts, unknown_allocator
 
+GIB = 1 << 30
+WINDOWS = "sliding-window"
 KNOWN_POOLS = {
     *("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MHATokenToKVPoolMXFP8"),
     *("MLATokenToKVPool", "MLATokenToKVPoolFP4", "NSATokenToKVPool", "DSATokenToKVPool"),
@@ -40,6 +42,24 @@ def unknown_pool_reason(pool: str, table: str) -> str:
     if pool not in KNOWN_POOLS:
         return f"KV caches of the kind {pool} are not known"
     return "" if table in KNOWN_TABLES else f"request tables of the kind {table} are not known"
+
+
+def pools_of(runner: Any) -> tuple[Any, Any]:
+    """A model runner's KV cache and its request table; ``None`` for one that it has not."""
+    return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
+
+
+def pool_bytes(pool: Any) -> int:
+    """Bytes of a KV cache, as the pool reports them."""
+    return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
+
+
+def hybrid(pool: Any, table: Any) -> str:
+    """The kind of pool that is more than one KV cache, or "" for none."""
+    kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
+    if any("SWA" in kind for kind in kinds):
+        return WINDOWS
+    return MAMBA if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
 
 
 @dataclass

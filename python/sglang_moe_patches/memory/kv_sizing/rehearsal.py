@@ -29,16 +29,18 @@ from sglang_moe_patches.core import gpu_memory, log
 from sglang_moe_patches.core.patch import Patcher, one_line_error
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
-from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import (
+    Batch,
     Estimate,
     Limits,
     Phase,
     PhaseKind,
     Plant,
+    ServerFacts,
     derive_limits,
 )
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant, plant
+from sglang_moe_patches.memory.kv_sizing.pools import GIB, hybrid, pool_bytes, pools_of
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast
 from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
 
@@ -126,6 +128,57 @@ def mute_metrics(patcher: Patcher) -> None:
         kind = getattr(prometheus_client, name)
         for method in methods:
             patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
+
+
+# --- What the engine says ---------------------------------------------------------------------------------------------
+
+
+def batch_facts(batch: Any) -> Batch:
+    """What the engine's ``ForwardBatch`` says of itself."""
+    lengths = getattr(batch, "seq_lens_cpu", None)
+    prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
+    gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
+    return Batch(
+        mode=batch.forward_mode.name,
+        tokens=0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
+        requests=int(batch.batch_size),
+        prefix=sum(prefixes),
+        longest_prefix=max(prefixes, default=0),
+        longest=0 if lengths is None or not len(lengths) else int(lengths.max()),
+        all_ranks=sum(gathered),
+    )
+
+
+def _numbers(values: Any) -> list[int]:
+    return [] if values is None else [int(value) for value in values]
+
+
+def server_facts(runner: Any) -> ServerFacts:
+    """What a model runner consists of, as far as this release tells."""
+    pool, table = pools_of(runner)
+    config = runner.model_config
+    rows = getattr(table, "req_to_token", None)
+    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
+    captured = getattr(graphs, "max_bs", None)
+    # By the allocator: the pool's own number counts addresses, with and without memory.
+    window_tokens = int(getattr(getattr(runner, "token_to_kv_pool_allocator", None), "size_swa", 0) or 0)
+    return ServerFacts(
+        fixed_bytes=(0 if rows is None else rows.nbytes) + pool_bytes(getattr(table, "mamba_pool", None)),
+        page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
+        vocabulary=int(config.vocab_size),
+        hybrid=hybrid(pool, table),
+        window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
+        window_tokens=window_tokens,
+        captured=None if captured is None else int(captured),
+    )
+
+
+def graph_bytes(runner: Any) -> int:
+    """Bytes that the engine has seen go into graphs of decodes, and what they read: 0 where it does not say."""
+    told = getattr(runner, "graph_memory_usage", None)  # from 0.5.14 on
+    if told is None:
+        return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB)
+    return round(sum(float(told.get(phase, 0)) for phase in ("decode", "target_verify")) * GIB)
 
 
 def limits_of(scheduler: Any, requests: int = 0) -> Limits:

@@ -83,7 +83,7 @@ class Ranks:
             (hooks.rehearsal, "ABANDON_AFTER_S", -1.0),
             (hooks.rehearsal, "Rehearsal", Rehearsal),
             (hooks.rehearsal, "limits_of", lambda scheduler, requests: None),
-            (hooks, "server_facts", lambda runner: facts),
+            (hooks.rehearsal, "server_facts", lambda runner: facts),
             (hooks.ServerStart, "_serve", lambda one: self.served.append(one)),
             (hooks.token_count, "resize_allocator", lambda allocator, counts: None),
             (hooks.token_count, "set_token_count", self._tell),
