@@ -257,7 +257,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "memory/kv_sizing/hooks.py": {
         "test_all_ranks_grow_alike_or_none_does": [
             ("order_to_use, before)", "order_to_use, order.tokens)"),
-            ("self.pools.unmap_from(counts)\n        self._requests", "self._requests"),
+            ("self.pools.unmap_from(counts)\n        self._fewer", "self._fewer"),
             ("problem = str(error) or type(error).__name__", "pass"),
             ("str(error) or type(error).__name__", "str(error)"),
         ],
@@ -275,7 +275,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found": [
             ("self._limit_requests(order.limits)", "self._limit_requests(self._limits)"),
-            ("self._seen.requests or self._requests", "self._requests"),
+            ("self._seen.fewer_requests or self._fewer_requests", "self._fewer_requests"),
         ],
     },
     OURS + "memory/kv_sizing/sizing.py": {

@@ -39,8 +39,7 @@ class UseTokens(ranks.Order):
 
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
-    :param requests: how many run at once from now on, because more would have taken too much memory; 0: as many as
-        can.
+    :param fewer_requests: how many run at once from now on, as more would have taken too much memory; 0: as many as can.
     :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 
@@ -48,7 +47,7 @@ class UseTokens(ranks.Order):
     reason: str = ""
     again: bool = False
     missed: tuple[phases.PhaseKind, ...] = ()
-    requests: int = 0
+    fewer_requests: int = 0
     limits: phases.Limits = field(kw_only=True)
 
 
@@ -116,7 +115,7 @@ class ServerStart:
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass = self._requests = 0
+        self._pass = self._fewer_requests = 0
         self._seen = rehearsal.Measured()
         # Of all passes: a later one runs what is larger than it was, and nothing else. What did not run in one
         # (`Measured.expected`) runs in the next.
@@ -292,7 +291,7 @@ class ServerStart:
             *(self.scheduler, self.gpu, self._measured, self.board, self._pass, derive),
             leads=self.leads,
             peaks=self._phases,
-            requests=self._requests,
+            fewer_requests=self._fewer_requests,
         )
         self._limits = self._rehearsal.begin()
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
@@ -365,10 +364,10 @@ class ServerStart:
         self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[phases.PhaseKind, ...] = ()
     ) -> ranks.Order:
         """On the first rank, whose rehearsal has found how many requests may run at once."""
-        requests, limits = self._seen.requests or self._requests, self._limits
-        if requests:
-            limits = replace(limits, requests=min(limits.requests, requests))
-        return UseTokens(tokens, reason, again, missed, requests, limits=limits)
+        fewer, limits = self._seen.fewer_requests or self._fewer_requests, self._limits
+        if fewer:
+            limits = replace(limits, requests=min(limits.requests, fewer))
+        return UseTokens(tokens, reason, again, missed, fewer, limits=limits)
 
     def obey(self, order: ranks.Order) -> None:
         """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
@@ -409,7 +408,7 @@ class ServerStart:
                 self._tell(counts)
             order = replace(order, again=False, reason=f"not every count could be told: {error}")
         self.pools.unmap_from(counts)
-        self._requests = order.requests or self._requests
+        self._fewer_requests = order.fewer_requests or self._fewer_requests
         if order.again and self._rehearse_again(order.missed):
             return
         self._log_sizing(order)
@@ -432,7 +431,7 @@ class ServerStart:
 
     def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
-        before, after = self._limits, rehearsal.limits_of(self.scheduler, self._requests)
+        before, after = self._limits, rehearsal.limits_of(self.scheduler, self._fewer_requests)
         if not phases.derive_second_pass(before, after, missed):
             return False
         try:

@@ -79,8 +79,7 @@ class Measured:
     :param phases: the peak of tensors in each phase; only the first rank has the names.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param requests: how many run at once from now on, because more would have taken too much memory; only the first
-        rank knows.
+    :param fewer_requests: as the driver has found; only the first rank knows.
     """
 
     lowest: int = 0
@@ -93,7 +92,7 @@ class Measured:
     stopped: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, PhaseKind] = field(default_factory=dict)
-    requests: int = 0
+    fewer_requests: int = 0
 
 
 def warmup_limit_s() -> float:
@@ -181,17 +180,17 @@ def graph_bytes(runner: Any) -> int:
     return round(sum(float(told.get(phase, 0)) for phase in ("decode", "target_verify")) * GIB)
 
 
-def limits_of(scheduler: Any, requests: int = 0) -> Limits:
+def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     """What bounds a forward of this scheduler.
 
-    :param requests: how many run at once, where an earlier rehearsal has lowered it; 0: as many as can.
+    :param fewer_requests: how many run at once, where an earlier rehearsal has lowered it; 0: as many as can.
     """
     in_force = {name: getattr(scheduler, name) for name in ("chunked_prefill_size", "max_prefill_tokens")}
     limits = derive_limits(
         arguments_of(scheduler.server_args) | in_force,
         server_facts(scheduler.tp_worker.model_runner),
         cache_tokens=scheduler.max_total_num_tokens,
-        requests=requests or scheduler.max_running_requests,
+        requests=fewer_requests or scheduler.max_running_requests,
         input_tokens=scheduler.max_req_input_len - 1,  # the engine refuses a prompt of as many tokens as that
     )
     tokenizer = getattr(scheduler, "tokenizer", None)
@@ -255,7 +254,7 @@ class Rehearsal:
     :param derive: makes what is driven from the limits of this scheduler.
     :param leads: whether this rank puts what all of them take in.
     :param peaks: bytes of tensors in phases of an earlier rehearsal.
-    :param requests: as :func:`limits_of` takes them.
+    :param fewer_requests: as :func:`limits_of` takes them.
     """
 
     def __init__(
@@ -269,11 +268,11 @@ class Rehearsal:
         *,
         leads: bool,
         peaks: Mapping[str, int] = MappingProxyType({}),
-        requests: int = 0,
+        fewer_requests: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
         self._board, self._low, self._derive = board, f"{LOW} {number}", derive
-        self._peaks, self._requests = dict(peaks), requests
+        self._peaks, self._fewer_requests = dict(peaks), fewer_requests
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
@@ -293,7 +292,7 @@ class Rehearsal:
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
-        limits = limits_of(self.scheduler, self._requests)
+        limits = limits_of(self.scheduler, self._fewer_requests)
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -500,5 +499,5 @@ class Rehearsal:
             stopped=self._stopped,
             seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
             missed=driver.missed if driver else {},
-            requests=driver.fewer_requests if driver else 0,
+            fewer_requests=driver.fewer_requests if driver else 0,
         )

@@ -25,7 +25,7 @@ def scheduler(monkeypatch):
     """Makes schedulers; of the one that was made last the GPU's memory is read."""
     for name, value in {
         "server_facts": lambda runner: SimpleNamespace(hybrid=""),
-        "limits_of": lambda scheduler, requests=0: SMALL,
+        "limits_of": lambda scheduler, fewer_requests=0: SMALL,
         "batch_facts": lambda batch: batch,
         "make_abort": lambda: "abort",
         "make_flush": lambda: "flush",

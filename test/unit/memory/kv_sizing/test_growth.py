@@ -52,7 +52,7 @@ class Rehearsal:
 
     limits = SimpleNamespace(default_requests=False)
 
-    def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, peaks, requests):
+    def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, peaks, fewer_requests):
         self.poll = self.look_at_turn = list
         self.ended = False
 
@@ -82,7 +82,7 @@ class Ranks:
             (hooks.ranks, "all_gather", lambda told: [told]),
             (hooks.rehearsal, "ABANDON_AFTER_S", -1.0),
             (hooks.rehearsal, "Rehearsal", Rehearsal),
-            (hooks.rehearsal, "limits_of", lambda scheduler, requests: None),
+            (hooks.rehearsal, "limits_of", lambda scheduler, fewer_requests: None),
             (hooks.rehearsal, "server_facts", lambda runner: facts),
             (hooks.ServerStart, "_serve", lambda one: self.served.append(one)),
             (hooks.token_count, "resize_allocator", lambda allocator, counts: None),
@@ -230,7 +230,7 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     ranks.again = ["a phase"]
     ranks.measure(500, 500)
     ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
-    ranks.measure(900, 900, requests=512)
+    ranks.measure(900, 900, fewer_requests=512)
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 

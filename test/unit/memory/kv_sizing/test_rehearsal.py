@@ -137,7 +137,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
 ):
     """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay."""
     limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, default_requests=default_requests)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, requests: limits)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
     by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
@@ -155,7 +155,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
         free * GB, peak=20_000_000 * max((by_name[name] for name in ran[since[-1] :]), default=0)
     )
     found = rehearse(made, peaks=earlier)
-    assert (found.requests, found.stopped, found.lowest) == (requests, stopped, free * GB)
+    assert (found.fewer_requests, found.stopped, found.lowest) == (requests, stopped, free * GB)
     assert min(found.lowest, found.expected) == lowest * GB
     assert "captured decode of 75 requests" in ran
     assert ("eager decode of 300 requests" in ran) == (not requests and not stopped)
@@ -335,7 +335,7 @@ def rehearsed_or_refused(scheduler, refused):
 )
 def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler, monkeypatch):
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, requests: limits)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     rehearsed_or_refused(made, refused)
 
 
