@@ -36,7 +36,7 @@ class LoadDriver:
     :param derive: makes what is driven from the limits.
     :param fits: whether there is memory for a phase or a prompt that is larger than what ran.
     :param abort: makes the request that ends all others.
-    :param seconds_to_deadline: seconds until no further phase begins, and so many more.
+    :param seconds_to_deadline: seconds until no further phase begins.
     :param grace_s: so many more, after which what still runs is left to itself.
     """
 
@@ -46,7 +46,7 @@ class LoadDriver:
         limits: Limits,
         make: Make,
         abort: Callable[[], Any],
-        seconds_to_deadline: Callable[[float], float],
+        seconds_to_deadline: Callable[[], float],
         grace_s: float,
         fits: Callable[[Estimate], bool],
     ):
@@ -93,7 +93,7 @@ class LoadDriver:
         """No further phase; what runs is aborted, or ends by its length."""
         self._ended = True
 
-    def put(self, idle: bool, stuck: bool = False) -> list[Any]:
+    def put(self, idle: bool, stuck: bool) -> list[Any]:
         """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
 
         :param idle: the scheduler has nothing to do: what is waited for has been lost.
@@ -123,12 +123,12 @@ class LoadDriver:
                     continue
                 self.end()
             self._phase, self._reached = phase, False
-            began = self._seconds_to_deadline(0.0)
+            began = self._seconds_to_deadline()
             for attempt in range(ATTEMPTS_PER_PHASE):
                 if self._stopping():
                     break
                 yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
-                self.seconds[phase.name] = began - self._seconds_to_deadline(0.0)
+                self.seconds[phase.name] = began - self._seconds_to_deadline()
                 if self._reached:
                     break
             not_reached = [] if self._reached else [phase]
@@ -138,7 +138,7 @@ class LoadDriver:
         self._phase = None
 
     def _stopping(self) -> bool:
-        return self._ended or self._seconds_to_deadline(0.0) < 0
+        return self._ended or self._seconds_to_deadline() < 0
 
     @property
     def _nothing_more_comes(self) -> bool:
@@ -165,7 +165,7 @@ class LoadDriver:
                 self.end()
                 break
             last_tokens = len(turn[0])
-            if (left_s := self._seconds_to_deadline(self._grace_s)) < phase.growth * self._slowest_s:
+            if (left_s := self._seconds_to_deadline() + self._grace_s) < phase.growth * self._slowest_s:
                 self.end()
                 break
             yield self._requests(turn, phase.new_tokens, phase)
@@ -174,7 +174,7 @@ class LoadDriver:
                     break
                 yield []
             if phase.growth:
-                self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline(self._grace_s))
+                self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline() - self._grace_s)
             if self._ended or self._stuck:
                 break
         if self._waiting and not self._idle:

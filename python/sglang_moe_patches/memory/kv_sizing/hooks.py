@@ -39,7 +39,7 @@ class UseTokens(ranks.Order):
 
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
-    :param fewer_requests: how many run at once from now on, as more would have taken too much memory; 0: as many as can.
+    :param fewer_requests: how many run at once from now on, as more would take too much memory; 0: as many as can.
     :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 

@@ -328,9 +328,9 @@ class Rehearsal:
         self._undo.append(patcher.undo)
         patcher.add(owner, name, value)
 
-    def _seconds_to_deadline(self, grace_s: float = 0.0) -> float:
-        """Seconds until no further phase begins, and so many more."""
-        return self._began + self._timeout_s + grace_s - time.monotonic()
+    def _seconds_to_deadline(self) -> float:
+        """Seconds until no further phase begins."""
+        return self._began + self._timeout_s - time.monotonic()
 
     def _keep_random_state(self) -> None:
         import numpy
@@ -442,7 +442,7 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
             self._driver.over, put = True, self._driver.abort_all()
-        given_up = self._seconds_to_deadline(self._abandon_after_s) < 0
+        given_up = self._seconds_to_deadline() + self._abandon_after_s < 0
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []
         self._flushing = True

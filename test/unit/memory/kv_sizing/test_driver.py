@@ -41,8 +41,7 @@ class Server:
         def derive(limits):
             return [phase for phase in phases.derive_phases(limits) if only in (None, phase.kind)]
 
-        deadline = lambda more_s: left_s() + more_s  # noqa: E731
-        self.driver = LoadDriver(derive, limits, self.make, lambda: "abort", deadline, GRACE_S, fits)
+        self.driver = LoadDriver(derive, limits, self.make, lambda: "abort", left_s, GRACE_S, fits)
 
     def make(self, name, prompt, new, phase):
         return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
