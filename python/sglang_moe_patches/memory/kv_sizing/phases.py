@@ -67,7 +67,7 @@ WINDOW_OVERHANG_TOKENS = 128
 
 
 class PhaseKind(StrEnum):
-    """The kinds of largest forwards that are driven; people read a label of each."""
+    """The kinds of largest forwards that are driven."""
 
     PREFILL = "prefill"
     TOGETHER = "together"
@@ -103,6 +103,7 @@ class Sizes:
 
 
 SIZES = tuple(each.name for each in fields(Sizes))
+"""By their names."""
 
 
 @dataclass(frozen=True)

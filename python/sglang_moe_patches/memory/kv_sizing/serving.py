@@ -21,7 +21,7 @@ from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import token_count
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders
-from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION
+from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
@@ -159,9 +159,8 @@ class Serving:
         *,
         leads: bool,
     ) -> None:
-        self._scheduler, self._pools = scheduler, pools
-        self._memory, self._orders, self._shown, self._leads = memory, orders, shown, leads
-        self._board = board
+        self._scheduler, self._pools, self._memory = scheduler, pools, memory
+        self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
         self._ordered = False
@@ -258,12 +257,9 @@ class Serving:
             return
         self._retirement = None
         if self._leads:
-            log.logger.warning(
-                log.of("kv-sizing", "memory was short: %s KV tokens instead of %s; %s MB given back until now"),
-                f"{self._pools.counts.tokens:,}",
-                f"{self._began_with:,}",
-                f"{self._given_back / 1e6:,.0f}",
-            )
+            tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._began_with:,}"
+            given_back = f"{megabytes(self._given_back)} given back until now"
+            log.logger.warning(log.of("kv-sizing", "memory was short: %s; %s"), tokens, given_back)
 
 
 def requests_of(scheduler: Any) -> Iterator[Any]:
@@ -379,7 +375,7 @@ class Retirement:
             self._told()
         if not any(bool(each.held.any()) for each in self._tails.values()):
             self.done = True
-            self._patcher.undo()
+            self._patcher.undo()  # another plugin may have had a clear of its own there
         return changed
 
     def in_use(self) -> TokenCounts:
