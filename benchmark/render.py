@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, residual_hole, weight_shuffle
+from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_shuffle
 from common import headlines, machine, moe_tables, output, same, verdicts
 from memory import segments, serving
 from tiny_moe import mutations
@@ -115,7 +115,7 @@ SECTIONS = {
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
-    "residual-hole": one("residual-hole/h200", residual_hole.tables),
+    "residual-hole": one("residual-hole/h200", rows_as_they_are),
     "segments": Section(SEGMENTS, segments.tables),
     "segments-variable": Section(under("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
     "segments-long": Section(("segments/kimi-k2.5-long",), segments.tables),

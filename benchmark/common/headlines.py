@@ -101,8 +101,7 @@ def index(load: Load) -> str:
     case = find(figures("mori-rows/rows")["cases"], ep=8, batch=32, routing="skewed")
     host = [figures(f"overhead/host-{name}")["added_us"] for name in ("h200", "triton-h200")]
     launch = figures("launcher-cost/cpu")["medians"]["load_plugins_ms"]
-    hole = figures("residual-hole/h200")
-    wrong = [f"{name} {hole['servers'][name]['differing']} of {hole['questions']}" for name in ("stock", "patched")]
+    hole = {name: differing for name, differing, _ in figures("residual-hole/h200")["rows"]}
     headlines = {
         "moe-workspace": (
             "one MoE layer behind Triton",
@@ -135,7 +134,10 @@ def index(load: Load) -> str:
         "mori-rows": ("rows given to the kernel behind MoRI", f"{case['stock']:,} -> {case['bound']:,} (computed)"),
         "overhead": ("time that the changes add", f"{host[0]:.0f} to {host[1]:.0f} us of the host per eager layer"),
         "launcher-cost": ("what the launching process pays", f"{launch['patched'] - launch['stock']:+.0f} ms"),
-        "residual-hole": ("wrong answers of the engine's own buffer", ", ".join(wrong)),
+        "residual-hole": (
+            "wrong answers of the engine's own buffer",
+            f"stock {hole['stock']}, patched {hole['patched']}",
+        ),
         "regress": ("`regress` on GPUs", f"answers that differ: {figures('regress/tiny-h200')['rows'][0][2]}"),
     }
     rows = [(f"[{page}]({page}.md)", *cells) for page, cells in headlines.items()]
