@@ -84,7 +84,9 @@ def doctor(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder with config.json, that file, or a Hugging Face name in the local cache."),
+        typer.Option(
+            help="Folder with config.json, that file, or a Hugging Face name: published models, the local cache."
+        ),
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"With --model: {', '.join(GPUS)}; none need be there.")] = "h200",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,

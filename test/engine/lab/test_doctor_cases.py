@@ -361,6 +361,13 @@ CASES = {
         ),
         env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "400"},
     ),
+    # 16,384 tokens' eight outputs of 7,168 columns are 1,879 MB.
+    "Marlin, which may hold as much": Case(
+        public("moonshotai/Kimi-K2.5"),
+        "--tp 8 --chunked-prefill-size 16384",
+        does_nothing("moe-workspace", "1,879 MB here, which SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB allows"),
+        env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "4000"},
+    ),
     # Its linear attention reads attributes of parameters that are quantized; in_proj_ba has too few columns for it.
     "linear attention in FP8": Case(
         public("Qwen/Qwen3-Next-80B-A3B-Thinking", quantization_config=NEXT_FP8),

@@ -137,9 +137,12 @@ def _decide_width(
     width = choose_width(layer, gemm, max_bytes)
     if width < layer.hidden:
         return Decision((COLUMNS, cut) if cut else (COLUMNS,), width=width)
-    why = "cutting it saves too little, or costs more than 2 % of the layer's time"
-    reason = f"{_size(layer.tokens, layer.top_k, layer.hidden)}, and {why}"
-    return Decision(effects, "; ".join(filter(None, (reason, column_slices.advise(layer, gemm, choose_width)))))
+    size = _size(layer.tokens, layer.top_k, layer.hidden)
+    if max_bytes is not None and gemm.held(layer).whole <= max_bytes:
+        return Decision(effects, f"{size}, which {column_slices.MOE_WORKSPACE_MB.name} allows")
+    if advice := column_slices.advise(layer, gemm, choose_width):
+        return Decision(effects, f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}")
+    return Decision(effects, f"{size}, and cutting it saves too little")
 
 
 def _size(tokens: int, top_k: int, hidden: int) -> str:

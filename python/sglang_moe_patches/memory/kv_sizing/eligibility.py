@@ -51,10 +51,11 @@ KV_MARGIN = Variable(
 """Between two kinds of load the need of fourteen servers has differed by up to 1,180 MB, and once by 2 GB, on H100s and
 H200s. ``docs/changes/kv-sizing.md`` states the default under *What it does*, and ``test_the_page_says_the_margin`` in
 ``test/unit/memory/kv_sizing/test_sizing.py`` compares; ``make pages`` writes the README's. ``hooks.py`` reads it in a
-server, ``lab/predict/engine_pools.py`` for ``doctor``: run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
-benchmark/results/recipes/RELEASE.json`` again for each file that is there. KV tokens that README and
-``docs/benchmarks/serving.md`` predict (*not run*) hold for 2,000 MB. That no GPU was run with a new default belongs
-under *What was measured* there; where servers were run with 2,000 MB, that stays."""
+server, ``lab/predict/engine_pools.py`` for ``doctor``, where ``begins_with`` alone depends on it: run
+``.venvs/RELEASE/bin/python benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` again for each file
+that is there (two minutes each). What was measured and predicted with 2,000 MB stays, and says so: README under *How
+the first table was measured*, ``docs/benchmarks/serving.md`` under *Predicted, and measured*, and
+``docs/changes/kv-sizing.md`` under *What was measured*."""
 
 
 _NOT_REHEARSED = "whose forwards are not rehearsed"
