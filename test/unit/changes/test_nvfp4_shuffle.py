@@ -148,66 +148,73 @@ def test_dtypes_and_kinds_of_input_give_plain_tensors_of_bytes_and_scales(engine
 
 
 def _wrong_inputs():
-    sizes = (256, 128, 2)
-    good = random_layer(2, 256, 128)
+    hidden, intermediate, experts = 256, 128, 2
+    sizes = (hidden, intermediate, experts)
+    good = random_layer(experts, hidden, intermediate)
 
     def replaced(index, tensor):
         return tuple(tensor if i == index else t.clone() for i, t in enumerate(good))
 
     for index, name in enumerate(INPUT_NAMES):
         tensor = good[index].view(torch.uint8)
+        yield f"{name}: dtype", replaced(index, tensor.to(torch.int16)), sizes, name, "one-byte dtype"
+        yield f"{name}: bool", replaced(index, tensor > 7), sizes, name, "one-byte dtype"
+        yield f"{name}: columns", replaced(index, tensor[..., :-4].contiguous()), sizes, name, "must have shape"
+        yield f"{name}: rows", replaced(index, tensor[:, :-128].contiguous()), sizes, name, "must have shape"
+        yield f"{name}: transposed", replaced(index, tensor.mT.contiguous()), sizes, name, "must have shape"
         strided = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=torch.uint8)[..., ::2]
-        for what, wrong in {
-            "dtype": tensor.to(torch.int16),
-            "bool": tensor > 7,
-            "columns": tensor[..., :-4].contiguous(),
-            "rows": tensor[:, :-128].contiguous(),
-            "transposed": tensor.mT.contiguous(),
-            "strided": strided,
-            "sliced": torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]],
-            "expanded": tensor[:1].expand_as(tensor),
-            "device": tensor.to("meta"),
-        }.items():
-            yield f"{name}: {what}", replaced(index, wrong), sizes
-    yield "gemm1 rows", random_layer(2, 256, 32), (256, 32, 2)
-    yield "hidden", random_layer(2, 192, 128), (192, 128, 2)
-    yield "scale columns", random_layer(2, 256, 192 + 128 + 16), (256, 336, 2)
-    yield "no experts", tuple(tensor[:0] for tensor in good), (256, 128, 0)
-    yield "no rows", tuple(tensor[..., :0] for tensor in good), (256, 0, 2)
-    yield "expert count", good, (256, 128, 3)
+        yield f"{name}: strided", replaced(index, strided), sizes, name, "contiguous"
+        expanded = tensor[:1].expand_as(tensor)
+        yield f"{name}: expanded", replaced(index, expanded), sizes, name, "contiguous"
+        yield f"{name}: device", replaced(index, tensor.to("meta")), sizes, "", "on the device of"
+    yield "gemm1 rows", random_layer(2, 256, 32), (256, 32, 2), INPUT_NAMES[2], "multiple of 128"
+    yield "hidden", random_layer(2, 192, 128), (192, 128, 2), INPUT_NAMES[3], "multiple of 128"
+    yield "scale columns", random_layer(2, 256, 192 + 128 + 16), (256, 336, 2), INPUT_NAMES[2], "multiple of 128"
+    yield "no experts", good, (hidden, intermediate, 0), "num_experts", "positive"
+    yield "expert count", good, (hidden, intermediate, 3), INPUT_NAMES[0], "must have shape"
 
 
-@pytest.mark.parametrize(("layer", "sizes"), [pytest.param(*case[1:], id=case[0]) for case in _wrong_inputs()])
-def test_what_is_no_layer_in_place_is_left_to_the_engines_own_function_untouched(layer, sizes):
-    before, given = clone(layer), []
-    wrapped = fp4_weights._wrap_prepare(lambda *arguments: given.append(arguments) or "the engine's")
-    assert wrapped(*layer, *sizes) == "the engine's"
-    assert [one is other for one, other in zip(given[0], layer, strict=False)] == [True] * 4
+@pytest.mark.parametrize(
+    ("layer", "sizes", "name", "rule"), [pytest.param(*case[1:], id=case[0]) for case in _wrong_inputs()]
+)
+def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
+    before = clone(layer)
+    with pytest.raises(ValueError, match=rule) as error:
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *sizes)
+    assert name in str(error.value)
     for tensor, copy in zip(layer, before, strict=True):
         if not tensor.is_meta:
             assert torch.equal(tensor.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
-def _refuse(*_):
-    raise AssertionError("rows")
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("kind", ["sliced", "transposed", "expanded"])
+def test_views_are_left_to_the_engines_own_function(kind, index):
+    """It copies what it is given, whatever its strides."""
+    layer = list(random_layer(2, 256, 128))
+    tensor = layer[index]
+    views = {
+        "sliced": lambda: torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]],
+        "transposed": lambda: tensor.mT.contiguous().mT,
+        "expanded": lambda: tensor[:1].expand_as(tensor),
+    }
+    layer[index] = views[kind]()
+    before = clone(layer)
+    given = []
+    wrapped = fp4_weights._wrap_prepare(lambda *arguments: given.append(arguments) or "the engine's")
+    assert wrapped(*layer, 256, 128, 2) == "the engine's"
+    assert [one is other for one, other in zip(given[0], layer, strict=False)] == [True] * 4
+    for one, copy in zip(layer, before, strict=True):
+        assert torch.equal(one.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "rows_of", "is_in_place"),
-    [
-        (256, 192, torch.arange, True),
-        (256, 32, torch.arange, False),  # half a block of rows of scales, should FlashInfer allow it
-        (256, 160, torch.arange, False),
-        (256, 0, torch.arange, False),
-        (256, 192, lambda rows: torch.arange(rows + 128), False),
-        (256, 192, lambda rows: torch.zeros(rows, dtype=torch.int64), False),
-        (256, 192, _refuse, False),
-    ],
-)
-def test_which_layouts_are_in_place(hidden, intermediate, rows_of, is_in_place, monkeypatch):
-    monkeypatch.setattr(shuffle, "_flashinfer_rows", lambda name, rows, *_: rows_of(rows))
-    permutations = shuffle.row_permutations.__wrapped__(hidden, intermediate, True)
-    assert (permutations is not None) == is_in_place
+def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
+    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())  # should FlashInfer allow what the layout does not
+    with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*random_layer(2, 256, 32), 256, 32, 2)
+    # 160 = 2.5 blocks of four scales: without a gate its rows are refused first, so ask the rule itself.
+    assert "multiple of 4" in shuffle._layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
+    assert shuffle._layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
 
 
 def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
@@ -222,7 +229,7 @@ def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
 
     assert fp4_weights._wrap_prepare(engines_own)(*layer, 128, 64, 2, is_gated=True) == "the engine's"
     assert calls == [((128, 64, 2), {"is_gated": True})]
-    with pytest.raises(shuffle.NotInPlace):
+    with pytest.raises(ValueError, match="no permutation"):
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 128, 64, 2)
 
 

@@ -57,7 +57,7 @@ Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 class NotInPlace(ValueError):
     """FlashInfer's layout is no permutation within the tensors that came in, or those are not the plain tensors that a
-    layer has. The engine's own function is for them, or refuses them. Nothing was touched.
+    layer has. The engine's own function is for them. Nothing was touched.
     """
 
 
@@ -124,22 +124,18 @@ def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> to
 
 @functools.lru_cache(maxsize=64)
 def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[RowPermutation, ...] | None:
-    """Of each tensor, in the order of the results; ``None``: one cannot be done in place, or FlashInfer refuses it.
+    """Of each tensor, in the order of the results; ``None``: one is no permutation, and cannot be done in place.
 
     The cache keeps CPU tensors only. Device memory that was allocated while weights were loaded may be taken away and
     given back without its contents (the engine's memory saver does that between RL steps), and a stale index would
     scramble the next reload.
+
+    :raises AssertionError: FlashInfer does not allow the shape.
     """
     permutations = []
     for name, rows, row_bytes in matrix_shapes(hidden_size, intermediate_size, is_gated):
-        # Scales are interleaved in blocks of so many rows, and then the columns of the others are multiples of four.
-        if rows < 1 or ("scales" in name and rows % TILE_ROWS):
-            return None
-        try:
-            index = _flashinfer_rows(name, rows, row_bytes, is_gated)
-        except AssertionError:
-            return None
-        if not torch.equal(index.sort().values, torch.arange(rows, device="cpu")):
+        index = _flashinfer_rows(name, rows, row_bytes, is_gated)
+        if index.numel() != rows or not torch.equal(index.sort().values, torch.arange(rows, device="cpu")):
             return None
         permutations.append(RowPermutation(index, repeating_tile(index)))
     return tuple(permutations)
@@ -421,20 +417,39 @@ def _warn_no_kernel(name: str, reason: str) -> None:
     log.logger.warning(log.of("fp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), name, reason)
 
 
-def _expert_matrices(tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
+def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
+    """Which tensor's sizes the layout does not allow, and why."""
+    rows_rule = f"must be a multiple of {TILE_ROWS}, the rows of one interleaved block of scales"
+    if gemm1_rows % TILE_ROWS:
+        return f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) {rows_rule}"
+    if hidden_size % TILE_ROWS:
+        return f"gemm2_scales_linear_fp4_bytes: its rows (hidden_size {hidden_size}) {rows_rule}"
+    if intermediate_size % (4 * SCALE_BLOCK):
+        return (
+            f"gemm2_scales_linear_fp4_bytes: its columns (intermediate_size {intermediate_size} / {SCALE_BLOCK}) must "
+            "be a multiple of 4, the scales that stay together"
+        )
+    return None
+
+
+def _expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
     """`tensor` as uint8 ``[experts, rows, row_bytes]`` on the same storage.
 
-    :raises NotInPlace: it is not.
+    :raises NotInPlace: it is not; names the rule.
     """
+    if tensor.dtype.itemsize != 1 or tensor.dtype == torch.bool:
+        raise NotInPlace(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
+    wanted = (experts, rows, row_bytes)
     shape = tuple(tensor.shape)
     # The engine's own function reshapes what it gets, so leading dimensions may be flattened; the bytes of a row, or
     # everything, must be what the sizes say.
     same_rows = len(shape) == 1 or (len(shape) > 1 and shape[-1] == row_bytes)
-    is_of_bytes = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
-    if not (is_of_bytes and same_rows and tensor.numel() == experts * rows * row_bytes and tensor.is_contiguous()):
-        raise NotInPlace
+    if shape != wanted and not (same_rows and tensor.numel() == experts * rows * row_bytes):
+        raise NotInPlace(f"{name}: must have shape [num_experts, rows, row bytes] = {list(wanted)}, not {list(shape)}")
+    if not tensor.is_contiguous():
+        raise NotInPlace(f"{name}: must be contiguous, not strided {tuple(tensor.stride())} for shape {list(shape)}")
     # detach(): a plain tensor, whatever Parameter subclass came in.
-    return tensor.detach().view(torch.uint8).view(experts, rows, row_bytes)
+    return tensor.detach().view(torch.uint8).view(wanted)
 
 
 @torch.no_grad()
@@ -467,19 +482,35 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
     :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn),
         each of its input's 3-D shape.
-    :raises NotInPlace: a size, dtype, shape, stride or device is not what it must be, or the sizes have no layout in
-        place.
+    :raises ValueError: a size or device is not what it must be; names the tensor and the rule. Nothing has been touched
+        then.
+    :raises NotInPlace: a dtype, shape or stride is not what it must be, or the sizes have no layout in place.
     """
+    if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:
+        raise ValueError(
+            "num_experts, hidden_size and intermediate_size must be positive, "
+            f"not {num_experts}, {hidden_size} and {intermediate_size}"
+        )
     tensors = (gemm1_weights, gemm1_scales_linear_fp4_bytes, gemm2_weights, gemm2_scales_linear_fp4_bytes)
     shapes = matrix_shapes(hidden_size, intermediate_size, is_gated)
     gemm1, gemm1_scales, gemm2, gemm2_scales = matrices = [
-        _expert_matrices(tensor, num_experts, rows, row_bytes)
-        for tensor, (_, rows, row_bytes) in zip(tensors, shapes, strict=True)
+        _expert_matrices(name, tensor, num_experts, rows, row_bytes)
+        for tensor, (name, rows, row_bytes) in zip(tensors, shapes, strict=True)
     ]
-    permutations = row_permutations(hidden_size, intermediate_size, bool(is_gated))
-    if permutations is None or num_experts < 1 or len({matrix.device for matrix in matrices}) > 1:
-        raise NotInPlace
-    uploaded = _upload(permutations, gemm1.device)
+    device = gemm1.device
+    for matrix, (name, _, _) in zip(matrices, shapes, strict=True):
+        if matrix.device != device:
+            raise ValueError(f"{name}: must be on the device of gemm1_weights, {device}, not on {matrix.device}")
+
+    layout_error = _layout_error(gemm1.shape[1], hidden_size, intermediate_size)
+    try:
+        permutations = row_permutations(hidden_size, intermediate_size, bool(is_gated))
+    except AssertionError as error:  # so does the engine's own function
+        message = f"gemm1_weights, gemm2_weights: FlashInfer refuses the shape: {error}"
+        raise ValueError(layout_error or message) from error
+    if permutations is None or layout_error is not None:
+        raise NotInPlace(layout_error or "gemm1_weights, gemm2_weights: the layout is no permutation of rows")
+    uploaded = _upload(permutations, device)
     _permute_rows(gemm1, permutations[0], uploaded[0])
     _shuffle_scales(gemm1_scales, permutations[1], uploaded[1])
     _permute_rows(gemm2, permutations[2], uploaded[2])
