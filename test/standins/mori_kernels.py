@@ -168,27 +168,14 @@ class EpDispatchCombineKernelType(Enum):
 
 @dataclass
 class EpDispatchCombineConfig:
-    """``mori.ops.EpDispatchCombineConfig``; the fields that the reference ignores are there to be passed."""
+    """Of ``mori.ops.EpDispatchCombineConfig`` what is used here: the engine gives it the fields that it has."""
 
-    data_type: torch.dtype
     rank: int
     world_size: int
-    hidden_dim: int
-    scale_dim: int
-    scale_type_size: int
-    max_token_type_size: int
     max_num_inp_token_per_rank: int
     num_experts_per_rank: int
-    num_experts_per_token: int
-    warp_num_per_block: int = 8
-    block_num: int = 80
     max_total_recv_tokens: int = 0
-    use_external_inp_buf: bool = True
     kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
-    gpu_per_node: int = 8
-    rdma_block_num: int = 0
-    num_qp_per_pe: int = 1
-    quant_type: str = "none"
 
 
 class EpDispatchCombineOp:
@@ -200,14 +187,7 @@ class EpDispatchCombineOp:
         self._received: Received | None = None
 
     def dispatch(
-        self,
-        input: torch.Tensor,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
+        self, input: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """:returns: rows, weights, scales, ids and the received count, the first four of buffer size."""
         sent = Sent(input, indices, weights, scales)
@@ -216,11 +196,11 @@ class EpDispatchCombineOp:
 
     dispatch_send = dispatch
 
-    def dispatch_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
+    def dispatch_recv(self) -> None:
         pass
 
     def combine(
-        self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor, *args: int, **kwargs: int
+        self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """:returns: [``max_num_inp_token_per_rank``, hidden], and ``None`` for the weights."""
         network = self._meeting.network
@@ -331,19 +311,11 @@ def fused_moe(
     expert_mask: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.Silu,
     quant_type: QuantType = QuantType.No,
-    doweight_stage1: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
     a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_size_M: int | None = None,
     num_local_tokens: torch.Tensor | None = None,
-    moe_sorting_dispatch_policy: bool = False,
+    moe_sorting_dispatch_policy: int = 0,
     dtype: torch.dtype | None = None,
-    hidden_pad: int = 0,
-    intermediate_pad: int = 0,
-    bias1: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
+    **others: Any,
 ) -> torch.Tensor:
     """``aiter.fused_moe.fused_moe`` with unquantized weights.
 
@@ -352,11 +324,10 @@ def fused_moe(
     :param topk_ids: experts of all ranks, [M, top-k].
     :param expert_mask: [experts of all ranks], 1 for the local ones.
     :param num_local_tokens: only that many rows are computed, int32 [1].
+    :param others: what is left out: scales of weights, biases, padding.
     :returns: [M, hidden] in ``dtype``; NaN in the rows that are not computed.
     """
-    assert w1_scale is w2_scale is a2_scale is bias1 is bias2 is None
-    assert hidden_pad == intermediate_pad == 0
-    assert not doweight_stage1
+    assert not any(others.values())
     rows, dtype = topk_ids.shape[0], dtype or hidden_states.dtype
     assert hidden_states.shape[0] == topk_weight.shape[0] == rows
     assert a1_scale is None or a1_scale.shape[0] == rows
