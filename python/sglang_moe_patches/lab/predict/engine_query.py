@@ -270,7 +270,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         skip_reason = skip_reason or why_not_pools
         # Data-parallel ranks bring a chunk each.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
-        layer = _describe_layer(model, tokens)
+        layer = _describe_layer(model)
         if layer is not None:
             built = patch.Built(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
             asked = [change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE]
@@ -519,7 +519,7 @@ _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_exper
 """What the engine's blocks call them."""
 
 
-def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
+def _describe_layer(model: Any) -> dict[str, Any] | None:
     """The first layer that has experts; ``None``: there is none."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -544,7 +544,6 @@ def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
             "shared_experts": any(getattr(block, name, None) is not None for name in _SHARED_EXPERTS),
             "family": family,
             "in_place": runners.is_in_place(experts),
-            "tiles": _read_tiles(experts, tokens),
         }
     return None
 

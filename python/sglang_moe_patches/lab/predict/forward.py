@@ -73,12 +73,10 @@ class Acting:
 class Prediction:
     """Bytes beyond the state before a forward.
 
-    :param hidden_tensors: how many tensors of [tokens, hidden], in a MoE layer that has one with a residual before it.
-    :param parts: bytes of each of ``PARTS``, there.
+    :param parts: bytes of each of ``PARTS``, in a MoE layer that has one with a residual before it.
     :param elsewhere: bytes at the other places that can be the peak.
     """
 
-    hidden_tensors: int
     parts: dict[str, int]
     elsewhere: dict[str, int]
 
@@ -179,7 +177,7 @@ def predict(
         elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * model.hidden + logits
     if model.dense_layers:
         elsewhere["the first layer's MLP"] = released + held_latents + 3 * hidden + 6 * tokens * share.intermediate
-    return Prediction(count, parts, elsewhere)
+    return Prediction(parts, elsewhere)
 
 
 def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:

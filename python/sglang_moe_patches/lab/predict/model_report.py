@@ -57,7 +57,6 @@ class Server:
     :param graphs: decodes are captured.
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
     :param float_logits: as :func:`.forward.predict` takes it.
-    :param tiles: of Triton's second GEMM, as the engine has them for this GPU; ``None``: not known.
     :param all_to_all: its ``--moe-a2a-backend``; "": none.
     :param in_place: the runner is told to write its output over its input.
     """
@@ -71,7 +70,6 @@ class Server:
     graphs: bool = True
     engine_drops: bool = False
     float_logits: bool = False
-    tiles: Mapping[str, int] | None = None
     all_to_all: str = ""
     in_place: bool = True
 
@@ -140,8 +138,7 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
 
     :param answer: as the engine query has it under ``kv_sizing``.
     """
-    given, mode = answer.get("given", False), answer["mode"]  # results were stored without
-    unknown = answer.get("unknown", "")
+    given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
     reason = answer["skip_reason"] or (given_reason(mode) if mode and given else "")
     if reason:
@@ -340,7 +337,6 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any]) -> dict[str, Any]:
             if sizing and answer["name"] == "kv-sizing"
             else describe_change(server, model, changes[answer["name"]], answer, decided.get(answer["name"]))
             for answer in answers
-            if answer["name"] in changes  # not so of one that was kept from before a change had another name
         ],
         "fit": asked.get("fit"),
         "stock": _to_plain(both[0]) if both else None,
@@ -383,7 +379,6 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
             graphs=not resolved.get("disable_cuda_graph"),
             engine_drops=asked.get("engine_drops", False),
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
-            tiles=layer.get("tiles") if layer else None,
             all_to_all="" if (backend := resolved.get("moe_a2a_backend", "none")) == "none" else backend,
             in_place=layer is None or layer["in_place"],
         ),

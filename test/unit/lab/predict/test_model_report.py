@@ -423,7 +423,7 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
     ],
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, acts, words) -> None:
-    told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, **answer}}
+    told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, "unknown": "", **answer}}
     found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told)
     row = row_of("kv-sizing", found)
     assert row["acts"] is acts
