@@ -156,7 +156,7 @@ class OneRank:
         is_raised = lambda flag: flag in self.low_reports or low()  # noqa: E731
         board: Any = SimpleNamespace(raise_flag=self.low_reports.append, is_raised=is_raised)
         derive = phases.derive_phases
-        self.run = rehearsal.Rehearsal(scheduler, 0, over, board, 1, derive, leads=leads, **more)
+        self.run = rehearsal.Rehearsal(scheduler, 0, over, board, 1, derive, leads=leads, **{"peaks": {}, **more})
         self.orders = ranks.Orders(scheduler, self.run.plant, leads=leads)
 
     def begin(self):

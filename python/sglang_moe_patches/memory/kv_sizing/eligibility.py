@@ -5,14 +5,13 @@ In the launcher a hook remembers whether ``--mem-fraction-static`` was given, be
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Patcher, Skip
+from sglang_moe_patches.core.patch import Patcher, Skip, around
 from sglang_moe_patches.core.variables import Variable
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, speculates
 
@@ -199,19 +198,15 @@ def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
     server_args = module.ServerArgs
     if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
         return
-    patcher.wrap(server_args, "__post_init__", _make_post_init)
+    patcher.wrap(server_args, "__post_init__", around(_mark))
 
 
-def _make_post_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        by_rule = self.mem_fraction_static is None
-        original(self, *args, **kwargs)
-        # Schedulers that size nothing would show it among their arguments.
-        if by_rule and skip(self) is None:
-            setattr(self, MARK, True)
-
-    return __post_init__
+def _mark(original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any) -> None:
+    by_rule = server_args.mem_fraction_static is None
+    original(server_args, *args, **kwargs)
+    # Schedulers that size nothing would show it among their arguments.
+    if by_rule and skip(server_args) is None:
+        setattr(server_args, MARK, True)
 
 
 def given_by_the_user(server_args: Any) -> bool:

@@ -56,8 +56,7 @@ def probe() -> Install:
 
     :raises engine.Unsupported: the engine is not as expected.
     """
-    runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
-    maker = runner
+    maker = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
     if not hasattr(maker, "_init_pools"):
         maker = engine.require_unpatched(
             engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator"
@@ -71,10 +70,9 @@ def probe() -> Install:
     scheduler = engine.require_unpatched(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.require_unpatched(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.require_unpatched(scheduler, "get_init_info"), "max_total_num_tokens")
-    engine.require_unpatched(scheduler, "_add_request_to_queue")
     engine.require_parameters(engine.require_unpatched(scheduler, "get_num_allocatable_reqs"), ("self", "running_bs"))
-    engine.require_unpatched(scheduler, "is_fully_idle")
-    engine.require_unpatched(scheduler, "flush_cache")
+    for name in ("_add_request_to_queue", "is_fully_idle", "flush_cache"):
+        engine.require_unpatched(scheduler, name)
     ranks.require_inbox(scheduler)
 
     def install(patcher: Patcher) -> None:

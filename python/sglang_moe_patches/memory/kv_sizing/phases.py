@@ -578,10 +578,9 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
 
 
 def _penalized_decode(requests: int, limits: Limits) -> Phase:
+    name = f"decode of {requests} requests with penalties and a logit bias"
     return replace(
-        _decode(
-            PhaseKind.PENALTIES, f"decode of {requests} requests with penalties and a logit bias", requests, limits
-        ),
+        _decode(PhaseKind.PENALTIES, name, requests, limits),
         bound=Bound(DECODES, requests=requests),
         sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
         # With speculation each release computes log-probabilities in another way.
@@ -593,9 +592,8 @@ def _in_step(phase: Phase, limits: Limits) -> Phase:
     """The same, seen only where every data-parallel rank is at the bound in the same forward."""
     # The engine counts a request that is verified as its draft tokens.
     each = phase.bound.tokens or phase.bound.requests * max(1, limits.draft_tokens)
-    return (
-        replace(phase, bound=replace(phase.bound, all_ranks=limits.gathered * each)) if limits.gathered > 1 else phase
-    )
+    all_ranks = limits.gathered * each if limits.gathered > 1 else 0
+    return replace(phase, bound=replace(phase.bound, all_ranks=all_ranks))
 
 
 def growing_lengths(chunk: int) -> list[int]:
@@ -673,11 +671,8 @@ def _decoded_meanwhile(requests: int, limits: Limits) -> int:
 def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
     caches = [limits.cache_tokens]
-    if (
-        limits.window_tokens
-        and requests * (limits.window + WINDOW_OVERHANG_TOKENS + 2 * limits.page)
-        > limits.window_tokens - 2 * limits.largest
-    ):
+    windows = requests * (limits.window + WINDOW_OVERHANG_TOKENS + 2 * limits.page)
+    if limits.window_tokens and windows > limits.window_tokens - 2 * limits.largest:
         caches.append(limits.window_tokens)  # which has no whole window for each
     each = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
     new = each - SHORT_PROMPT_TOKENS - limits.beside_prompt()

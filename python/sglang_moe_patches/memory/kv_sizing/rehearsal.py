@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
@@ -267,7 +266,7 @@ class Rehearsal:
         derive: Callable[[Limits], Sequence[Phase]],
         *,
         leads: bool,
-        peaks: Mapping[str, int] = MappingProxyType({}),
+        peaks: Mapping[str, int],
         fewer_requests: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads

@@ -7,7 +7,7 @@ as large as they were, and bound a request's length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
@@ -133,5 +133,5 @@ def _tell_metrics(scheduler: Any, counts: TokenCounts) -> None:
 
 def init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
     """What a scheduler tells its launcher, with the numbers that it has now."""
-    names: Iterable[str] = ("max_total_num_tokens", "max_req_input_len")
-    return {**info, **{name: getattr(scheduler, name) for name in names if name in info}}
+    names = {"max_total_num_tokens", "max_req_input_len"} & info.keys()
+    return {**info, **{name: getattr(scheduler, name) for name in names}}
