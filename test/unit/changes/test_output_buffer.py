@@ -421,17 +421,6 @@ def test_a_layer_that_may_still_use_its_input_is_noticed(dies, lines):
     assert proofs.input_dies(function(*lines, parameters="hidden_states, forward_batch, residual")) == dies
 
 
-class Kept:
-    def forward(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        return self.mlp(hidden_states)
-
-
-def test_a_method_is_read_from_its_source():
-    assert proofs.input_dies(Kept.forward)
-    assert not proofs.attention_lets_go(Kept.forward)
-
-
 def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hidden_states)", norm="", after="pass"):
     norm = norm or "hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)"
     prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
