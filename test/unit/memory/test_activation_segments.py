@@ -328,26 +328,22 @@ OTHER = "off: another rank stays with ordinary segments"
 
 
 @pytest.mark.parametrize(
-    ("found", "agreed", "said"),
+    ("found", "asked", "agreed", "said"),
     [
-        pytest.param(lambda: False, bool, ORDINARY, id="ordinary"),
-        pytest.param(fails, bool, "off: RuntimeError: no", id="a driver that fails"),
-        pytest.param(lambda: True, lambda works: False, OTHER, id="another rank"),
-        pytest.param(lambda: True, fails, "off: the ranks cannot agree, RuntimeError: no", id="no agreement"),
+        pytest.param(lambda: False, False, bool, ORDINARY, id="ordinary"),
+        pytest.param(fails, False, bool, "off: RuntimeError: no", id="a driver that fails"),
+        pytest.param(lambda: True, True, lambda works: False, OTHER, id="another rank"),
+        pytest.param(lambda: True, True, fails, "off: the ranks cannot agree, RuntimeError: no", id="no agreement"),
     ],
 )
-def test_where_it_does_not_work_everywhere_it_is_off_and_says_why(settings, expandable, caplog, found, agreed, said):
+def test_where_it_does_not_work_everywhere_it_is_off_and_says_why(
+    settings, expandable, caplog, found, asked, agreed, said
+):
+    """Every rank asks the others, whatever it found itself, or they would wait for it."""
     expandable(found)
-    switch.switch_over(switch.Switch(settings), agreed)
+    told: list[bool] = []
+    switch.switch_over(switch.Switch(settings), lambda works: told.append(works) or agreed(works))
+    assert told == [asked]
     assert settings.given[-1] == switch.OFF
     assert said in caplog.text
     assert "on from here" not in caplog.text
-
-
-@pytest.mark.parametrize(("found", "asked"), [(lambda: False, [False]), (fails, [False]), (lambda: True, [True])])
-def test_every_rank_asks_whatever_it_found_itself(settings, expandable, found, asked):
-    """Or the others would wait for it."""
-    expandable(found)
-    told = []
-    switch.switch_over(switch.Switch(settings), lambda works: told.append(works) or works)
-    assert told == asked
