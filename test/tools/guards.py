@@ -247,6 +247,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[an activation that is too large for the dead input]": [(" and rows * inner <= tokens * hidden", "")],
         SAID + "[Marlin, where a slice costs too much]": [('cut=used, uncut=""', "cut=used, uncut=used")],
         SAID + "[Marlin, cut because it is asked for]": [("_empty(tokens, hidden) if offered else None", "None")],
+        SAID + "[Marlin, which may hold as much]": [("if max_bytes is not None and", "if False and")],
     },
     OURS + "changes/deferred_shared_experts.py": {
         SAID + "[FP8 on TRT-LLM, which the engine defers behind]": [("if None in orders:", "if False:")],
