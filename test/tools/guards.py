@@ -256,6 +256,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[NVFP4 on CuteDSL]": [("((OUTPUT_IN_DEAD_INPUT,) if takes else ())", "()", SIZED_UNTIL)],
     },
     OURS + "memory/kv_sizing/hooks.py": {
+        "test_where_the_rule_leaves_nothing_a_server_starts_all_the_same": [(" - self._raised_tokens", "")],
         "test_all_ranks_grow_alike_or_none_does": [
             ("order_to_use, before)", "order_to_use, order.tokens)"),
             ("self.pools.unmap_from(counts)\n        self._fewer", "self._fewer"),
