@@ -333,7 +333,7 @@ def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):
-    """Also those that are no change's, and that regress or plan would set; and it needs no extra."""
+    """Also those that are no change's, and that regress would set; and it needs no extra."""
     ours = {variable.name: variable.default or "4096" for _, variable in patch.variables(CHANGES)}
     ours[patch.SELECT_VARIABLE] = "none"  # importing the engine takes seconds
     wrong = {"SGLANG_MOE_PATCHES_STRIKT": "1", "SGLANG_MOE_PATCH": "none"}
