@@ -123,7 +123,7 @@ def keep_steps(rehearsal):
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
-        begin(rehearsal)
+        limits = begin(rehearsal)
         file = Path(os.environ["STEPS"], rank())
         watched = rehearsal.runner.forward
 
@@ -134,6 +134,7 @@ def keep_steps(rehearsal):
             return watched(batch, *args, **kwargs)
 
         rehearsal.runner.forward = forward
+        return limits
 
     rehearsal.Rehearsal.begin = begin_with
 
