@@ -47,14 +47,15 @@ KV_MARGIN = Variable(
     _margin,
     "2000",
 )
-"""Between two kinds of load the need of fourteen servers has differed by up to 1,180 MB, and once by 2 GB, on H100s and
-H200s. ``docs/changes/kv-sizing.md`` states the default under *What it does*, and ``test_the_page_says_the_margin`` in
-``test/unit/memory/kv_sizing/test_sizing.py`` compares; ``make pages`` writes the README's. ``hooks.py`` reads it in a
-server, ``lab/predict/engine_pools.py`` for ``doctor``, where ``begins_with`` alone depends on it: run
-``.venvs/RELEASE/bin/python benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` again for each file
-that is there (two minutes each). What was measured and predicted with 2,000 MB stays, and says so: README under *How
-the first table was measured*, ``docs/benchmarks/serving.md`` under *Predicted, and measured*, and
-``docs/changes/kv-sizing.md`` under *What was measured*."""
+"""Between two kinds of load the need of fourteen servers has differed by up to 1,180 MB, and once by 2 GB, on H100s
+and H200s. ``docs/changes/kv-sizing.md`` states the default under *What it does*, and
+``test_the_page_says_the_margin`` in ``test/unit/memory/kv_sizing/test_sizing.py`` compares; ``make pages`` writes the
+README's. ``hooks.py`` reads it in a server, ``lab/predict/engine_pools.py`` for ``doctor``, which says in three of
+the recipes with what fraction the KV cache begins: run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
+benchmark/results/recipes/RELEASE.json`` again for each file that is there (five minutes each). Figures say that they
+are of 2,000 MB, and stay: in README under *How the first table was measured*, in ``docs/benchmarks/serving.md`` under
+*Predicted, and measured*, in ``docs/changes/kv-sizing.md`` under *What was measured*. Stand-ins follow the
+default."""
 
 
 _NOT_REHEARSED = "whose forwards are not rehearsed"
