@@ -29,6 +29,7 @@ class Fit:
     :param fraction: ``--mem-fraction-static`` in force; ``given``: the user gave it.
     :param refusal: why the engine makes no KV cache, in its own words; "": it does.
     :param tokens: of the KV cache; ``None``: not known, for the reason ``unknown``.
+    :param token_bytes: what one takes, with everything that the engine counts by it; ``None``: not known.
     :param context: tokens of the longest request.
     :param begins_with: the fraction with which kv-sizing begins where the engine's leaves less than such a request.
     """
@@ -40,6 +41,7 @@ class Fit:
     beside: str = ""
     refusal: str = ""
     tokens: int | None = None
+    token_bytes: float | None = None
     unknown: str = ""
     context: int = 0
     begins_with: float | None = None
@@ -66,6 +68,7 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
         launch = hooks.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
+        fit = replace(fit, token_bytes=hooks.bytes_per_token(maker))
         try:
             config = _resolve_pools(maker, fit, fit.memory - fit.weights)
             fit = replace(fit, tokens=int(config.max_total_num_tokens))
