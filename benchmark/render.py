@@ -59,7 +59,7 @@ def pending(names: tuple[str, ...], tables: Callable[[list[output.Result]], str]
 
 
 def rows_as_they_are(result: output.Result) -> str:
-    """The table of a result without a script of its own, any more or at all."""
+    """The table of a result whose script is gone, or that was typed in."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")

@@ -274,7 +274,7 @@ class TritonRunner(Runner):
                     data.copy_((0.5 + torch.rand(data.shape, device=self.device, generator=generator)) / 100)
         if quantization is not None:
             layer.quant_method.process_weights_after_loading(layer)
-        layer.rank = Rank(rank.experts or rank.experts, rank.top_k, rank.hidden, rank.intermediate)
+        layer.rank = rank
         return layer
 
     def batch(self, layer: Any, tokens: int) -> TritonBatch:

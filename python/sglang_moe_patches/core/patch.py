@@ -366,7 +366,7 @@ _ABSENT = object()
 
 
 class Patcher:
-    """Sets attributes of modules and classes and can put every one of them back."""
+    """Sets attributes of modules, classes and other objects, and can put every one of them back."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -382,7 +382,7 @@ class Patcher:
         self.add(owner, name, new)
 
     def add(self, owner: Any, name: str, new: Any) -> None:
-        """Give ``owner`` (a module or class) an attribute, whether it has one of that name or not."""
+        """Give ``owner`` an attribute, whether it has one of that name or not."""
         self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, new)
 

@@ -250,11 +250,11 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
         activation, instead.
     :param is_free: as if slices cost nothing.
     """
+    if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
+        return layer.hidden
     held = gemm.held(layer)
     if max_bytes is not None:
         return _fewest_slices_width(held, max_bytes, layer.hidden, gemm.alignment_columns)
-    if layer.tensor_bytes < MIN_TENSOR_BYTES:
-        return layer.hidden
     slices = min(
         -(-layer.tensor_bytes // (held.around - gemm.input_bytes(layer))),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
@@ -275,11 +275,11 @@ def packed_slice_width(
     """
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
+    if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
+        return layer.hidden
     held = gemm.held(layer)
     if max_bytes is not None:
         return _fewest_slices_width(held, max_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
-    if layer.tensor_bytes < MIN_TENSOR_BYTES:
-        return layer.hidden
     slices = min(
         -(-layer.hidden // max(1, (held.around - held.beside) // held.column)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),

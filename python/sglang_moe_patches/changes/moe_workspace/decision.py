@@ -125,7 +125,7 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """By the rule of a runner, ``choose_width``.
+    """What the rule of a runner, ``choose_width``, decides.
 
     :param sizes: what it takes, or why the tensor stays uncut.
     :param cut: the effect of the dead input where the tensor is cut, and ``uncut`` where it is not; "": none.

@@ -86,7 +86,7 @@ class PhaseKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one forward.
+    """The sizes of one forward.
 
     :param tokens: rows of its input.
     :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
@@ -103,7 +103,7 @@ class Sizes:
 
 
 SIZES = tuple(each.name for each in fields(Sizes))
-"""By their names."""
+"""The names of its fields."""
 
 
 @dataclass(frozen=True)
