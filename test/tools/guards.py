@@ -374,8 +374,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_what_waits_is_not_limited_meanwhile": [
             ('self._meanwhile(self.scheduler, "max_queued_requests", None)', "pass")
         ],
-    },
-    OURS + "memory/kv_sizing/driver.py": {
         "test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins": [
             ("yield [self._abort()] if self._stuck else", "yield"),
             ("if self._ended or self._stuck:", "if self._ended:"),

@@ -26,7 +26,7 @@ How
     2. :mod:`.pools`: the engine makes its pools over addresses for more tokens than have memory
        (:mod:`.address_space`).
     3. :mod:`.rehearsal`: before the first request every rank runs the largest forwards (:mod:`.phases`) through the
-       scheduler's own inbox, one after the other (:mod:`.driver`).
+       scheduler's own inbox, one after the other.
     4. :mod:`.sizing`: from what was needed to a number of tokens. Memory is mapped, and :mod:`.token_count` tells the
        number to whatever holds one.
     5. :mod:`.serving`: watches free memory from then on, and gives memory back where it runs short.

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from kv_servers import LIMITS, at_its_bound, of_kind
 from sglang_moe_patches.memory.kv_sizing import phases
-from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind, Plant
+from sglang_moe_patches.memory.kv_sizing.rehearsal import ATTEMPTS_PER_PHASE, LoadDriver
 
 GRACE_S = 60.0
 
