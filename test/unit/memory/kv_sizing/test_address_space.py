@@ -39,10 +39,6 @@ class Counting(HostMemory):
         self.granules -= gone
 
 
-def rows_of(buffer, axis, rows):
-    return buffer.tensor.narrow(axis, 0, rows)
-
-
 SHAPES = st.tuples(
     st.lists(st.integers(1, 3), max_size=1), st.integers(1, 3000), st.lists(st.integers(1, 40), max_size=2)
 )
@@ -58,7 +54,7 @@ def test_exactly_the_granules_of_the_first_rows_of_every_plane_are_mapped(parts,
         want = int(share * rows)
         buffer.map_rows(want)
         before = len(memory.granules)
-        assert not rows_of(buffer, axis, want).isnan().any()
+        assert not buffer.tensor.narrow(axis, 0, want).isnan().any()
         given_back = buffer.unmap_from(want)
         needed = set()
         if want:
@@ -69,17 +65,6 @@ def test_exactly_the_granules_of_the_first_rows_of_every_plane_are_mapped(parts,
         assert buffer.bytes_behind(want) == len(needed) * PAGE == before * PAGE - given_back
     buffer.release()
     assert memory.granules == set()
-
-
-def test_new_memory_is_zero_whatever_was_there_before():
-    buffer = ElasticBuffer((4000, 8), torch.float32, 0, HostMemory())
-    buffer.map_rows(4000)
-    buffer.tensor.fill_(float("nan"))
-    buffer.unmap_from(1000)
-    buffer.map_rows(4000)
-    assert buffer.tensor[:1000].isnan().all()
-    kept = buffer.bytes_behind(1000) // 32  # rows in the granules that stayed
-    assert not buffer.tensor[kept:].any()
 
 
 def test_where_there_is_not_enough_nothing_changes():
@@ -95,16 +80,20 @@ def test_where_there_is_not_enough_nothing_changes():
     assert not buffer.tensor.any()
 
 
-def test_addresses_stay_and_so_do_values_while_the_tail_comes_and_goes():
-    buffer = ElasticBuffer((2, 3000, 16), torch.float32, 1, HostMemory())
+def test_addresses_and_values_stay_while_the_tail_comes_and_goes_and_new_memory_is_zero():
+    buffer = ElasticBuffer((4000, 8), torch.float32, 0, HostMemory())
     address = buffer.tensor.data_ptr()
     buffer.map_rows(500)
-    rows_of(buffer, 1, 500).fill_(7)
-    buffer.map_rows(3000)
-    buffer.unmap_from(900)
+    buffer.tensor[:500].fill_(7)
+    buffer.map_rows(4000)
+    assert buffer.tensor[:500].eq(7).all()
+    buffer.tensor.fill_(7)
+    buffer.unmap_from(1000)
+    buffer.map_rows(4000)
+    kept = buffer.bytes_behind(1000) // 32  # rows in the granules that stayed
+    assert buffer.tensor[:kept].eq(7).all()
+    assert not buffer.tensor[kept:].any()
     assert buffer.tensor.data_ptr() == address
-    assert rows_of(buffer, 1, 500).eq(7).all()
-    assert not buffer.tensor[:, 500:900].any()
 
 
 TOUCH = """

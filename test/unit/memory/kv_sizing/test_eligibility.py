@@ -1,6 +1,8 @@
-"""Which servers measure what they need, and which the engine's rule sizes."""
+"""Which servers measure what they need and which the engine's rule sizes, and whether a fraction was given."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import unsized_servers
@@ -26,23 +28,17 @@ def test_anything_else_is_one_line_that_names_the_variable():
             patch.check_environment(CHANGES, {NAME: text})
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_kept"),
-    [("", int(eligibility.KV_MARGIN.default) * 10**6), ("500", 500_000_000), (" 3000 ", 3_000_000_000)],
-)
-def test_the_margin_is_asked_for_in_megabytes(text, bytes_kept):
-    assert eligibility.KV_MARGIN.read({eligibility.KV_MARGIN.name: text}) == bytes_kept
+def test_the_margin_is_asked_for_in_megabytes_and_not_too_small():
+    margin, name = eligibility.KV_MARGIN, eligibility.KV_MARGIN.name
+    for text, bytes_kept in (("", int(margin.default) * 10**6), ("200", 200_000_000), (" 3000 ", 3_000_000_000)):
+        assert margin.read({name: text}) == bytes_kept
+    for text in ("199", "-1", "2GB", "0.5", "nothing"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a whole number of MB, at least 200"):
+            margin.read({name: text})
 
 
-@pytest.mark.parametrize("text", ["199", "-1", "2GB", "0.5", "nothing"])
-def test_a_margin_that_is_too_small_or_no_number_is_refused(text):
-    with pytest.raises(ValueError, match=f"^{eligibility.KV_MARGIN.name}: expected a whole number of MB, at least 200"):
-        eligibility.KV_MARGIN.read({eligibility.KV_MARGIN.name: text})
-
-
-@pytest.mark.parametrize(("asked", "left_alone"), [("auto", True), ("always", False)])
-def test_a_given_fraction_is_left_alone_unless_always_is_asked_for(asked, left_alone):
-    assert bool(eligibility.given_reason(asked)) == left_alone
+def test_a_given_fraction_is_left_alone_unless_always_is_asked_for():
+    assert [bool(eligibility.given_reason(asked)) for asked in ("auto", "always")] == [True, False]
 
 
 ARGUMENTS: dict[str, object] = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8}
@@ -61,40 +57,68 @@ def test_every_server_that_is_not_sized_is_tested_and_on_the_page():
     assert [flag for flag in (*INELIGIBLE, *eligibility.ENGINE_SWITCHES) if f"`{flag}`" not in page] == []
 
 
-BROADCAST, DENSE = "--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"
-SKIP, RUST = eligibility.SKIP_ALL_GATHER, "SGLANG_RUST_SERVER"
-MOONCAKE = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+ALONE: dict[str, object] = {"attn_dp_size": 1}
+RUST, MOONCAKE, SKIP = "SGLANG_RUST_SERVER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL", eligibility.SKIP_ALL_GATHER
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "reason"),
     [
-        pytest.param({}, {}, None, id="a plain server"),
-        pytest.param({"dp_size": 4}, {}, None, id="replicas"),
-        pytest.param({"pp_size": 2}, {}, None, id="a pipeline"),
-        pytest.param({"attn_dp_size": 2}, {}, None, id="data-parallel attention"),
-        pytest.param({"dp_size": 2, "enable_dp_attention": True}, {}, None, id="data-parallel attention up to 0.5.19"),
-        pytest.param(
-            unsized_servers.arguments(BROADCAST) | {"attn_dp_size": 1},
-            {},
-            None,
-            id="no other rank to receive rank 0's requests",
-        ),
-        pytest.param(
-            unsized_servers.arguments(DENSE) | {"attn_dp_size": 1},
-            {},
-            None,
-            id="no other rank to exchange batch information with",
-        ),
-        pytest.param({"device": "cpu"}, {}, "--device is cpu", id="no GPU"),
+        ({}, {}, None),
+        ({"dp_size": 4}, {}, None),
+        ({"pp_size": 2}, {}, None),
+        ({"attn_dp_size": 2}, {}, None),
+        ({"dp_size": 2, "enable_dp_attention": True}, {}, None),  # as up to 0.5.19
+        # No other rank receives rank 0's requests, or exchanges batch information.
+        (unsized_servers.arguments("--enable-dp-attention-local-control-broadcast") | ALONE, {}, None),
+        (unsized_servers.arguments("--moe-dense-tp-size") | ALONE, {}, None),
+        ({"device": "cpu"}, {}, "--device is cpu"),
         ({}, {RUST: "1"}, f"{RUST} is set: {eligibility.ENGINE_SWITCHES[RUST]}"),
         ({}, {MOONCAKE: "true"}, f"{MOONCAKE} is set: {eligibility.ENGINE_SWITCHES[MOONCAKE]}"),
-        pytest.param({}, {RUST: "0", MOONCAKE: ""}, None, id="switches that are off"),
-        pytest.param({}, {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, None, id="the engine's own, maybe in vain"),
-        pytest.param({}, {SKIP: "1"}, None, id="ranks without requests of their own exchange no batch information"),
-        pytest.param({"attn_dp_size": 2}, {SKIP: "1"}, f"{SKIP} is set", id="ranks do not exchange batch information"),
+        ({}, {RUST: "0", MOONCAKE: ""}, None),
+        ({}, {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, None),  # the engine's own, maybe in vain
+        ({}, {SKIP: "1"}, None),  # ranks without requests of their own exchange no batch information
+        ({"attn_dp_size": 2}, {SKIP: "1"}, f"{SKIP} is set"),
     ],
+    ids=str,
 )
 def test_a_server_is_sized_unless_there_is_a_reason(arguments, environ, reason):
     assert eligibility.skip_reason(True, ARGUMENTS | arguments, environ) == reason
     assert eligibility.skip_reason("", ARGUMENTS | arguments, environ) == f"{NAME} is off; auto turns it on"
+
+
+class Resolving:
+    """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
+
+    def __init__(self, fraction=None, device="cuda"):
+        self.mem_fraction_static, self.device = fraction, device
+        self.__post_init__()
+
+    def __post_init__(self):
+        self.mem_fraction_static = self.mem_fraction_static or 0.88
+
+
+def test_nothing_is_hooked_where_it_is_not_asked_for(patcher, monkeypatch):
+    before = vars(Resolving)["__post_init__"]
+    monkeypatch.delenv(NAME, raising=False)
+    eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
+    assert vars(Resolving)["__post_init__"] is before
+    change = next(each for each in CHANGES if each.name == "kv-sizing")
+    skip = change.skip(Resolving())
+    assert ("turns it on" in skip.reason, skip.switchable) == (True, True)
+    monkeypatch.setenv(NAME, "auto")
+    assert not change.skip(Resolving(device="cpu")).switchable
+
+
+def test_a_fraction_that_was_given_is_told_from_the_engines_own(patcher, monkeypatch):
+    monkeypatch.setenv(NAME, "auto")
+    early = Resolving()
+    eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
+    assert not eligibility.given_by_the_user(Resolving())
+    assert eligibility.given_by_the_user(Resolving(0.88))
+    assert eligibility.given_by_the_user(early)  # it arrived resolved
+    # Of a server that is not sized no scheduler would take the mark off.
+    assert eligibility.MARK not in vars(Resolving(device="cpu"))
+    for raw in (0.9, None):
+        server_args = SimpleNamespace(_raw_input={"mem_fraction_static": raw})
+        assert eligibility.given_by_the_user(server_args) == (raw is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -449,3 +450,10 @@ def test_the_largest_captured_decode_is_of_what_was_captured(name):
 )
 def test_graphs_took_what_the_engine_says(told, gib):
     assert rehearsal.graph_bytes(SimpleNamespace(**told)) == gib * GIB
+
+
+@pytest.mark.parametrize(("warmup_s", "limits_s"), [(-1, (300, 60)), (60, (30, 15)), (3600, (300, 60))])
+def test_a_rehearsal_ends_within_the_engines_own_warm_up(warmup_s, limits_s, monkeypatch):
+    envs = SimpleNamespace(SGLANG_WARMUP_TIMEOUT=SimpleNamespace(get=lambda: warmup_s))
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
+    assert (rehearsal.timeout_s(), rehearsal.abandon_after_s()) == limits_s
