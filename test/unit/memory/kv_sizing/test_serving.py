@@ -1,26 +1,26 @@
-"""Free memory while serving: when it is read, what is given back, and what is kept for running requests."""
+"""A server with a sized KV cache while it serves: its free memory, what it gives back, how many requests it admits."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kv_servers import GB
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.memory.kv_sizing import serving
-from sglang_moe_patches.memory.kv_sizing.serving import FreeMemory, Retire, Serving
-from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
+from sglang_moe_patches.memory.kv_sizing.serving import Flush, FreeMemory, Retire, Retirement, Serving
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_allocator, set_token_count
 
 
 def test_memory_is_read_once_a_second():
-    clock, reads = [0.0], []
-    memory = FreeMemory(lambda: reads.append(1) or Memory(free=9 * GB), 2 * GB, lambda: clock[0])
-    due = []
-    for now in (0.0, 0.5, 0.9, 1.0, 1.9, 2.1):
-        clock[0] = now
-        due.append(memory.is_due())
-    assert due == [True, False, False, True, False, True]
+    clock = iter((0.0, 0.0, 0.5, 0.9, 1.0, 1.9, 2.1))
+    memory = FreeMemory(lambda: Memory(free=9 * GB), 2 * GB, lambda: next(clock))
+    assert [memory.is_due() for _ in range(6)] == [True, False, False, True, False, True]
 
 
 @pytest.mark.parametrize(("free", "shortage"), [(9, 0), (1.1, 0), (1, 0), (0.9, 1.1), (0, 2)])
@@ -32,7 +32,7 @@ def test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it(free, sh
 
 
 class Pools:
-    """A token takes 1 MB."""
+    """A token takes 1 MB, and memory comes in pieces for 100 of them."""
 
     page = 1
 
@@ -43,29 +43,44 @@ class Pools:
         return TokenCounts(tokens)
 
     def bytes_behind(self, counts):
-        return counts.tokens * 1_000_000
+        return -(-counts.tokens // 100) * 100_000_000
 
     def tokens_within(self, budget):
         return int(budget // 1_000_000)
 
     def unmap_from(self, counts):
-        given, self.counts = self.bytes_behind(self.counts) - self.bytes_behind(counts), counts
+        given_back, self.counts = self.bytes_behind(self.counts) - self.bytes_behind(counts), counts
         self.unmapped.append(counts.tokens)
-        return given
+        return given_back
 
 
 class Allocator:
-    page_size = 1
+    """As the engine's, page by page: free ones are taken from the front, and come back where ``lifo`` says."""
 
-    def __init__(self, size):
-        self.size, self.free_pages = size, torch.arange(1, size + 1)
+    def __init__(self, size, page=1, lifo=False):
+        self.size, self.page_size, self.lifo = size, page, lifo
+        if page > 1:
+            self.num_pages = size // page
+        self.clear()
 
     def clear(self):
-        self.free_pages = torch.arange(1, self.size + 1)
+        self.free_pages = torch.arange(1, self.size // self.page_size + 1)
+        self.release_pages = torch.empty(0, dtype=torch.int64)
+
+    def available_size(self):
+        return (len(self.free_pages) + len(self.release_pages)) * self.page_size
+
+    def alloc(self, pages):
+        taken, self.free_pages = self.free_pages[:pages], self.free_pages[pages:]
+        return taken
+
+    def free(self, pages):
+        self.free_pages = torch.cat((pages, self.free_pages) if self.lifo else (self.free_pages, pages))
+        assert self.available_size() <= self.size  # as the engine's of sliding windows
 
 
 def request(prompt, new):
-    return SimpleNamespace(origin_input_ids=[1] * prompt, sampling_params=SimpleNamespace(max_new_tokens=new))
+    return SimpleNamespace(origin_input_ids=range(prompt), sampling_params=SimpleNamespace(max_new_tokens=new))
 
 
 class Flags(set):
@@ -75,44 +90,47 @@ class Flags(set):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Makes a rank that serves with 10,000 tokens, and the free memory that it is told."""
-
-    def make(free, *, leads=True, board=None, **scheduler):
-        allocator = Allocator(10_000)
-        has = {"chunked_prefill_size": 100, "max_req_input_len": 5000, "is_fully_idle": lambda: False}
-        has |= {"token_to_kv_pool_allocator": allocator, "flushes": []}
-        made = SimpleNamespace(**{**has, **scheduler})
-        made.flush_cache = lambda: made.flushes.append(allocator.clear())
-        pools = Pools(10_000)
-        given: list[object] = []
-        made.told = []
-        memory = FreeMemory(lambda: Memory(free=free[0]), 2 * GB, lambda: next(ticks))
-        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(give=given.append)
-        one = Serving(made, pools, memory, orders, Flags() if board is None else board, shown, leads=leads)
-        return SimpleNamespace(
-            one=one, pools=pools, given=given, told=made.told, allocator=allocator, scheduler=made, free=free
-        )
+    """Makes ranks of one server that serve with 10,000 tokens, each with what is ``free`` on its GPU."""
+    board = Flags()
 
     def tell(scheduler, counts, soon):
         scheduler.told.append((counts.tokens, soon.tokens))
 
+    def make(free, *, leads=True, **scheduler):
+        allocator, clock = Allocator(10_000), itertools.count()
+        has = {"chunked_prefill_size": 100, "max_req_input_len": 5000, "is_fully_idle": lambda: False}
+        has |= {"token_to_kv_pool_allocator": allocator, "told": [], "flushes": []}
+        engine = SimpleNamespace(**{**has, **scheduler})
+        engine.flush_cache = lambda: engine.flushes.append(allocator.clear())
+        made = SimpleNamespace(free=free, board=board, pools=Pools(10_000), given=[], told=engine.told)
+        made.scheduler, made.allocator = engine, allocator
+        memory = FreeMemory(lambda: Memory(free=made.free), 2 * GB, lambda: next(clock))
+        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(give=made.given.append)
+        made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads)
+        return made
+
     monkeypatch.setattr(serving.token_count, "set_token_count", tell)
-    ticks = iter(range(10_000))
     return make
 
 
+def have_obeyed(order, *ranks):
+    for each in ranks:
+        each.one.obey(order)
+        each.one.look()
+
+
 def test_the_tail_goes_until_the_margin_is_free_again(served, caplog):
-    made = served([9 * GB])
+    made = served(9 * GB)
     made.one.look()
     assert made.given == []
-    made.free[0] = int(0.5 * GB)
+    made.free = int(0.5 * GB)
     made.one.look()
     assert made.given == [Retire(10_000 - 1500)]
     made.one.look()
     assert len(made.given) == 1  # one at a time
     made.one.obey(made.given[0])
     assert made.told == [(10_000, 8500)]  # no longer request is taken in
-    made.free[0] = 2 * GB
+    made.free = 2 * GB
     made.one.look()
     assert (made.told[1:], made.pools.unmapped, made.pools.counts.tokens) == ([(8500, 8500)], [8500], 8500)
     assert "8,500 KV tokens instead of 10,000; 1,500 MB given back" in caplog.text
@@ -122,32 +140,29 @@ def test_the_tail_goes_until_the_margin_is_free_again(served, caplog):
 
 
 def test_slots_that_are_held_come_back_later_and_a_flush_brings_all(served):
-    made = served([int(0.5 * GB)])
+    made = served(int(0.5 * GB))
     held, made.allocator.free_pages = made.allocator.free_pages[8000:], made.allocator.free_pages[:8000]
     made.one.look()
-    made.one.obey(made.given.pop())
-    made.one.look()
+    have_obeyed(made.given.pop(), made)
     assert made.pools.unmapped == []  # nothing of the tail was free
-    made.allocator.free_pages = torch.cat((made.allocator.free_pages, held[1000:]))
+    made.allocator.free(held[1000:])
     made.one.look()
     assert (made.told[-1], made.pools.unmapped[-1]) == ((9000, 8500), 9000)
     assert made.given == []
     made.scheduler.is_fully_idle = lambda: True
     made.one.look()
-    assert made.given == [serving.Flush()]
-    made.one.obey(made.given.pop())
-    made.one.look()
+    assert made.given == [Flush()]
+    have_obeyed(made.given.pop(), made)
     assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == ((8500, 8500), 8500, 1)
 
 
 def test_what_is_ordered_meanwhile_comes_after_what_is_under_way(served):
     """With data-parallel attention the first rank is done, and orders more, while another's slots are held."""
-    made = served([9 * GB], leads=False)
+    made = served(9 * GB, leads=False)
     held, made.allocator.free_pages = made.allocator.free_pages[7000:], made.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
-        made.one.obey(Retire(tokens))
-        made.one.look()
-    made.allocator.free_pages = torch.cat((made.allocator.free_pages, held))
+        have_obeyed(Retire(tokens), made)
+    made.allocator.free(held)
     made.one.look()
     made.one.look()
     assert (made.pools.unmapped, made.told[-1], made.pools.counts.tokens) == ([8500, 7500], (7500, 7500), 7500)
@@ -155,26 +170,31 @@ def test_what_is_ordered_meanwhile_comes_after_what_is_under_way(served):
     assert made.allocator.free_pages.tolist() == list(range(1, 7501))
 
 
+TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "least"),
+    ("scheduler", "ordered"),
     [
-        ({"chunked_prefill_size": 4800}, 9600),
-        ({"chunked_prefill_size": None, "max_req_input_len": 4700}, 9400),
-        ({"waiting_queue": [request(9100, 0), request(5, 9200)]}, 9205),
+        ({"chunked_prefill_size": 4800}, [Retire(9600)]),
+        ({"chunked_prefill_size": None, "max_req_input_len": 4700}, [Retire(9400)]),
+        (TWO_WAIT, [Retire(9205)]),
+        ({"waiting_queue": [request(9990, 0)]}, []),  # less would go than a piece of memory has
+        ({"chunked_prefill_size": 6000}, []),
     ],
     ids=str,
 )
-def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, least, served):
-    made = served([0], **scheduler)
+def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, served):
+    made = served(0, **scheduler)
     made.one.look()
-    assert made.given == [Retire(least)]
+    assert made.given == ordered
 
 
 @pytest.mark.parametrize(
     ("scheduler", "least"),
     [
         ({"running_batch": SimpleNamespace(reqs=[request(9000, 300)])}, 9300),
-        ({"waiting_queue": [request(9100, 0), request(5, 9200)]}, 9205),
+        (TWO_WAIT, 9205),
         ({"chunked_req": request(9900, 5)}, 9905),
         ({"mbs": [None, SimpleNamespace(reqs=[request(9500, 1)])]}, 9501),
         ({"grammar_manager": SimpleNamespace(grammar_queue=[request(9600, 2)])}, 9602),
@@ -182,92 +202,63 @@ def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(schedu
     ids=str,
 )
 def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(scheduler, least, served):
-    board = Flags()
-    first, other = served([int(0.5 * GB)], board=board), served([0], leads=False, board=board, **scheduler)
+    first, other = served(int(0.5 * GB)), served(0, leads=False, **scheduler)
     first.one.look()
-    for each in (first, other):
-        each.one.obey(first.given[0])
-        each.one.look()
+    have_obeyed(first.given[0], first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8500))
     other.one.look()
-    assert len(board) == 0  # what was ordered is still to come
+    assert len(other.board) == 0  # what was ordered is still to come
     vars(other.scheduler).update(dict.fromkeys(scheduler))
     other.one.look()
     assert other.pools.counts.tokens == 8500
     other.one.look()
-    assert len(board) == 1
+    assert len(other.board) == 1
 
 
 def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served):
     """With data-parallel attention the first rank may have given all back, and knows nothing of the other's cache."""
-    board = Flags()
-    first, other = served([2 * GB], board=board), served([2 * GB], leads=False, board=board)
+    first, other = served(2 * GB), served(2 * GB, leads=False)
     other.allocator.free_pages = other.allocator.free_pages[:8000]
-    for each in (first, other):
-        each.one.obey(Retire(8500))
-        each.one.look()
-    assert (first.pools.counts.tokens, other.pools.counts.tokens, len(board)) == (8500, 10_000, 0)
+    have_obeyed(Retire(8500), first, other)
+    assert (first.pools.counts.tokens, other.pools.counts.tokens, len(other.board)) == (8500, 10_000, 0)
     other.scheduler.is_fully_idle = lambda: True
     other.one.look()
     first.one.look()
-    assert first.given == [serving.Flush()]
-    for each in (first, other):
-        each.one.obey(serving.Flush())
-        each.one.look()
-    assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [serving.Flush()])
+    assert first.given == [Flush()]
+    have_obeyed(Flush(), first, other)
+    assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [Flush()])
 
 
 def test_what_another_rank_lacked_once_is_not_given_back_for_ever(served):
-    board = Flags()
-    first, other = served([9 * GB], board=board), served([0], leads=False, board=board)
-    first.scheduler.waiting_queue = [request(9900, 100)]
+    first, other = served(9 * GB, waiting_queue=[request(9900, 100)]), served(0, leads=False)
     other.one.look()
     first.one.look()
-    for each in (first, other):
-        each.one.obey(first.given[0])
+    have_obeyed(first.given[0], first)
+    other.one.obey(first.given[0])
     assert (first.given, first.pools.counts.tokens) == ([Retire(10_000)], 10_000)
-    other.free[0], first.scheduler.waiting_queue = 9 * GB, []
+    other.free, first.scheduler.waiting_queue = 9 * GB, []
     for each in (other, first):
         each.one.look()
     assert len(first.given) == 1
 
 
-def test_what_would_free_no_memory_is_not_ordered(served):
-    """A request that may come to nearly as many tokens as there are leaves less than a piece of memory has."""
-    made = served([0], waiting_queue=[request(9990, 0)])
-    made.pools.bytes_behind = lambda counts: -(-counts.tokens // 100) * 100_000_000
-    made.one.look()
-    assert made.given == []
-
-
-def test_where_nothing_can_go_nothing_is_ordered(served):
-    made = served([0], chunked_prefill_size=6000)
-    made.one.look()
-    assert made.given == []
-
-
 def test_the_first_rank_orders_what_another_one_lacks(served):
-    board = Flags()
-    other = served([0], leads=False, board=board)
+    first, other = served(9 * GB), served(0, leads=False)
     other.one.look()
-    assert (other.given, len(board)) == ([], 1)
-    first = served([9 * GB], board=board)
+    assert (other.given, len(other.board)) == ([], 1)
     first.one.look()
     assert first.given == [Retire(9000)]  # half of the margin, as it does not know how much
-    for each in (first, other):
-        each.one.obey(first.given[0])
-    first.one.look()
+    have_obeyed(first.given[0], first)
     first.one.look()
     assert len(first.given) == 1  # what was told is done
 
 
 def test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server(served, caplog):
     """Its slots are withdrawn as on the other ranks."""
-    made = served([9 * GB])
-    made.free.clear()
+    made = served(9 * GB)
+    del made.free
     made.one.look()
-    made.one.obey(Retire(8500))
-    made.one.look()
+    have_obeyed(Retire(8500), made)
     assert caplog.text.count("free memory is not watched any more") == 1
     assert made.pools.counts.tokens == 8500
 
@@ -281,3 +272,157 @@ def test_metrics_have_one_state_at_a_time(metric):
     assert metric(serving.STATE, gpu="3", state="grown", reason="") == 1
     assert metric(serving.STATE, gpu="3", state="rule", reason="a reason") == 0
     serving.Metrics({}, 0).show_state("grown")
+
+
+# --- Giving back the tail ---------------------------------------------------------------------------------------------
+
+STEPS = st.lists(st.tuples(st.sampled_from(["alloc", "free", "turn", "flush"]), st.integers(1, 9)), max_size=40)
+
+
+@given(STEPS, st.sampled_from([1, 4]), st.booleans(), st.integers(10, 30), st.integers(0, 10**6))
+@settings(max_examples=300)
+def test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes(steps, page, lifo, wanted, seed):
+    draw = random.Random(seed)
+    allocator, told = Allocator(40 * page, page, lifo), [40 * page]
+    held = [allocator.alloc(draw.randrange(1, 8)) for _ in range(draw.randrange(6))]
+    now, left = TokenCounts(40 * page), TokenCounts(wanted * page)
+    retirement = Retirement(allocator, now, left, lambda counts: told.append(counts.tokens))
+    for what, number in [*steps, ("turn", 1)]:
+        if what == "alloc" and len(allocator.free_pages) >= number:
+            held.append(allocator.alloc(number))
+        elif what == "free" and held:
+            allocator.free(held.pop(draw.randrange(len(held))))
+        elif what == "flush":
+            held.clear()
+            allocator.clear()
+        elif what == "turn":
+            retirement.go_on()
+            assert not (allocator.free_pages > wanted).any()
+        in_use = torch.cat([*held, allocator.free_pages, allocator.release_pages]).tolist()
+        assert len(set(in_use)) == len(in_use)  # none twice
+        assert len(in_use) * page == told[-1] == allocator.size
+        assert max(in_use, default=0) * page <= retirement.backed().tokens  # memory is behind each
+        assert set(range(1, wanted + 1)) <= set(in_use)  # none lost
+    assert retirement.done == (told[-1] == wanted * page)
+
+
+def test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size():
+    allocator = Allocator(40)
+    held = allocator.alloc(40)
+    retirement = Retirement(allocator, TokenCounts(40), TokenCounts(25), lambda counts: None)
+
+    def turn():
+        return retirement.go_on(), retirement.in_use().tokens, retirement.backed().tokens, retirement.done
+
+    assert turn() == (False, 40, 40, False)
+    allocator.free(held[10:38])
+    assert turn() == (True, 27, 40, False)
+    allocator.free(held[39:])
+    assert turn() == (True, 26, 39, False)
+    allocator.free(held[38:39])
+    assert turn() == (True, 25, 25, True)
+    assert (allocator.size, "clear" in vars(allocator)) == (25, False)
+    allocator.free(held[:10])
+    assert sorted(allocator.free_pages.tolist()) == list(range(1, 26))
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_both_kinds_of_a_sliding_window_cache_come_back(flushed):
+    full, window = Allocator(100), Allocator(50)
+    held = full.alloc(90), window.alloc(45)
+    allocator = SimpleNamespace(full_attn_allocator=full, swa_attn_allocator=window, page_size=1)
+    allocator.clear = lambda: (full.clear(), window.clear())
+    told: list[TokenCounts] = []
+    retirement = Retirement(allocator, TokenCounts(100, 100, 50), TokenCounts(60, 60, 30), told.append)
+    retirement.go_on()
+    assert told[-1] == TokenCounts(90, 90, 45)
+    if flushed:
+        allocator.clear()
+    else:
+        full.free(held[0])
+        window.free(held[1])
+    retirement.go_on()
+    assert (told[-1], retirement.backed(), retirement.done) == (TokenCounts(60, 60, 30),) * 2 + (True,)
+    assert (allocator._size_full, allocator._size_swa) == (60, 30)
+    assert (len(full.free_pages), len(window.free_pages)) == (60, 30)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_resized_allocator_has_each_slot_once(page):
+    allocator = Allocator(640, page)
+    allocator.alloc(3)
+    for tokens in (1280, 128):
+        resize_allocator(allocator, TokenCounts(tokens))
+        assert allocator.free_pages.tolist() == list(range(1, tokens // page + 1))
+        assert getattr(allocator, "num_pages", tokens) == tokens // page
+
+
+def test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it():
+    """Or it would wait for ever, and all behind it."""
+    numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
+    scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
+    set_token_count(scheduler, TokenCounts(800), TokenCounts(300))
+    assert (scheduler.max_total_num_tokens, scheduler.max_req_len) == (800, 299)
+    set_token_count(scheduler, TokenCounts(700))
+    assert (scheduler.max_total_num_tokens, scheduler.max_req_len) == (700, 699)
+
+
+# --- How many requests are admitted -----------------------------------------------------------------------------------
+
+PLAIN = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+PLAIN |= {"min_p": 0.0, "logit_bias": None}
+
+
+class Request:
+    """In the place of the engine's, which compares as an object does."""
+
+    def __init__(self, return_logprob=False, ended=False, **sampling):
+        self.sampling_params, self.return_logprob = SimpleNamespace(**{**PLAIN, **sampling}), return_logprob
+        self.ended, self.custom_logit_processor = ended, None
+
+    def finished(self):
+        return self.ended
+
+
+class Scheduler:
+    """Has room for 1,000 requests, and keeps those that wait."""
+
+    def __init__(self):
+        self.waiting_queue, self.running_batch = [], SimpleNamespace(reqs=[])
+
+    def _add_request_to_queue(self, req, is_retracted=False):
+        self.waiting_queue.append((req, is_retracted))
+
+    def get_num_allocatable_reqs(self, running_bs, beam_width=None):
+        return (beam_width or 1000) - running_bs
+
+
+def test_what_allocates_for_the_vocabulary_is_known_by_its_parameters():
+    for plain in ({}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}):
+        assert not serving.is_penalized(Request(**plain))
+    penalties = {"frequency_penalty": 0.1, "presence_penalty": -0.1, "repetition_penalty": 1.05}
+    others = {"min_new_tokens": 1, "min_p": 0.05, "logit_bias": {"7": 1.0}, "return_logprob": True}
+    for name, value in {**penalties, **others}.items():
+        assert serving.is_penalized(Request(**{name: value})), name
+
+
+def test_fewer_are_admitted_while_one_with_penalties_has_not_ended():
+    scheduler = Scheduler()
+    serving.limit_requests(scheduler, requests=900, penalized=256)
+    plain, one = Request(), Request(min_p=0.1)
+    scheduler._add_request_to_queue(plain)
+    assert scheduler.get_num_allocatable_reqs(100) == 800
+    assert scheduler.get_num_allocatable_reqs(3, beam_width=5) == 2
+    scheduler._add_request_to_queue(one, is_retracted=True)
+    assert scheduler.waiting_queue == [(plain, False), (one, True)]
+    assert scheduler.get_num_allocatable_reqs(100) == 156
+    assert scheduler.get_num_allocatable_reqs(300) < 0
+    scheduler.running_batch.reqs = [plain, one]
+    one.ended = True
+    assert scheduler.get_num_allocatable_reqs(100) == 156, "its batch has tensors for it still, and takes others in"
+    scheduler.running_batch.reqs = [plain]
+    assert scheduler.get_num_allocatable_reqs(100) == 800
+    scheduler._add_request_to_queue(Request(presence_penalty=1.0))
+    assert scheduler.get_num_allocatable_reqs(100) == 156
+    scheduler.waiting_queue.clear()
+    assert scheduler.get_num_allocatable_reqs(100) == 800, "it was aborted while it waited"
