@@ -66,16 +66,18 @@ class Rehearsal:
 class Ranks:
     """Two ranks that have begun to rehearse.
 
-    :param maps: of each rank, as :class:`Pools` takes it.
+    :param maps: what is raised when the second is to map; ``None``: there is enough.
     :param silent: topics on which the second rank's word is lost.
     :param untold: the number of tokens that cannot be told.
+    :param again: whether something is larger after the first rehearsal.
     """
 
-    def __init__(self, monkeypatch, maps=(None, None), silent=(), untold=0):
+    def __init__(self, monkeypatch, maps=None, silent=(), untold=0, again=False):
+        self.again = ["a phase"] if again else []
         self.words: dict[tuple[str, int], object] = {}
         self.served: list[hooks.ServerStart] = []
         self.told: tuple[list[int], list[int]] = ([], [])
-        self.pools = [Pools(each) for each in maps]
+        self.pools = [Pools(None), Pools(maps)]
         facts = SimpleNamespace(fixed_bytes=0, hybrid="")
         for owner, name, value in (
             (hooks.eligibility, "arguments_of", lambda arguments: {}),
@@ -90,9 +92,7 @@ class Ranks:
             (hooks.phases, "derive_second_pass", lambda *given: list(self.again)),
         ):
             monkeypatch.setattr(owner, name, value)
-        self.again: list[str] = []
-        self._untold = untold
-        self.each = []
+        self._untold, self.each = untold, []
         for rank in range(2):
             monkeypatch.setattr(hooks.ranks, "Board", lambda rank=rank: self._board(rank, silent))
             orders = SimpleNamespace(open=lambda: None, close=lambda: None)
@@ -101,15 +101,8 @@ class Ranks:
             start.leads, start.reason, start.margin = rank == 0, "", MARGIN
             start.reserved, start.pools = True, self.pools[rank]
             start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
-            start._begin(
-                SimpleNamespace(
-                    rank=rank,
-                    server_args=None,
-                    tp_worker=SimpleNamespace(model_runner=None),
-                    token_to_kv_pool_allocator=None,
-                    chunked_prefill_size=50,
-                )
-            )
+            has = {"server_args": None, "token_to_kv_pool_allocator": None, "chunked_prefill_size": 50}
+            start._begin(SimpleNamespace(rank=rank, tp_worker=SimpleNamespace(model_runner=None), **has))
             self.each.append(start)
 
     def _tell(self, scheduler, counts):
@@ -134,10 +127,13 @@ class Ranks:
             one._measured(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
         for _ in range(9):
             assert self.each[1].orders.instead() == []
-            for broadcast in self.each[0].orders.instead():
-                for order in broadcast.what:
-                    for one in self.each:
-                        one.obey(order)
+            self.obey()
+
+    def obey(self):
+        for broadcast in self.each[0].orders.instead():
+            for order in broadcast.what:
+                for one in self.each:
+                    one.obey(order)
 
     def tokens(self):
         """What both ranks believe in, have mapped and have told."""
@@ -151,41 +147,16 @@ class Ranks:
 @pytest.mark.parametrize(
     ("given", "spare_mb", "tokens", "said"),
     [
-        pytest.param({}, (500, 300), 1300, "1,300 KV tokens instead of 1,000", id="as the rank with the least"),
-        pytest.param({}, (500, -400), 600, "600 KV tokens instead of 1,000", id="down as it"),
-        pytest.param({}, (99_000, 99_000), TOP, "9,000 KV tokens instead of 1,000", id="to the end of the addresses"),
-        pytest.param(
-            {"maps": (None, RuntimeError("nothing is left"))},
-            (500, 500),
-            RULE,
-            "a rank had no memory to map: nothing is left",
-            id="one rank cannot map: none grows",
-        ),
-        pytest.param(
-            {"maps": (None, MemoryError())},
-            (500, 500),
-            RULE,
-            "a rank had no memory to map: MemoryError",
-            id="nor where it has no words for it",
-        ),
-        pytest.param(
-            {"silent": ("mapped",)},
-            (500, 500),
-            RULE,
-            "not every rank has told what it mapped",
-            id="one does not say so",
-        ),
-        pytest.param(
-            {"silent": ("measured",)},
-            (500, 500),
-            RULE,
-            "not every rank has told what it measured",
-            id="one does not say what it needs",
-        ),
-        pytest.param(
-            {"untold": 1500}, (500, 500), RULE, "not every count could be told: frozen", id="a count is frozen"
-        ),
+        ({}, (500, 300), 1300, "1,300 KV tokens instead of 1,000"),
+        ({}, (500, -400), 600, "600 KV tokens instead of 1,000"),
+        ({}, (99_000, 99_000), TOP, "9,000 KV tokens instead of 1,000"),  # to the end of the addresses
+        ({"maps": RuntimeError("nothing is left")}, (500, 500), RULE, "a rank had no memory to map: nothing is left"),
+        ({"maps": MemoryError()}, (500, 500), RULE, "a rank had no memory to map: MemoryError"),
+        ({"silent": ("mapped",)}, (500, 500), RULE, "not every rank has told what it mapped"),
+        ({"silent": ("measured",)}, (500, 500), RULE, "not every rank has told what it measured"),
+        ({"untold": 1500}, (500, 500), RULE, "not every count could be told: frozen"),
     ],
+    ids=str,
 )
 def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkeypatch, caplog):
     caplog.set_level("INFO")
@@ -198,8 +169,7 @@ def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkey
 
 def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it(monkeypatch, caplog):
     caplog.set_level("INFO")
-    ranks = Ranks(monkeypatch)
-    ranks.again = ["a phase"]
+    ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
     assert (ranks.tokens(), ranks.served) == ((1500,) * 3, [])
     ranks.again = []
@@ -211,8 +181,7 @@ def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_
 def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog):
     """It runs what is larger than it was, which may be little. Between both the allocator gives back what it kept."""
     caplog.set_level("INFO")
-    ranks = Ranks(monkeypatch)
-    ranks.again = ["a phase"]
+    ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0})
     needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
     ranks.measure(3000, 3000, slack=4_000_000)
@@ -225,9 +194,8 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     """Also where another one could not begin its last rehearsal, or has no memory to grow."""
     limits = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
     monkeypatch.setattr(Rehearsal, "limits", limits)
-    ranks, limited = Ranks(monkeypatch), []
+    ranks, limited = Ranks(monkeypatch, again=True), []
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
-    ranks.again = ["a phase"]
     ranks.measure(500, 500)
     ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
     ranks.measure(900, 900, fewer_requests=512)
@@ -243,8 +211,7 @@ def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
 
 
 def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):
-    ranks = Ranks(monkeypatch)
-    ranks.again = ["a phase"]
+    ranks = Ranks(monkeypatch, again=True)
     ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED}, expected=MARGIN + 200_000_000)
     assert ranks.tokens() == (200,) * 3
     ranks.measure(1500, 1500)
@@ -253,24 +220,19 @@ def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run
 
 def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
     """The first has failed to begin its second: no load comes, and the others' does not end by itself."""
-    ranks = Ranks(monkeypatch)
-    ranks.again = ["a phase"]
+    ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500)
     begun = [one._rehearsal for one in ranks.each]
     ranks.each[0]._tell_need(RankNeed(failure="it cannot"))
     assert [each.ended for each in begun] == [False] * 2
-    for broadcast in ranks.each[0].orders.instead():  # it has waited long enough
-        for order in broadcast.what:
-            for one in ranks.each:
-                one.obey(order)
+    ranks.obey()  # it has waited long enough
     assert [each.ended for each in begun] == [True] * 2
     assert ranks.tokens() == (1500,) * 3
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
     """What a forward that did not run would have taken is not known: a gigabyte more than all that ran."""
-    ranks = Ranks(monkeypatch)
-    ranks.again = ["a phase"]
+    ranks = Ranks(monkeypatch, again=True)
     for tokens in (900, 800, 700):
         assert ranks.served == []
         ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})
@@ -281,11 +243,8 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
 def test_the_pools_of_a_draft_follow_the_models():
     """A draft's slots are the model's: one that stays as it was is written behind its end."""
     start = hooks.ServerStart()
-    start.reason, start.reserved, start.pools = (
-        "",
-        True,
-        ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64),
-    )
+    start.reason, start.reserved = "", True
+    start.pools = ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
 
     def init_pools(maker, **arguments):
         keys = torch.zeros((maker.max_total_num_tokens + 64, 4, 8), dtype=torch.bfloat16, device="cpu")

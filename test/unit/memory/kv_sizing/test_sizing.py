@@ -16,38 +16,26 @@ def test_the_page_says_the_margin():
     assert f"a *margin*: {int(eligibility.KV_MARGIN.default):,} MB" in page
 
 
+MISSED = {"a": PhaseKind.MIXED, "b": PhaseKind.VARIED}
+TOO_FEW = "beside the largest forward and the margin fit 0 tokens, too few to serve"
+
+
 @pytest.mark.parametrize(
     ("needs", "tokens", "reason"),
     [
-        pytest.param([RankNeed(fits=300)], 300, "", id="it grows"),
-        pytest.param([RankNeed(fits=300), RankNeed(fits=250)], 250, "", id="as the rank with the least"),
-        pytest.param([RankNeed(fits=900)], 500, "", id="to the end of its addresses"),
-        pytest.param([RankNeed(fits=201)], 200, "", id="not for less than 2 %"),
-        pytest.param([RankNeed(fits=204)], 204, "", id="for 2 %"),
-        pytest.param([RankNeed(fits=150)], 150, "", id="it shrinks"),
-        pytest.param([RankNeed(fits=199)], 199, "", id="by whatever it must"),
-        pytest.param(
-            [RankNeed(fits=150, missed={"a": PhaseKind.MIXED})], 150, "", id="it shrinks though a phase is missing"
-        ),
-        pytest.param(
-            [RankNeed(fits=300, missed={"a": PhaseKind.MIXED, "b": PhaseKind.VARIED})],
-            200,
-            "the rehearsal did not reach: a, b",
-            id="needs are not known",
-        ),
-        pytest.param(
-            [RankNeed(fits=300), RankNeed(failure="no driver")],
-            200,
-            "the rehearsal failed: rank 1: no driver",
-            id="a rank failed",
-        ),
-        pytest.param(
-            [RankNeed(fits=300), RankNeed(fits=-9)],
-            120,
-            "beside the largest forward and the margin fit 0 tokens, too few to serve",
-            id="nothing fits: two chunks stay",
-        ),
+        ([RankNeed(fits=300)], 300, ""),
+        ([RankNeed(fits=300), RankNeed(fits=250)], 250, ""),
+        ([RankNeed(fits=900)], 500, ""),  # to the end of its addresses
+        ([RankNeed(fits=201)], 200, ""),  # not for less than 2 %
+        ([RankNeed(fits=204)], 204, ""),
+        ([RankNeed(fits=150)], 150, ""),
+        ([RankNeed(fits=199)], 199, ""),  # it shrinks by whatever it must
+        ([RankNeed(fits=150, missed=MISSED)], 150, ""),
+        ([RankNeed(fits=300, missed=MISSED)], 200, "the rehearsal did not reach: a, b"),
+        ([RankNeed(fits=300), RankNeed(failure="no driver")], 200, "the rehearsal failed: rank 1: no driver"),
+        ([RankNeed(fits=300), RankNeed(fits=-9)], 120, TOO_FEW),  # two chunks stay
     ],
+    ids=str,
 )
 def test_all_ranks_have_what_fits_on_the_one_with_the_least(needs, tokens, reason):
     assert sizing.decide(needs, 200, 500, 120) == (tokens, reason)
@@ -56,10 +44,10 @@ def test_all_ranks_have_what_fits_on_the_one_with_the_least(needs, tokens, reaso
 @pytest.mark.parametrize(
     ("free", "cache", "least"),
     [
-        pytest.param(40, 10, None, id="the rule leaves more"),
-        pytest.param(25, 10, 0.85, id="too little"),
-        pytest.param(15, 10, 0.95, id="nothing"),
-        pytest.param(12.9, 10, None, id="nothing is left for forwards"),
+        (40, 10, None),  # the rule leaves more
+        (25, 10, 0.85),
+        (15, 10, 0.95),
+        (12.9, 10, None),  # nothing is left for forwards
     ],
 )
 def test_a_cache_begins_with_one_longest_request_where_the_rule_leaves_less(free, cache, least):
