@@ -25,26 +25,18 @@ class Server:
     """
 
     def __init__(
-        self,
-        refuses=(),
-        loses=(),
-        only=None,
-        left_s=lambda: 1e9,
-        plants=None,
-        fits=lambda estimate: True,
-        **changed,
+        self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, fits=lambda estimate: True, **changed
     ):
         self.put, self.planted, self.aborts, self.refuses, self.loses = [], [], 0, refuses, loses
-        self.plants, changed = plants, {**changed, "plants": plants is not None}
-        limits = replace(LIMITS, **changed)
+        self.plants, limits = plants, replace(LIMITS, **changed, plants=plants is not None)
 
         def derive(limits):
             return [phase for phase in phases.derive_phases(limits) if only in (None, phase.kind)]
 
-        self.driver = LoadDriver(derive, limits, self.make, lambda: "abort", left_s, GRACE_S, fits)
+        def make(name, prompt, new, phase):
+            return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
 
-    def make(self, name, prompt, new, phase):
-        return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
+        self.driver = LoadDriver(derive, limits, make, lambda: "abort", left_s, GRACE_S, fits)
 
     def step(self, idle=False, stuck=False):
         got = self.driver.put(idle, stuck)
@@ -69,10 +61,8 @@ class Server:
 
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
-            batch = (
-                Batch(phase.bound.modes[0], tokens=1, requests=1) if phase.name in self.refuses else at_its_bound(phase)
-            )
-            self.driver.saw(batch)
+            small = Batch(phase.bound.modes[0], tokens=1, requests=1)
+            self.driver.saw(small if phase.name in self.refuses else at_its_bound(phase))
         self.answer([each for each in requests if each.phase.name not in self.loses])
 
     def answer(self, requests):
@@ -112,10 +102,10 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
 @pytest.mark.parametrize(
     ("radix_cache", "taken_s", "put"),
     [
-        pytest.param(True, 10, 10, id="in time"),
-        pytest.param(True, 80, 1, id="the next part may take 320 s of 280"),
-        pytest.param(False, 10, 2, id="without a radix cache in time"),
-        pytest.param(False, 30, 1, id="the whole may take 480 s of 330"),
+        (True, 10, 10),
+        (True, 80, 1),  # the next part may take 320 s of 280
+        (False, 10, 2),
+        (False, 30, 1),  # the whole may take 480 s of 330
     ],
 )
 def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put):
@@ -183,11 +173,12 @@ def test_requests_that_a_server_loses_are_not_waited_for():
 @pytest.mark.parametrize(
     ("changed", "mode", "aborts"),
     [
-        pytest.param({"stages": 1}, "DECODE", [1, 1], id="one stage"),
-        pytest.param({"stages": 2}, "DECODE", [1, 2], id="each turn of a pipeline is another batch's"),
+        ({"stages": 1}, "DECODE", [1, 1]),
+        ({"stages": 2}, "DECODE", [1, 2]),  # each turn is another batch's
         # A request that speculates ends by its length: it is short.
-        pytest.param({"draft_tokens": 4, "draft_slots": 8}, "TARGET_VERIFY", [0, 0], id="with speculation nothing is"),
+        ({"draft_tokens": 4, "draft_slots": 8}, "TARGET_VERIFY", [0, 0]),
     ],
+    ids=str,
 )
 def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, aborts):
     server = Server(only=PhaseKind.EAGER_DECODE, captured=100, **changed)
@@ -253,29 +244,20 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
 
 
 def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memory():
-    server = Server(
-        fits=lambda estimate: not estimate.fewer_requests or "of 512" not in estimate.name,
-        requests=2048,
-        captured=32,
-        default_requests=True,
-    )
+    nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True}
+    server = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked)
     driver = server.run()
     assert (driver.fewer_requests, driver.missed) == (512, {})
-    decodes = ("captured decode of 32", "eager decode of 128", "eager decode of 512")
-    longest = "decode of one long request among 511 short ones"
-    assert [name for name in driver.seconds if name.startswith(("captured", "eager"))] == [
-        f"{each} requests" for each in decodes
-    ]
-    assert longest in driver.seconds
+    decodes = ["captured decode of 32 requests", "eager decode of 128 requests", "eager decode of 512 requests"]
+    assert [name for name in driver.seconds if name.startswith(("captured", "eager"))] == decodes
+    assert "decode of one long request among 511 short ones" in driver.seconds
 
 
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [
-        pytest.param(PhaseKind.EAGER_DECODE, {}, id="as many as were asked for"),
-        pytest.param(
-            PhaseKind.PENALTIES, {"captured": 128, "default_requests": True}, id="as many with penalties as a graph has"
-        ),
+        (PhaseKind.EAGER_DECODE, {}),  # as many as were asked for
+        (PhaseKind.PENALTIES, {"captured": 128, "default_requests": True}),  # as many as a graph has
     ],
 )
 def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
