@@ -18,9 +18,8 @@ FEW = {"cache_tokens": 5000, "requests": 20, "input_tokens": 313}
 
 
 def limits_of(info, facts=FACTS, **numbers):
-    return phases.derive_limits(
-        info, facts, **{"cache_tokens": 20_000, "requests": 300, "input_tokens": 9999, **numbers}
-    )
+    given = {"cache_tokens": 20_000, "requests": 300, "input_tokens": 9999, **numbers}
+    return phases.derive_limits(info, facts, **given)
 
 
 def derived(**changed):
@@ -62,36 +61,39 @@ def test_the_phases_follow_from_the_configuration(changed, names):
     assert [phase.name for phase in derived(**changed)] == names
 
 
-def counts_of(kind, **changed):
-    return [phase.bound.requests for phase in derived(**changed) if phase.kind is kind]
+KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
 
 
 @pytest.mark.parametrize(
-    ("changed", "eager", "penalized"),
+    ("changed", "captured", "eager", "penalized"),
     [
-        ({"requests": 2048, "captured": 256}, [512, 2048], [32, 128, 512, 2048]),
-        ({"requests": 2048, "captured": 256, "default_requests": True}, [512, 2048], [64, 256]),
-        ({"requests": 2048, "captured": 0, "default_requests": True}, [32, 128, 512, 2048], [64, 256]),
-        ({"requests": 48, "captured": 0, "default_requests": True}, [48], [48]),
-        ({"requests": 2048, "captured": 256, "default_requests": True, "stages": 2}, [64, 256, 1024], [64, 256]),
+        ({"captured": 256}, [64, 256], [512, 2048], [32, 128, 512, 2048]),
+        # 512 requests took more than the 5.5 GB that a server had left beside its graphs: none is the first.
+        ({"captured": 512}, [32, 128, 512], [2048], [32, 128, 512, 2048]),
+        ({"captured": 512, "default_requests": True}, [32, 128, 512], [2048], [32, 128, 512]),
+        ({"captured": 256, "default_requests": True}, [64, 256], [512, 2048], [64, 256]),
+        ({"captured": 0, "default_requests": True}, [], [32, 128, 512, 2048], [64, 256]),
+        ({"requests": 48, "captured": 0, "default_requests": True}, [], [48], [48]),
+        ({"captured": 256, "default_requests": True, "stages": 2}, [], [64, 256, 1024], [64, 256]),
     ],
     ids=str,
 )
 def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where_nobody_said_how_many(
-    changed, eager, penalized
+    changed, captured, eager, penalized
 ):
-    assert counts_of(PhaseKind.EAGER_DECODE, **changed) == eager
-    assert counts_of(PhaseKind.PENALTIES, **changed) == penalized
-    ran = {}
-    for phase in derived(**changed):
+    limits, ran = replace(LIMITS, **{"requests": 2048, **changed}), {}
+    every = phases.derive_phases(limits)
+    counts = [[phase.bound.requests for phase in every if phase.kind is kind] for kind in KINDS]
+    assert counts == [captured, eager, penalized]
+    for phase in every:
         ran[phase.name] = phase
-        if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.estimate:
+        if phase.kind is PhaseKind.PENALTIES:  # in each batch of a pipeline
+            assert len(phase.prompts) == min(limits.requests, limits.stages * phase.bound.requests)
+        if phase.kind in KINDS and phase.estimate:
             before = ran[phase.estimate.name]
-            assert phase.estimate.times == phase.bound.requests / before.bound.requests <= phases.RISE
             fewer = before.bound.requests
-            may_stop = (
-                changed.get("default_requests") and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
-            )
+            assert phase.estimate.times == phase.bound.requests / fewer <= phases.RISE
+            may_stop = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             assert phase.estimate.fewer_requests == (fewer if may_stop else 0)
             if may_stop:  # judged by what the others took
                 assert any(each.kind is PhaseKind.PENALTIES for each in ran.values())
@@ -121,24 +123,11 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
     ],
 )
 def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for(asked, captured, page, requests):
-    graphs = {"cuda_graph_max_bs": captured}
-    info = {"max_running_requests": asked, "chunked_prefill_size": 1024, **graphs}
+    info = {"max_running_requests": asked, "chunked_prefill_size": 1024, "cuda_graph_max_bs": captured}
     assert limits_of(info, replace(FACTS, page=page), cache_tokens=43_840, requests=2048).requests == requests
 
 
-def test_no_decode_is_the_first_to_take_much():
-    """512 requests took more than the 5.5 GB that a server had left beside its graphs."""
-    for default in (False, True):
-        assert counts_of(PhaseKind.CAPTURED_DECODE, requests=2048, captured=512, default_requests=default) == [
-            32,
-            128,
-            512,
-        ]
-
-
-def test_each_batch_of_a_pipeline_has_requests_with_penalties():
-    limits = replace(LIMITS, requests=2048, captured=256, default_requests=True, stages=2)
-    assert len(of_kind(limits, PhaseKind.PENALTIES).prompts) == 512
+FOUR_PAGES_ARE_TOO_MANY = [PhaseKind.CAPTURED_DECODE, PhaseKind.SHARED_PREFIX, PhaseKind.MIXED]
 
 
 @pytest.mark.parametrize(
@@ -148,14 +137,9 @@ def test_each_batch_of_a_pipeline_has_requests_with_penalties():
         ({"input_tokens": 1000}, [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX]),
         ({"radix_cache": False}, [PhaseKind.SHARED_PREFIX]),
         ({"chunk": None}, [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.MIXED]),
-        # Each stage has several batches under way.
-        ({"stages": 2}, [PhaseKind.MIXED]),
-        # Four prompts of a page do not fit into one chunk.
-        (
-            {"stages": 2, "captured": 4, "page": 32, "chunk": 64},
-            [PhaseKind.CAPTURED_DECODE, PhaseKind.SHARED_PREFIX, PhaseKind.MIXED],
-        ),
+        ({"stages": 2}, [PhaseKind.MIXED]),  # each has several batches under way
         ({"stages": 2, "captured": 4, "chunk": 64}, [PhaseKind.MIXED]),
+        ({"stages": 2, "captured": 4, "chunk": 64, "page": 32}, FOUR_PAGES_ARE_TOO_MANY),
     ],
     ids=str,
 )
@@ -209,46 +193,29 @@ def test_of_a_prefix_that_is_planted_nothing_is_computed_but_what_comes_behind_i
     assert {PhaseKind.PREFILL, PhaseKind.PENALTIES, PhaseKind.VARIED} <= set(others)
 
 
-GROWS = {PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT}
+GROWS = [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT]
+FITS_NOW, SHORT = {"cache_tokens": 500_000}, {"input_tokens": 250}
 
 
 @pytest.mark.parametrize("plants", [True, False])
 @pytest.mark.parametrize(
     ("before", "after", "kinds"),
     [
-        pytest.param({}, {}, set(), id="as it was"),
-        pytest.param({}, {"cache_tokens": 500_000}, set(), id="every phase was as large as it can be"),
-        pytest.param(
-            {"input_tokens": 7000, "cache_tokens": 7010},
-            {"cache_tokens": 500_000},
-            GROWS,
-            id="a context did not fit",
-        ),
-        pytest.param(
-            {"cache_tokens": 15_000, "requests": 20},
-            {"requests": 20},
-            {PhaseKind.LONG_AMONG_SHORT},
-            id="nor half of it",
-        ),
-        pytest.param(
-            {"input_tokens": 900, "cache_tokens": 910, "requests": 20},
-            {"requests": 20},
-            GROWS | {PhaseKind.PREFILL, PhaseKind.VARIED},
-            id="nor a chunk",
-        ),
-        pytest.param(
-            {"input_tokens": 250, "cache_tokens": 800},
-            {"input_tokens": 250},
-            {PhaseKind.TOGETHER, PhaseKind.LONG_AMONG_SHORT},
-            id="nor the prompts of one forward",
-        ),
+        ({}, {}, []),
+        ({}, FITS_NOW, []),  # every phase was as large as it can be
+        ({"input_tokens": 7000, "cache_tokens": 7010}, FITS_NOW, GROWS),
+        ({"cache_tokens": 15_000}, {}, [PhaseKind.LONG_AMONG_SHORT]),
+        # Not a chunk fitted, and not the prompts of one forward.
+        ({"input_tokens": 900, "cache_tokens": 910}, {}, [*GROWS, PhaseKind.PREFILL, PhaseKind.VARIED]),
+        (SHORT | {"cache_tokens": 800}, SHORT, [PhaseKind.TOGETHER, PhaseKind.LONG_AMONG_SHORT]),
     ],
+    ids=str,
 )
 def test_what_was_smaller_for_the_size_of_the_cache_is_rehearsed_once_more(before, after, kinds, plants):
-    of_both = {"plants": plants, "captured": 8}
+    of_both = {"plants": plants, "captured": 8, "requests": 20}
     small, large = (replace(LIMITS, **{**of_both, **changed}) for changed in (before, after))
     again, every = phases.derive_second_pass(small, large), phases.derive_phases(large)
-    assert {phase.kind for phase in again} == kinds
+    assert {phase.kind for phase in again} == set(kinds)
     assert {phase.name for phase in again} <= {phase.name for phase in every}
 
 
@@ -323,19 +290,16 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed, co
         assert (several.bound.tokens, several.bound.requests) == (packed, count)
 
 
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_eagle_topk": 4}
+
+
 @pytest.mark.parametrize(
     ("info", "rows", "slots"),
     [
         ({}, 0, 0),
         ({"speculative_num_draft_tokens": 4}, 0, 0),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, 12, 24),
-        (
-            {
-                **{"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 6},
-                **{"speculative_num_steps": 3, "speculative_eagle_topk": 4},
-            },
-            *(6, 24),
-        ),
+        (EAGLE | {"speculative_num_draft_tokens": 6}, 6, 24),
     ],
     ids=str,
 )
@@ -417,15 +381,13 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
     assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end of sequence a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
-    long, *short = lengths(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))
-    assert long > 0.9 * LIMITS.input_tokens
-    assert set(short) == {phases.SHORT_PROMPT_TOKENS}
-    assert len(short) == LIMITS.requests - 1
 
 
 def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
     """Computing it takes minutes where the context is long: 262,144 tokens, Triton's attention."""
-    long = of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts[0]
+    long, *short = of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
+    assert short == [(0, phases.SHORT_PROMPT_TOKENS)] * (LIMITS.requests - 1)
+    assert sum(long) > 0.9 * LIMITS.input_tokens
     prefix = of_kind(LIMITS, PhaseKind.BEHIND_PREFIX).shared
     assert 0 < long.shared - prefix <= sum(long) - prefix <= LIMITS.chunk
 
