@@ -63,10 +63,7 @@ def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
     assert taken_in == ["from elsewhere", "a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("taken", "tensors", "slack"),
-    [pytest.param(3, 2, 1, id="some is slack"), pytest.param(1, 2, 0, id="graphs had left some")],
-)
+@pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])  # then: graphs had left some
 def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, scheduler):
     """From its begin on: what the allocator took, the most in tensors, and what is slack of that."""
     made = scheduler()
@@ -114,24 +111,22 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     assert (result.stopped, first.forwards) == (False, 0)  # the other one says that it stopped
 
 
+CAPTURED, EAGER = "captured decode of 75 requests", "eager decode of 300 requests"
+
+
 @pytest.mark.parametrize(
     ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest"),
     [
-        pytest.param(5, True, {}, 0, 75, False, 5, id="nobody asked for more: fewer run at once"),
-        pytest.param(5, False, {}, 0, 0, True, -1, id="asked for: it counts as if it had been taken"),
-        pytest.param(6, False, {}, 0, 0, True, 0, id="nothing of what is to stay would be left"),
-        pytest.param(
-            *(5, False, {"captured decode of 75 requests": 3 * GB}, 0, 0, True, -1),
-            id="what it has seen itself goes before an earlier rehearsal",
-        ),
-        pytest.param(50, True, {}, 0, 75, False, 50, id="nobody asked for more: nothing else needs as much memory"),
-        pytest.param(50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, id="another phase needs as much"),
-        pytest.param(
-            *(50, True, {"prefill chunk": 6 * GB}, 1, 75, False, 50),
-            id="nothing needs as much as an eager one takes besides of what graphs hold",
-        ),
-        pytest.param(50, False, {}, 1, 0, False, 50, id="asked for, and there is memory"),
+        (5, True, {}, 0, 75, False, 5),  # fewer run at once
+        (5, False, {}, 0, 0, True, -1),  # it counts as if it had been taken
+        (6, False, {}, 0, 0, True, 0),  # nothing of what is to stay would be left
+        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1),  # what it has seen itself goes before an earlier rehearsal
+        (50, True, {}, 0, 75, False, 50),  # nothing else needs as much memory
+        (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50),
+        (50, True, {"prefill chunk": 6 * GB}, 1, 75, False, 50),  # nor as much as it, and besides what graphs hold
+        (50, False, {}, 1, 0, False, 50),
     ],
+    ids=str,
 )
 def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     free, default_requests, earlier, graphs, requests, stopped, lowest, scheduler, monkeypatch
@@ -141,7 +136,8 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
-    by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
+    derived = [phase for each in (300, 75) for phase in phases.derive_phases(replace(limits, requests=each))]
+    by_name = {phase.name: phase.bound.requests for phase in derived}
     ran, since, original = list[str](), [0], made.process_input_requests
 
     def take_in(read):
@@ -158,9 +154,9 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     found = rehearse(made, peaks=earlier)
     assert (found.fewer_requests, found.stopped, found.lowest) == (requests, stopped, free * GB)
     assert min(found.lowest, found.expected) == lowest * GB
-    assert "captured decode of 75 requests" in ran
-    assert ("eager decode of 300 requests" in ran) == (not requests and not stopped)
-    assert not stopped or "eager decode of 300 requests" in found.missed
+    assert CAPTURED in ran
+    assert (EAGER in ran) == (not requests and not stopped)
+    assert not stopped or EAGER in found.missed
 
 
 def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
@@ -182,13 +178,6 @@ def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
     assert (longest, found.stopped, [*found.missed], found.expected) == (40, True, PHASES[1:], 200_000_000)
 
 
-def derived(limits, requests):
-    return phases.derive_phases(replace(limits, requests=requests))
-
-
-ZERO = "ZeroDivisionError: division by zero"
-
-
 def no_answer(scheduler):
     if scheduler.forwards > 3:
         raise RuntimeError("no answer")
@@ -196,10 +185,8 @@ def no_answer(scheduler):
 
 
 def no_answer_between_forwards(scheduler):
-    if scheduler.forwards > 3 and scheduler.did.read_after == scheduler.forwards:
-        raise RuntimeError("no answer")
-    scheduler.did.read_after = scheduler.forwards
-    return Memory(9 * GB)
+    before, scheduler.did.read_after = getattr(scheduler.did, "read_after", None), scheduler.forwards
+    return no_answer(scheduler) if before == scheduler.forwards else Memory(9 * GB)
 
 
 def divided_by_zero(*given):
@@ -209,9 +196,9 @@ def divided_by_zero(*given):
 @pytest.mark.parametrize(
     ("owner", "name", "answer", "failure"),
     [
-        pytest.param(Scheduler, "read", no_answer, "RuntimeError: no answer", id="the driver"),
-        pytest.param(Scheduler, "read", no_answer_between_forwards, "RuntimeError: no answer", id="the driver, later"),
-        pytest.param(rehearsal, "batch_facts", divided_by_zero, ZERO, id="a batch"),
+        (Scheduler, "read", no_answer, "RuntimeError: no answer"),
+        (Scheduler, "read", no_answer_between_forwards, "RuntimeError: no answer"),
+        (rehearsal, "batch_facts", divided_by_zero, "ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(
@@ -221,11 +208,8 @@ def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(
     assert rehearse(scheduler()).failure == failure
 
 
-def test_a_store_that_does_not_answer_ends_the_rehearsal_and_not_the_server(scheduler):
-    assert rehearse(scheduler(), low=divided_by_zero).failure == ZERO
-
-
-def test_a_cache_that_is_not_flushed_is_a_failure(scheduler):
+def test_a_store_that_does_not_answer_and_a_cache_that_is_not_flushed_are_failures(scheduler):
+    assert rehearse(scheduler(), low=divided_by_zero).failure == "ZeroDivisionError: division by zero"
     assert rehearse(scheduler(flushes=False)).failure == "requests were left"
 
 
@@ -247,12 +231,12 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
 @pytest.mark.parametrize(
     ("seconds", "changed", "stuck"),
     [
-        pytest.param(11, {}, True, id="one waits and nothing runs"),
-        pytest.param(9, {}, False, id="not yet for long"),
-        pytest.param(11, {"waiting_queue": []}, False, id="nothing waits"),
-        pytest.param(11, {"running_batch": FULL}, False, id="some decode"),
-        pytest.param(11, {"chunked_req": object()}, False, id="one is computed in chunks"),
-        pytest.param(11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, id="another stage's decode"),
+        (11, {}, True),
+        (9, {}, False),
+        (11, {"waiting_queue": []}, False),
+        (11, {"running_batch": FULL}, False),
+        (11, {"chunked_req": object()}, False),
+        (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False),  # another stage's decode
     ],
 )
 def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, stuck, scheduler, monkeypatch):
@@ -314,18 +298,6 @@ def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothin
     assert state_of(other)[0] == before
 
 
-def rehearsed_or_refused(scheduler, refused):
-    if not refused:
-        assert rehearse(scheduler).missed == {}
-        return
-    before = state_of(scheduler)
-    one = OneRank(scheduler)
-    with pytest.raises(RuntimeError) as why:
-        one.begin()
-    one.end()
-    assert (str(why.value), state_of(scheduler)) == (refused, before)
-
-
 @pytest.mark.parametrize(
     ("chunk", "tokens", "refused"),
     [
@@ -337,7 +309,14 @@ def rehearsed_or_refused(scheduler, refused):
 def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler, monkeypatch):
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
-    rehearsed_or_refused(made, refused)
+    if not refused:
+        assert rehearse(made).missed == {}
+        return
+    one, before = OneRank(made), state_of(made)
+    with pytest.raises(RuntimeError, match=f"^{refused}$"):
+        one.begin()
+    one.end()
+    assert state_of(made) == before
 
 
 def owner_of(scheduler, name):
@@ -346,19 +325,15 @@ def owner_of(scheduler, name):
     return {"runner": scheduler.tp_worker.model_runner, "reporter": scheduler.metrics_reporter}.get(name, scheduler)
 
 
+@pytest.mark.parametrize("owner", ["scheduler", "reporter", "runner"])
 @pytest.mark.parametrize(
-    ("owner", "name", "before"),
+    ("name", "before"),
     [
-        *(("scheduler", name, 7) for name in ("forward_ct", "total_prefill_uncached_tokens", "total_prefill_busy_us")),
-        *((owner, "num_generated_tokens", 7) for owner in ("scheduler", "reporter")),
-        *((owner, "forward_ct_decode", 7) for owner in ("scheduler", "reporter")),
-        *((owner, "last_gen_throughput", 7) for owner in ("scheduler", "reporter")),
-        *((owner, "num_retracted_reqs", 7) for owner in ("scheduler", "reporter")),
-        *((owner, "spec_total_num_accept_tokens", 7) for owner in ("scheduler", "reporter")),
-        ("runner", "forward_pass_id", 7),
-        ("scheduler", "max_prefill_bs", 7),
-        ("scheduler", "decode_moment_totals", [1.0, 2.0]),  # which grows in place
-        ("scheduler", "_prev_decode_launch_ts", None),  # else the first decode would count as the next of a rehearsal
+        *((name, 7) for name in ("forward_ct", "forward_ct_decode", "num_generated_tokens", "last_gen_throughput")),
+        *((name, 7) for name in ("num_retracted_reqs", "total_prefill_uncached_tokens", "total_prefill_busy_us")),
+        *((name, 7) for name in ("spec_total_num_accept_tokens", "forward_pass_id", "max_prefill_bs")),
+        ("decode_moment_totals", [1.0, 2.0]),  # which grows in place
+        ("_prev_decode_launch_ts", None),  # else the first decode would count as the next of a rehearsal
     ],
 )
 def test_what_is_counted_meanwhile_is_as_before(owner, name, before, scheduler):
@@ -419,9 +394,9 @@ STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
 @pytest.mark.parametrize(
     ("pools", "kind", "window", "fixed_gib"),
     [
-        pytest.param((PLAIN, PLAIN_TABLE), "", (0, 0), 0, id="one KV cache for all layers"),
-        pytest.param((WINDOWS, PLAIN_TABLE), "sliding-window", (128, 700), 0, id="sliding windows"),
-        pytest.param(STATES, "Mamba", (0, 0), 3, id="states go with requests"),
+        ((PLAIN, PLAIN_TABLE), "", (0, 0), 0),
+        ((WINDOWS, PLAIN_TABLE), "sliding-window", (128, 700), 0),
+        (STATES, "Mamba", (0, 0), 3),  # which go with requests
     ],
 )
 def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
