@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,88 +25,73 @@ def a_pool(name, **tensors):
     return made
 
 
-def zeros(*shape, dtype=torch.bfloat16, **more):
-    return torch.zeros(shape, dtype=dtype, device="cpu", **more)
-
-
-def tokens(size, page):
-    return size + page
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
     """Pools that are made as the engine makes them, for ``top``."""
     made = ElasticPools(HostMemory(), rule, top, page)
     requests = a_pool(table, req_to_token=torch.zeros(100, 5000, dtype=torch.int32), **state)
-    parts = lambda pool: (pool, requests, type(allocator, (), {})())  # noqa: E731
-    return made, made.build(make, parts, "cpu")
+    return made, made.build(make, lambda pool: (pool, requests, a_pool(allocator)), "cpu")
 
 
-def mha(size, page=PAGE, layers=2):
-    keys = [zeros(size + page, 4, 8) for _ in range(layers)]
-    return a_pool("MHATokenToKVPool", k_buffer=keys, v_buffer=[zeros(size + page, 4, 8) for _ in range(layers)])
+def mha(size=TOP.tokens, page=PAGE, layers=2):
+    keys, values = ([zeros(size + page, 4, 8) for _ in range(layers)] for _ in range(2))
+    return a_pool("MHATokenToKVPool", k_buffer=keys, v_buffer=values)
 
 
 def mapped_bytes(buffer):
     return len(buffer.memory._mapped) * HostMemory.granularity
 
 
+ROWS = TOP.tokens + PAGE
+
+
+def latents():
+    return a_pool("MLATokenToKVPool", kv_buffer=[zeros(ROWS, 1, 576)])
+
+
+def keys_and_values_in_one_tensor():
+    return a_pool("MHATokenToKVPool", kv_buffer=[zeros(2, ROWS, 4, 8)])
+
+
+def pages_before_heads():
+    return a_pool("MHATokenToKVPool", k_buffer=[zeros(ROWS // PAGE, 4, PAGE, 8)])
+
+
+def an_indexers_keys_by_pages():
+    made, keys = zeros(ROWS, 1, 576), zeros((ROWS + 1) // PAGE, PAGE * 132, dtype=torch.uint8)
+    return a_pool("DSATokenToKVPool", kv_buffer=[made], index_k_with_scale_buffer=[keys])
+
+
+def fp4_with_scales():
+    keys, scales = (zeros(ROWS, *shape, dtype=torch.uint8) for shape in ((4, 4), (2,)))
+    return a_pool("MHATokenToKVPoolFP4", k_buffer=[keys], k_scale_buffer=[scales])
+
+
 @pytest.mark.parametrize(
     ("make", "page", "rows"),
     [
-        pytest.param(lambda: mha(TOP.tokens), PAGE, [(6464, 0)] * 4, id="keys and values"),
-        pytest.param(lambda: mha(TOP.tokens, 1), 1, [(6401, 0)] * 4, id="pages of one token"),
-        pytest.param(
-            lambda: a_pool("MLATokenToKVPool", kv_buffer=[zeros(TOP.tokens + PAGE, 1, 576)]),
-            PAGE,
-            [(6464, 0)],
-            id="latents",
-        ),
-        pytest.param(
-            lambda: a_pool("MHATokenToKVPool", kv_buffer=[zeros(2, TOP.tokens + PAGE, 4, 8)]),
-            PAGE,
-            [(6464, 1)],
-            id="keys and values in one tensor",
-        ),
-        pytest.param(
-            lambda: a_pool("MHATokenToKVPool", k_buffer=[zeros((TOP.tokens + PAGE) // PAGE, 4, PAGE, 8)]),
-            PAGE,
-            [(101, 0)],
-            id="pages before heads",
-        ),
-        pytest.param(
-            lambda: a_pool(
-                "DSATokenToKVPool",
-                kv_buffer=[zeros(TOP.tokens + PAGE, 1, 576)],
-                index_k_with_scale_buffer=[zeros((TOP.tokens + PAGE + 1) // PAGE, PAGE * 132, dtype=torch.uint8)],
-            ),
-            PAGE,
-            [(6464, 0), (101, 0)],
-            id="an indexer's keys by pages",
-        ),
-        pytest.param(
-            lambda: a_pool(
-                "MHATokenToKVPoolFP4",
-                k_buffer=[zeros(TOP.tokens + PAGE, 4, 4, dtype=torch.uint8)],
-                k_scale_buffer=[zeros(TOP.tokens + PAGE, 2, dtype=torch.uint8)],
-            ),
-            PAGE,
-            [(6464, 0), (6464, 0)],
-            id="FP4 with scales",
-        ),
+        (mha, PAGE, [(6464, 0)] * 4),
+        (partial(mha, page=1), 1, [(6401, 0)] * 4),
+        (latents, PAGE, [(6464, 0)]),
+        (keys_and_values_in_one_tensor, PAGE, [(6464, 1)]),
+        (pages_before_heads, PAGE, [(101, 0)]),
+        (an_indexers_keys_by_pages, PAGE, [(6464, 0), (101, 0)]),
+        (fp4_with_scales, PAGE, [(6464, 0), (6464, 0)]),
     ],
 )
 def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
     made, pool = build(make, page=page)
-    tensors = list(module._tensors_of(pool))
-    granule = HostMemory.granularity
-    assert len(tensors) == len(rows)
+    assert len(list(module._tensors_of(pool))) == len(rows)
     expected = 0
     for buffer, (mapped, axis) in zip(made._buffers, rows, strict=True):
         tensor = buffer.memory.tensor
         row_bytes = tensor.stride(axis) * tensor.element_size()
         planes = tensor.shape[0] if axis else 1
         assert not tensor.narrow(axis, 0, mapped).any()  # else this process ends
-        least, most = planes * mapped * row_bytes, planes * (mapped * row_bytes + 2 * granule)
+        least, most = planes * mapped * row_bytes, planes * (mapped * row_bytes + 2 * HostMemory.granularity)
         assert least <= mapped_bytes(buffer) <= most
         expected += least
     assert expected <= sum(map(mapped_bytes, made._buffers)) == made.bytes_behind(RULE)
@@ -136,19 +122,15 @@ def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
 
 @given(st.integers(0, 70_000), st.integers(0, 50_000_000))
 def test_as_many_tokens_as_fit_and_not_a_page_more(now, budget):
-    made = ElasticPools(HostMemory(), RULE, TOP, PAGE)
-    made.build(lambda: mha(TOP.tokens), lambda pool: (pool, a_pool("ReqToTokenPool"), ALLOCATOR), "cpu")
+    made, _ = build(mha)
     fits = made.tokens_within(budget)
     assert fits % PAGE == 0
     assert fits == 0 or made.bytes_behind(made.counts_for(fits)) <= budget
     assert fits == TOP.tokens or made.bytes_behind(made.counts_for(fits + PAGE)) > budget
 
 
-ALLOCATOR = type("TokenToKVPoolAllocator", (), {})()
-
-
 def test_what_cannot_be_mapped_in_one_buffer_is_mapped_in_none(monkeypatch):
-    made, _ = build(lambda: mha(TOP.tokens))
+    made, _ = build(mha)
     before, last = sum(map(mapped_bytes, made._buffers)), made._buffers[-1].memory
     monkeypatch.setattr(last, "map_rows", lambda rows: (_ for _ in ()).throw(OutOfMemory("no more")))
     with pytest.raises(OutOfMemory):
@@ -156,27 +138,25 @@ def test_what_cannot_be_mapped_in_one_buffer_is_mapped_in_none(monkeypatch):
     assert (sum(map(mapped_bytes, made._buffers)), made.counts) == (before, RULE)
 
 
-def other(size):
-    pool = mha(size)
-    pool.something = torch.zeros(3, size // 7, 9, device="cpu")
+def with_another(**tensors):
+    pool = mha()
+    vars(pool).update(tensors)
     return pool
+
+
+ODD = a_pool("OddTokenToKVPool")
 
 
 @pytest.mark.parametrize(
     ("make", "more", "why"),
     [
         (lambda: a_pool("QSATokenToKVPool", k=[zeros(64_064, 8)]), {}, "KV caches of the kind QSATokenToKVPool"),
-        (lambda: mha(64_000), {"table": "DecodeReqToTokenPool"}, "request tables of the kind DecodeReqToTokenPool"),
-        (lambda: mha(64_000), {"allocator": "UnifiedAllocator"}, "allocators of the kind UnifiedAllocator"),
-        (
-            lambda: a_pool("SWAKVPool", full_kv_pool=mha(64_000), odd_kv_pool=a_pool("OddTokenToKVPool")),
-            {},
-            "KV caches with a OddTokenToKVPool",
-        ),
+        (mha, {"table": "DecodeReqToTokenPool"}, "request tables of the kind DecodeReqToTokenPool"),
+        (mha, {"allocator": "UnifiedAllocator"}, "allocators of the kind UnifiedAllocator"),
+        (lambda: a_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
         (lambda: a_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
-        (lambda: other(64_000), {}, "a tensor of 3x9142x9 in a MHATokenToKVPool"),
+        (lambda: with_another(x=zeros(3, 9142, 9)), {}, "a tensor of 3x9142x9 in a MHATokenToKVPool"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_known_is_named_and_nothing_of_ours_stays(make, more, why, monkeypatch):
     released = []
@@ -194,21 +174,16 @@ def test_what_is_not_known_is_named_and_nothing_of_ours_stays(make, more, why, m
 def test_states_of_requests_stay_as_they_are():
     states = [torch.zeros(4, 100, 300, 20, device="cpu")]
     mamba = a_pool("MambaPool", conv=states)
-    made, pool = build(
-        lambda: a_pool("HybridLinearKVPool", full_kv_pool=mha(64_000), mamba_pool=mamba),
-        table="HybridReqToTokenPool",
-        mamba_pool=mamba,
-    )
+    make = lambda: a_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba)  # noqa: E731
+    made, pool = build(make, table="HybridReqToTokenPool", mamba_pool=mamba)
     assert len(made._buffers) == 4
     assert pool.mamba_pool.conv[0] is states[0]
 
 
 def test_host_tensors_and_small_ones_are_the_engines():
     def make():
-        pool = mha(64_000)
-        pool.pinned = torch.zeros(64_064, 2, pin_memory=False, device="meta")
-        pool.lengths = torch.zeros(64_064, dtype=torch.int64)
-        return pool
+        pinned = torch.zeros(64_064, 2, pin_memory=False, device="meta")
+        return with_another(pinned=pinned, lengths=torch.zeros(64_064, dtype=torch.int64))
 
     made, pool = build(make)
     assert len(made._buffers) == 4
@@ -232,17 +207,11 @@ class Sizes:
 
 def test_the_engine_is_told_the_top_and_keeps_its_own_numbers():
     rule, top = HYBRID
-    runner = SimpleNamespace(
-        max_total_num_tokens=6400, full_max_total_num_tokens=6400, swa_max_total_num_tokens=1280, other=1
-    )
+    names = ("max_total_num_tokens", "full_max_total_num_tokens", "swa_max_total_num_tokens", "other")
+    runner = SimpleNamespace(**dict(zip(names, (6400, 6400, 1280, 1), strict=True)))
     with sized_for(runner, {}, rule, top) as told:
         assert told == {}
-        assert vars(runner) == {
-            "max_total_num_tokens": 64_000,
-            "full_max_total_num_tokens": 64_000,
-            "swa_max_total_num_tokens": 12_800,
-            "other": 1,
-        }
+        assert vars(runner) == dict(zip(names, (64_000, 64_000, 12_800, 1), strict=True))
     assert (runner.max_total_num_tokens, runner.swa_max_total_num_tokens) == (6400, 1280)
     given = Sizes(max_total_num_tokens=6400, swa_max_total_num_tokens=None, max_running_requests=7)
     with sized_for(runner, {"sizes": given, "x": 2}, rule, top) as told:
