@@ -312,7 +312,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("held or self._board.is_raised(held_flag)", "held"),
             ('f"{HELD} {self._told} {self._flushed}"', 'f"{HELD} {self._told}"'),
         ],
-        "test_what_another_rank_lacked_once_is_not_given_back_for_ever": [("frees or answer:", "frees:")],
         "test_two_prefills_and_the_first_ranks_longest_request_keep_their_room": [
             (
                 "least = max(longest_request(self._scheduler), least_tokens(self._scheduler))",
@@ -333,9 +332,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_what_is_ordered_meanwhile_comes_after_what_is_under_way": [
             ("if self._retirement is None and self._goal", "if self._goal")
         ],
-        "test_the_first_rank_orders_what_another_one_lacks": [
+        "test_the_first_rank_orders_once_what_another_one_lacks": [
             ("max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))", "shortage"),
             ("self._ordered, self._told = False, self._told + 1", "self._ordered = False"),
+            ("frees or answer:", "frees:"),
         ],
         "test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server": [
             ("self._failed.add(what)", "pass"),
@@ -368,9 +368,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_what_is_counted_meanwhile_is_as_before": [
             ("self._undo.append(partial(setattr, owner, name, copy(value)))", "pass")
         ],
-        "test_a_scheduler_reports_no_metrics_meanwhile": [('RECORDING = ("enable_metrics", ', "RECORDING = (")],
-        "test_what_waits_is_not_limited_meanwhile": [
-            ('self._meanwhile(self.scheduler, "max_queued_requests", None)', "pass")
+        "test_no_metrics_are_reported_and_what_waits_is_not_limited_meanwhile": [
+            ('RECORDING = ("enable_metrics", ', "RECORDING = ("),
+            ('self._meanwhile(self.scheduler, "max_queued_requests", None)', "pass"),
         ],
         "test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins": [
             ("yield [self._abort()] if self._stuck else", "yield"),

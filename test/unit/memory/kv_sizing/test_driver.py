@@ -149,6 +149,7 @@ def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named()
     server = Server(refuses=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
     assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
+    assert Server(loses=("prefill chunk",)).run().over  # what was lost is not waited for
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
@@ -164,10 +165,6 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
         server.answer(waiting)
     assert server.step(idle=True)[0].phase in later
     assert [*server.driver.missed] == [first.name]
-
-
-def test_requests_that_a_server_loses_are_not_waited_for():
-    assert Server(loses=("prefill chunk",)).run().over
 
 
 @pytest.mark.parametrize(

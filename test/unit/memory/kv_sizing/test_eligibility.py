@@ -37,6 +37,11 @@ def test_the_margin_is_asked_for_in_megabytes_and_not_too_small():
             margin.read({name: text})
 
 
+def test_the_page_says_the_margin():
+    page = (ROOT / "docs/changes/kv-sizing.md").read_text()
+    assert f"a *margin*: {int(eligibility.KV_MARGIN.default):,} MB" in page
+
+
 def test_a_given_fraction_is_left_alone_unless_always_is_asked_for():
     assert [bool(eligibility.given_reason(asked)) for asked in ("auto", "always")] == [True, False]
 

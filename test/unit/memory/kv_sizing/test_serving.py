@@ -229,28 +229,18 @@ def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served)
     assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [Flush()])
 
 
-def test_what_another_rank_lacked_once_is_not_given_back_for_ever(served):
-    first, other = served(9 * GB, waiting_queue=[request(9900, 100)]), served(0, leads=False)
-    other.one.look()
-    first.one.look()
-    have_obeyed(first.given[0], first)
-    other.one.obey(first.given[0])
-    assert (first.given, first.pools.counts.tokens) == ([Retire(10_000)], 10_000)
-    other.free, first.scheduler.waiting_queue = 9 * GB, []
-    for each in (other, first):
-        each.one.look()
-    assert len(first.given) == 1
-
-
-def test_the_first_rank_orders_what_another_one_lacks(served):
-    first, other = served(9 * GB), served(0, leads=False)
+@pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
+def test_the_first_rank_orders_once_what_another_one_lacks(waiting, goal, served):
+    """Half of the margin, as it does not know how much. Where nothing can go, the same goal: what was told is done."""
+    first, other = served(9 * GB, waiting_queue=waiting), served(0, leads=False)
     other.one.look()
     assert (other.given, len(other.board)) == ([], 1)
     first.one.look()
-    assert first.given == [Retire(9000)]  # half of the margin, as it does not know how much
-    have_obeyed(first.given[0], first)
+    assert first.given == [Retire(goal)]
+    other.free, first.scheduler.waiting_queue = 9 * GB, []
+    have_obeyed(first.given[0], other, first)
     first.one.look()
-    assert len(first.given) == 1  # what was told is done
+    assert (len(first.given), first.pools.counts.tokens) == (1, goal)
 
 
 def test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server(served, caplog):
