@@ -201,43 +201,33 @@ def test_a_store_that_does_not_answer_and_a_cache_that_is_not_flushed_are_failur
     assert rehearse(scheduler(flushes=False)).failure == "requests were left"
 
 
-def test_a_stage_is_not_idle_while_batches_are_under_way(scheduler, monkeypatch):
-    """Else what is under way would count as lost, and the next would be put beside it."""
-    made, idle = scheduler(), []
-    made.mbs = [None, object()]
-    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle, is_stuck: idle.append(is_idle) or [])
-    OneRank(made).begin()
-    made.turn()
-    made.mbs[1] = None
-    made.turn()
-    assert idle == [False, True]
-
-
 FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=lambda: True)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "changed", "stuck"),
+    ("seconds", "changed", "idle", "stuck"),
     [
-        (11, {}, True),
-        (9, {}, False),
-        (11, {"waiting_queue": []}, False),
-        (11, {"running_batch": FULL}, False),
-        (11, {"chunked_req": object()}, False),
-        (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False),  # another stage's decode
+        (11, {}, True, True),
+        (9, {}, True, False),
+        (11, {"waiting_queue": []}, True, False),
+        (11, {"running_batch": FULL}, True, False),
+        (11, {"chunked_req": object()}, True, False),
+        (11, {"mbs": [None, None]}, True, True),
+        # While batches of a stage are under way it is not idle: they would count as lost.
+        (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, False),
     ],
 )
-def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, stuck, scheduler, monkeypatch):
+def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, idle, stuck, scheduler, monkeypatch):
     made, said, now = scheduler(), [], [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle, is_stuck: said.append(is_stuck) or [])
+    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, *told: said.append(told) or [])
     OneRank(made).begin()
     now[0] = 5.0
     made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
     vars(made).update({"waiting_queue": ["one"], **changed})
     now[0] += seconds
     made.turn()
-    assert said == [stuck]
+    assert said == [(idle, stuck)]
 
 
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
