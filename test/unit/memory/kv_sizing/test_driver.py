@@ -70,16 +70,6 @@ class Server:
             self.driver.answered(each.name)
 
 
-def test_every_phase_is_brought_about_in_turn():
-    server = Server()
-    driver = server.run()
-    assert ([*driver.seconds], driver.missed) == ([phase.name for phase in driver.phases], {})
-    rising = [len(each.prompt) for each in server.put[: phases.GROWING_PROMPTS]]
-    assert rising == sorted(rising)
-    assert rising[-1] == LIMITS.chunk
-    assert len({each.name for each in server.put}) == len(server.put)
-
-
 def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
     """The engine merges what comes into the batch of those that have just ended, penalties and all."""
     server = Server(only=PhaseKind.PENALTIES, requests=256, captured=256)
@@ -191,15 +181,6 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, abort
     (phase,) = server.driver.phases
     assert (server.driver.over, server.driver.missed) == (True, {})
     assert (phase.new_tokens <= phases.LONG_PROMPT_NEW_TOKENS) == (mode == "TARGET_VERIFY")
-
-
-def test_when_time_or_memory_runs_short_nothing_further_begins():
-    server = Server()
-    server.serve(server.step())
-    server.driver.end()
-    driver = server.run()
-    assert [*driver.missed] == [phase.name for phase in driver.phases[1:]]
-    assert len(Server(left_s=lambda: -1.0).run().missed) == len(driver.phases)
 
 
 PREFIXED = [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT]

@@ -435,12 +435,6 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
     assert not any(bound.met(replace(at_it, **changed)) for changed in less)
 
 
-def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds():
-    few, many = (lengths(of_kind(replace(LIMITS, cache_tokens=size), PhaseKind.VARIED)) for size in (50_000, 5_000_000))
-    assert few == many
-    assert sum(few) > 10 * LIMITS.chunk
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 @pytest.mark.parametrize("cache", [3_000_000, 20_000_000])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from releases import ROOT
 from sglang_moe_patches.memory.kv_sizing import pools as module
 from sglang_moe_patches.memory.kv_sizing.address_space import ElasticBuffer, OutOfMemory
-from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for, unknown_pool_reason
+from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 from tells_memory import HostMemory
 
@@ -296,12 +296,6 @@ def test_host_tensors_and_small_ones_are_the_engines():
     made, pool = build(make)
     assert len(made._buffers) == 4
     assert pool.pinned.device.type == "meta"
-
-
-@pytest.mark.parametrize(("pool", "table", "why"), [("MLATokenToKVPool", "ReqToTokenPool", ""), ("X", "Y", "X are")])
-def test_a_class_is_known_by_its_name(pool, table, why):
-    assert why in unknown_pool_reason(pool, table)
-    assert bool(unknown_pool_reason(pool, table)) == bool(why)
 
 
 class Sizes:

@@ -52,17 +52,6 @@ def test_the_limits_are_the_schedulers_own(monkeypatch):
     assert rehearsal.limits_of(made, 40).requests == 40
 
 
-def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
-    made = scheduler()
-    taken_in: list[object] = []
-    made.process_input_requests = taken_in.extend
-    one = OneRank(made)
-    one.begin()
-    made.process_input_requests(["from elsewhere", ranks.Broadcast(("a", "b"))])
-    one.end()
-    assert taken_in == ["from elsewhere", "a", "b"]
-
-
 @pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])  # then: graphs had left some
 def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, scheduler):
     """From its begin on: what the allocator took, the most in tensors, and what is slack of that."""
