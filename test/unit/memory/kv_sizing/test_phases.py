@@ -22,18 +22,16 @@ def limits_of(info, facts=FACTS, **numbers):
     return phases.derive_limits(info, facts, **given)
 
 
-def derived(**changed):
-    return phases.derive_phases(replace(LIMITS, **changed))
-
-
 def lengths(phase):
     return list(map(sum, phase.prompts))
 
 
+def decodes(how, *counts):
+    return [f"{how} decode of {count} requests" for count in counts]
+
+
 ALWAYS = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
-CAPTURED = "captured decode of 64 requests"
-UNCAPTURED = "eager decode of 19 requests"
-EAGER = ("eager decode of 75 requests", "eager decode of 300 requests")
+CAPTURED, EAGER = decodes("captured", 64), decodes("eager", 75, 300)
 
 
 def last(requests=300, penalized=(19, 75, 300)):
@@ -44,21 +42,30 @@ def last(requests=300, penalized=(19, 75, 300)):
     ]
 
 
+PIPELINE = {"stages": 2, "captured": 4, "chunk": 64}
+
+
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
-        ({}, [*ALWAYS, CAPTURED, *EAGER, *last()]),
-        ({"mixed": True}, [*ALWAYS, "mixed chunk", CAPTURED, *EAGER, *last()]),
-        ({"captured": 0}, [*ALWAYS, UNCAPTURED, *EAGER, *last()]),
-        ({"requests": 64}, [*ALWAYS, CAPTURED, *last(64, [64])]),
-        ({"requests": 40}, [*ALWAYS, "captured decode of 40 requests", *last(40, [40])]),
-        ({"radix_cache": False}, [*ALWAYS[:2], CAPTURED, *EAGER, *last()]),
-        ({"chunk": None}, ["longest prefill", CAPTURED, *EAGER, *last()]),
+        ({}, [*ALWAYS, *CAPTURED, *EAGER, *last()]),
+        ({"mixed": True}, [*ALWAYS, "mixed chunk", *CAPTURED, *EAGER, *last()]),
+        ({"captured": 0}, [*ALWAYS, *decodes("eager", 19), *EAGER, *last()]),
+        ({"requests": 64}, [*ALWAYS, *CAPTURED, *last(64, [64])]),
+        ({"requests": 40}, [*ALWAYS, *decodes("captured", 40), *last(40, [40])]),
+        ({"radix_cache": False}, [*ALWAYS[:2], *CAPTURED, *EAGER, *last()]),
+        ({"chunk": None, "mixed": True}, ["longest prefill", *CAPTURED, *EAGER, *last()]),
+        ({"input_tokens": 1000}, [ALWAYS[0], "2 of the longest prompts", *CAPTURED, *EAGER, *last()]),
+        # Each stage has several batches under way.
+        ({"stages": 2, "mixed": True}, [*ALWAYS, *CAPTURED, *decodes("eager", 150), *last(150, (38, 150))]),
+        (PIPELINE, [*ALWAYS, *decodes("captured", 4), *decodes("eager", 10, 38, 150), *last(150, (38, 150))]),
+        # Four prompts of a page do not fit into one chunk.
+        (PIPELINE | {"page": 32}, [*ALWAYS[:2], *decodes("eager", 38, 150), *last(150, (38, 150))]),
     ],
     ids=str,
 )
 def test_the_phases_follow_from_the_configuration(changed, names):
-    assert [phase.name for phase in derived(**changed)] == names
+    assert [phase.name for phase in phases.derive_phases(replace(LIMITS, **changed))] == names
 
 
 KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
@@ -125,27 +132,6 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
 def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for(asked, captured, page, requests):
     info = {"max_running_requests": asked, "chunked_prefill_size": 1024, "cuda_graph_max_bs": captured}
     assert limits_of(info, replace(FACTS, page=page), cache_tokens=43_840, requests=2048).requests == requests
-
-
-FOUR_PAGES_ARE_TOO_MANY = [PhaseKind.CAPTURED_DECODE, PhaseKind.SHARED_PREFIX, PhaseKind.MIXED]
-
-
-@pytest.mark.parametrize(
-    ("changed", "kinds"),
-    [
-        ({}, []),
-        ({"input_tokens": 1000}, [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX]),
-        ({"radix_cache": False}, [PhaseKind.SHARED_PREFIX]),
-        ({"chunk": None}, [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.MIXED]),
-        ({"stages": 2}, [PhaseKind.MIXED]),  # each has several batches under way
-        ({"stages": 2, "captured": 4, "chunk": 64}, [PhaseKind.MIXED]),
-        ({"stages": 2, "captured": 4, "chunk": 64, "page": 32}, FOUR_PAGES_ARE_TOO_MANY),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_driven_is_left_out(changed, kinds):
-    every = {phase.kind for phase in derived(mixed=True)}
-    assert every - {phase.kind for phase in derived(**{"mixed": True, **changed})} == set(kinds)
 
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100), (64, 40_000)])
