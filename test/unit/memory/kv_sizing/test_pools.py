@@ -156,18 +156,6 @@ def mapped_bytes(buffer):
 ROWS = TOP.tokens + PAGE
 
 
-def latents():
-    return a_pool("MLATokenToKVPool", kv_buffer=[zeros(ROWS, 1, 576)])
-
-
-def keys_and_values_in_one_tensor():
-    return a_pool("MHATokenToKVPool", kv_buffer=[zeros(2, ROWS, 4, 8)])
-
-
-def pages_before_heads():
-    return a_pool("MHATokenToKVPool", k_buffer=[zeros(ROWS // PAGE, 4, PAGE, 8)])
-
-
 def an_indexers_keys_by_pages():
     made, keys = zeros(ROWS, 1, 576), zeros((ROWS + 1) // PAGE, PAGE * 132, dtype=torch.uint8)
     return a_pool("DSATokenToKVPool", kv_buffer=[made], index_k_with_scale_buffer=[keys])
@@ -183,9 +171,9 @@ def fp4_with_scales():
     [
         (mha, PAGE, [(6464, 0)] * 4),
         (partial(mha, page=1), 1, [(6401, 0)] * 4),
-        (latents, PAGE, [(6464, 0)]),
-        (keys_and_values_in_one_tensor, PAGE, [(6464, 1)]),
-        (pages_before_heads, PAGE, [(101, 0)]),
+        (lambda: a_pool("MLATokenToKVPool", kv_buffer=[zeros(ROWS, 1, 576)]), PAGE, [(6464, 0)]),
+        (lambda: a_pool("MHATokenToKVPool", kv_buffer=[zeros(2, ROWS, 4, 8)]), PAGE, [(6464, 1)]),
+        (lambda: a_pool("MHATokenToKVPool", k_buffer=[zeros(ROWS // PAGE, 4, PAGE, 8)]), PAGE, [(101, 0)]),
         (an_indexers_keys_by_pages, PAGE, [(6464, 0), (101, 0)]),
         (fp4_with_scales, PAGE, [(6464, 0), (6464, 0)]),
     ],
@@ -246,12 +234,6 @@ def test_what_cannot_be_mapped_in_one_buffer_is_mapped_in_none(monkeypatch):
     assert (sum(map(mapped_bytes, made._buffers)), made.counts) == (before, RULE)
 
 
-def with_another(**tensors):
-    pool = mha()
-    vars(pool).update(tensors)
-    return pool
-
-
 ODD = a_pool("OddTokenToKVPool")
 
 
@@ -263,7 +245,11 @@ ODD = a_pool("OddTokenToKVPool")
         (mha, {"allocator": "UnifiedAllocator"}, "allocators of the kind UnifiedAllocator"),
         (lambda: a_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
         (lambda: a_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
-        (lambda: with_another(x=zeros(3, 9142, 9)), {}, "a tensor of 3x9142x9 in a MHATokenToKVPool"),
+        (
+            lambda: a_pool("MHATokenToKVPool", k=zeros(ROWS, 8), x=zeros(3, 9142, 9)),
+            {},
+            "a tensor of 3x9142x9 in a MHA",
+        ),
     ],
 )
 def test_what_is_not_known_is_named_and_nothing_of_ours_stays(make, more, why, monkeypatch):
@@ -279,22 +265,18 @@ def test_what_is_not_known_is_named_and_nothing_of_ours_stays(make, more, why, m
     assert not any(each._mapped for each in released)
 
 
-def test_states_of_requests_stay_as_they_are():
+def test_states_of_requests_host_tensors_and_small_ones_stay_as_they_are():
     states = [torch.zeros(4, 100, 300, 20, device="cpu")]
     mamba = a_pool("MambaPool", conv=states)
-    make = lambda: a_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba)  # noqa: E731
+
+    def make():
+        pinned = torch.zeros(64_064, 2, pin_memory=False, device="meta")
+        others = {"pinned": pinned, "lengths": torch.zeros(64_064, dtype=torch.int64)}
+        return a_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba, **others)
+
     made, pool = build(make, table="HybridReqToTokenPool", mamba_pool=mamba)
     assert len(made._buffers) == 4
     assert pool.mamba_pool.conv[0] is states[0]
-
-
-def test_host_tensors_and_small_ones_are_the_engines():
-    def make():
-        pinned = torch.zeros(64_064, 2, pin_memory=False, device="meta")
-        return with_another(pinned=pinned, lengths=torch.zeros(64_064, dtype=torch.int64))
-
-    made, pool = build(make)
-    assert len(made._buffers) == 4
     assert pool.pinned.device.type == "meta"
 
 
