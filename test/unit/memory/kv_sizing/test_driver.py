@@ -90,16 +90,13 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
 
 
 @pytest.mark.parametrize(
-    ("radix_cache", "taken_s", "put"),
-    [
-        (True, 10, 10),
-        (True, 80, 1),  # the next part may take 320 s of 280
-        (False, 10, 2),
-        (False, 30, 1),  # the whole may take 480 s of 330
-    ],
+    ("radix_cache", "taken_s", "put"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
 def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put):
-    """The engine computes it to its end. Its own first request waits meanwhile, and unanswered that ends the server."""
+    """The engine computes it to its end. Its own first request waits meanwhile, and unanswered that ends the server.
+
+    After 80 s the next part may take 320 of 280 s, and after 30 s the whole prompt 480 of 330 s.
+    """
     left = [360.0 - GRACE_S]
 
     def pass_time(requests):
