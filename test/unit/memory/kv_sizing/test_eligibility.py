@@ -15,14 +15,9 @@ from unsized_servers import INELIGIBLE
 NAME = eligibility.KV_SIZING.name
 
 
-@pytest.mark.parametrize(
-    ("text", "asked"), [("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("always", "always")]
-)
-def test_what_is_asked(text, asked):
-    assert eligibility.KV_SIZING.read({NAME: text}) == asked
-
-
-def test_anything_else_is_one_line_that_names_the_variable():
+def test_what_is_asked_and_anything_else_is_one_line_that_names_the_variable():
+    for text, asked in (("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("always", "always")):
+        assert eligibility.KV_SIZING.read({NAME: text}) == asked
     for text, why in (("given", "given is now called always"), ("1", "expected off, auto or always, got '1'")):
         with pytest.raises(ValueError, match=f"^{NAME}: {why}$"):
             patch.check_environment(CHANGES, {NAME: text})
