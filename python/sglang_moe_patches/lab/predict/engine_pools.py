@@ -18,14 +18,21 @@ from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
 """To which the least fraction is rounded up: what CUDA and NCCL hold is not known to the last megabyte."""
+HELD_BYTES = 1_200_000_000
+"""What CUDA and the engine's libraries hold of a GPU before there is a KV cache. It was that on an H100 with one rank,
+and up to 2,800 MB on H200s: ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py`` compares."""
+LOADING_SHARE = {"triton_kernel": 0.15}
+"""By runner, of the weights: what loading them takes besides. The layout of ``triton_kernels`` pads rows, and PyTorch
+keeps pieces of what was there before: on an H100 19, 14 and 12 % with 8, 30 and 36 layers of gpt-oss-120b."""
 
 
 @dataclass(frozen=True)
 class Fit:
     """Whether a server's weights and KV cache fit into each GPU, in bytes.
 
-    :param memory: of the GPU; what CUDA and NCCL hold is not counted.
+    :param memory: of the GPU, without :data:`HELD_BYTES`.
     :param weights: on this rank; ``beside``: what is not counted, in words, or "".
+    :param loading: what loading them takes besides (:data:`LOADING_SHARE`).
     :param fraction: ``--mem-fraction-static`` in force; ``given``: the user gave it.
     :param refusal: why the engine makes no KV cache, in its own words; "": it does.
     :param tokens: of the KV cache; ``None``: not known, for the reason ``unknown``.
@@ -39,6 +46,7 @@ class Fit:
     fraction: float
     given: bool
     beside: str = ""
+    loading: int = 0
     refusal: str = ""
     tokens: int | None = None
     token_bytes: float | None = None
@@ -47,14 +55,19 @@ class Fit:
     begins_with: float | None = None
 
     @property
+    def loaded(self) -> int:
+        """Bytes that are taken once the weights are loaded."""
+        return self.weights + self.loading
+
+    @property
     def starts(self) -> bool:
         """Whether there is room for weights and a KV cache."""
-        return self.begins_with is not None or not (self.refusal or self.memory * self.fraction <= self.weights)
+        return self.begins_with is not None or not (self.refusal or self.memory * self.fraction <= self.loaded)
 
     @property
     def least_fraction(self) -> float | None:
         """With which the weights fit; ``None``: with none."""
-        least = math.ceil(self.weights / self.memory / FRACTION_STEP) * FRACTION_STEP
+        least = math.ceil(self.loaded / self.memory / FRACTION_STEP) * FRACTION_STEP
         return round(least, 2) if least < 1 else None
 
 
@@ -70,7 +83,7 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
         launch = hooks.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
         fit = replace(fit, token_bytes=hooks.bytes_per_token(maker))
         try:
-            config = _resolve_pools(maker, fit, fit.memory - fit.weights)
+            config = _resolve_pools(maker, fit, fit.memory - fit.loaded)
             fit = replace(fit, tokens=int(config.max_total_num_tokens))
         except (RuntimeError, ValueError) as error:
             fit = replace(fit, refusal=" ".join(str(error).split()))
@@ -79,7 +92,7 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     except Exception as error:
         return replace(fit, unknown=one_line_error(error)), ""
     if sizes and not skip_reason and not fit.given:
-        launches = [replace(launch, free=fit.memory - fit.weights)]
+        launches = [replace(launch, free=fit.memory - fit.loaded)]
         fit = replace(fit, begins_with=hooks.first_fraction(maker, launches, eligibility.KV_MARGIN.read()))
     return fit, skip_reason
 

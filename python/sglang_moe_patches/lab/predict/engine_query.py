@@ -263,14 +263,17 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
             model, config = _build(server_args, view, gpu)
             layers = engine_pools.stage_layers(view, config.hf_text_config.num_hidden_layers)
-        weights = _count_weight_bytes(model, layers)
-        room = Fit(gpu.memory, weights, view.mem_fraction_static, given, beside, context=int(config.context_len))
+        weights, layer = _count_weight_bytes(model, layers), _describe_layer(model)
+        room = Fit(
+            *(gpu.memory - engine_pools.HELD_BYTES, weights, view.mem_fraction_static, given, beside),
+            loading=int(weights * engine_pools.LOADING_SHARE.get((layer or {}).get("runner", ""), 0)),
+            context=int(config.context_len),
+        )
         sizes = bool(mode) and not skip_reason
         fit, why_not_pools = _ask_pools(server_args, view, room, model, config, sizes=sizes)
         skip_reason = skip_reason or why_not_pools
         # Data-parallel ranks bring a chunk each.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
-        layer = _describe_layer(model)
         if layer is not None:
             built = patch.Built(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
             asked = [change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE]

@@ -443,7 +443,10 @@ def describe_fit(fit: Mapping[str, Any] | None) -> str:
     """Whether the server starts, in a line: its weights, what the fraction in force leaves, the least that starts."""
     if fit is None:
         return "Whether it fits is not known: its layers could not be built"
-    weights = f"{fit['weights'] / 1e9:,.1f} GB of weights on each GPU of {fit['memory'] / 1e9:,.1f} GB"
+    weights = f"{fit['weights'] / 1e9:,.1f} GB of weights"
+    if fit["loading"]:
+        weights += f", and about {fit['loading'] / 1e9:,.1f} GB that loading them takes,"
+    weights += f" on each GPU, where {fit['memory'] / 1e9:,.1f} GB are free"
     if fit["beside"]:
         weights += f", without {fit['beside']}"
     source = "given" if fit["given"] else "engine's"
@@ -454,10 +457,11 @@ def describe_fit(fit: Mapping[str, Any] | None) -> str:
     if not fit["starts"]:
         if least is None:
             return f"Does not start: {weights}"
-        if least > fit["fraction"]:
+        if least > fit["fraction"] or not fit["refusal"]:
             return f"Does not start: {weights}, and {fraction}; it takes at least about {least:.2f}"
         return f"Does not start: {weights}, and {fraction}; the engine: {fit['refusal']}"
-    left = f"the {source} fraction {fit['fraction']:.3f} leaves {(allowed - fit['weights']) / 1e9:,.1f} GB"
+    room = allowed - fit["weights"] - fit["loading"]
+    left = f"the {source} fraction {fit['fraction']:.3f} leaves {room / 1e9:,.1f} GB"
     if fit["tokens"] is None:
         tokens = f"KV tokens are not known ({fit['unknown']})"
     else:

@@ -209,21 +209,32 @@ FIT = Fit(150_000_000_000, 90_000_000_000, 0.9, given=False, tokens=500_000, con
         (
             {},
             True,
-            "Fits: 90.0 GB of weights on each GPU of 150.0 GB; the engine's fraction 0.900 leaves 45.0 GB, "
-            "about 500,000 KV tokens; the least fraction is about 0.60",
+            "Fits: 90.0 GB of weights on each GPU, where 150.0 GB are free; the engine's fraction 0.900 leaves "
+            "45.0 GB, about 500,000 KV tokens; the least fraction is about 0.60",
         ),
         ({"given": True}, True, "the given fraction 0.900 leaves"),
         ({"tokens": 99_999}, True, "about 99,999 KV tokens, fewer than the longest request has (100,000)"),
         ({"tokens": None, "unknown": "NameError: x"}, True, "KV tokens are not known (NameError: x)"),
-        ({"beside": "a draft model"}, True, "of 150.0 GB, without a draft model; "),
+        ({"beside": "a draft model"}, True, "150.0 GB are free, without a draft model; "),
         ({"beside": "a draft model"}, True, "at most 500,000 KV tokens"),
         (
             {"given": True, "fraction": 0.5, "tokens": None},
             False,
-            "Does not start: 90.0 GB of weights on each GPU of 150.0 GB, and the given fraction 0.500 allows 75.0 GB; "
-            "it takes at least about 0.60",
+            "Does not start: 90.0 GB of weights on each GPU, where 150.0 GB are free, and the given fraction 0.500 "
+            "allows 75.0 GB; it takes at least about 0.60",
         ),
-        ({"weights": 150_000_000_001}, False, "Does not start: 150.0 GB of weights on each GPU of 150.0 GB"),
+        (
+            {"weights": 150_000_000_001},
+            False,
+            "Does not start: 150.0 GB of weights on each GPU, where 150.0 GB are free",
+        ),
+        (
+            {"loading": 9_000_000_000},
+            True,
+            "90.0 GB of weights, and about 9.0 GB that loading them takes, on each GPU, where 150.0 GB are free; the "
+            "engine's fraction 0.900 leaves 36.0 GB, about 500,000 KV tokens; the least fraction is about 0.66",
+        ),
+        ({"loading": 45_000_000_000}, False, "it takes at least about 0.90"),
         ({"refusal": "No room for states."}, False, "allows 135.0 GB; the engine: No room for states."),
         ({"fraction": 0.5, "begins_with": 0.8123}, True, "allows 75.0 GB, and kv-sizing begins with 0.812"),
     ],
