@@ -161,22 +161,26 @@ class SymmetricMemory:
 
 
 def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """The engine's question whether a tensor lies in the pool, answered once for an address: it walks a snapshot of
-    the pool, too slow for every layer.
+    """The engine's question whether a tensor lies in the pool, asked until an address does: it walks a snapshot of the
+    pool, too slow for every layer.
 
-    The pool's memory is never given back while the process lives (the engine's own assumption). An address that was
-    outside and is inside by now costs a fresh tensor, and no more.
+    The pool's memory is never given back while the process lives (the engine's own assumption). What is outside may be
+    inside later: a rank that went on saying "outside" would take from the pool what the others do not, and the pool
+    must be the same on all ranks.
     """
-    known: dict[int, bool] = {}
+    inside = set[int]()
 
     @functools.wraps(walk)
     def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        if address not in known:
-            if len(known) == _MAX_ADDRESSES:
-                known.clear()
-            known[address] = walk(tensor)
-        return known[address]
+        if address in inside:
+            return True
+        found = walk(tensor)
+        if found:
+            if len(inside) == _MAX_ADDRESSES:
+                inside.clear()
+            inside.add(address)
+        return found
 
     return is_tensor_in_symmetric_mempool
 

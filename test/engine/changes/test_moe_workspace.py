@@ -33,12 +33,12 @@ def seen(monkeypatch):
     sizes = []
     run = token_slices.run_slices
 
-    def counted(core, dispatch, max_tokens):
+    def counted(core, dispatch, max_tokens, keeps_input):
         def core_seen(part):
             sizes.append(len(part.hidden_states))
             return core(part)
 
-        return run(core_seen, dispatch, max_tokens)
+        return run(core_seen, dispatch, max_tokens, keeps_input)
 
     monkeypatch.setattr(token_slices, "run_slices", counted)
     return sizes
@@ -94,6 +94,31 @@ def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, se
     assert seen
 
 
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_slices_leave_an_input_alone_that_another_stream_may_read(engine, monkeypatch, has_reader):
+    """Stock writes over it when the last GEMM of all tokens is done."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    x, overwritten = torch.zeros(8, 4), []
+
+    class UnquantizedFusedMoEMethod:
+        def apply(self, layer, dispatch_output):
+            overwritten.append(bool(x.any()))
+            return StandardCombineInput(hidden_states=dispatch_output.hidden_states.fill_(1.0))
+
+    layer = SimpleNamespace(quant_method=UnquantizedFusedMoEMethod(), moe_runner_config=SimpleNamespace(inplace=True))
+    topk = StandardTopKOutput(torch.ones(8, 2), torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2))
+    monkeypatch.setenv(VARIABLE, "2")
+    monkeypatch.setattr(streams, "has_concurrent_reader", has_reader)
+    with installed(moe_workspace.CHANGE):
+        dispatched = StandardDispatchOutput(hidden_states=x, hidden_states_scale=None, topk_output=topk)
+        combined = FusedMoE.run_moe_core(layer, dispatched)
+    assert overwritten == [False, *[not has_reader] * 3]
+    assert combined.hidden_states.eq(1).all()
+
+
 # --- Blocks that run something beside their routed experts -----------------------------------------------------------
 
 
@@ -138,6 +163,13 @@ def test_a_model_whose_shared_experts_may_run_beside_is_known_when_it_is_loaded(
         loading(model)
         assert streams.has_concurrent_reader != fused
     assert not streams.has_concurrent_reader
+
+
+def test_a_block_that_cannot_be_looked_at_may_and_ends_no_server(engine, checkpoint, loading, monkeypatch):
+    monkeypatch.setattr(streams, "switches_streams", lambda block: block.has_not)
+    with installed(moe_workspace.CHANGE):
+        loading(engine.load(checkpoint()))
+        assert streams.has_concurrent_reader
 
 
 def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):

@@ -579,8 +579,8 @@ def test_every_token_is_in_one_slice_and_no_slice_is_too_large(tokens, most):
 
 
 @pytest.mark.parametrize("tokens", [100, 128, 129, 257])
-@pytest.mark.parametrize("inplace", [True, False])
-def test_the_rows_of_all_slices_are_put_together(tokens, inplace):
+@pytest.mark.parametrize(("inplace", "keeps_input"), [(True, False), (True, True), (False, False), (False, True)])
+def test_the_rows_of_all_slices_are_put_together(tokens, inplace, keeps_input):
     whole, seen = dispatch(tokens), []
     before = whole.hidden_states.clone()
 
@@ -590,12 +590,13 @@ def test_the_rows_of_all_slices_are_put_together(tokens, inplace):
         result = part.hidden_states * part.topk_output.topk_weights[:, :1]
         return Combine(part.hidden_states.copy_(result) if inplace else result)
 
-    result = token_slices.run_slices(core, whole, 128).hidden_states
+    result = token_slices.run_slices(core, whole, 128, keeps_input).hidden_states
     assert max(seen) <= 128
     assert sum(seen) == tokens
     assert (result == before * whole.topk_output.topk_weights[:, :1]).all()
-    assert (result is whole.hidden_states) == inplace
-    assert inplace or (whole.hidden_states == before).all()
+    overwrites = inplace and not keeps_input
+    assert (result is whole.hidden_states) == overwrites
+    assert overwrites or (whole.hidden_states == before).all()
 
 
 LONGER_LOGITS = dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2))

@@ -113,10 +113,18 @@ def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_a
 def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
     monkeypatch.setattr(runners, "_MAX_ADDRESSES", 2)
     lookups = []
-    asks = runners.remembering(lambda tensor: bool(lookups.append(tensor)))
+    asks = runners.remembering(lambda tensor: lookups.append(tensor) is None)
     tensors = [torch.empty(1) for _ in range(3)]
-    assert not any(asks(tensor) for tensor in (*tensors, tensors[2], tensors[0]))
+    assert all(asks(tensor) for tensor in (*tensors, tensors[2], tensors[0]))
     assert len(lookups) == 4  # the first one twice
+
+
+def test_what_was_outside_the_pool_may_be_inside_later():
+    """A rank that went on as if it were not would take from the pool what no other rank takes."""
+    answers = [False, False, True]
+    asks = runners.remembering(lambda tensor: answers.pop(0))
+    tensor = torch.empty(1)
+    assert [asks(tensor) for _ in range(4)] == [False, False, True, True]
 
 
 def test_other_names_are_looked_up_at_call_time_and_the_engines_own_function_stays(run, monkeypatch):

@@ -51,6 +51,7 @@ from sglang_moe_patches.core.patch import (
     Plan,
     Skip,
     Status,
+    best_effort,
     error_reason,
     together,
 )
@@ -95,8 +96,9 @@ def _plan() -> Plan:
         for runner, plan in (("triton", triton_plan), ("marlin", marlin_plan))
         if plan.status is Status.UNSUPPORTED
     }
-    look_at = functools.partial(_require_supported_runners, unsupported=unsupported)
-    parts = [offer, triton_plan.install, marlin_plan.install, streams.probe(look_at) if has_columns else None]
+    # Without columns it is token slices that were asked for: no runner of theirs is unsupported.
+    look_at = functools.partial(_require_supported_runners, unsupported=unsupported if has_columns else {})
+    parts = [offer, triton_plan.install, marlin_plan.install, streams.probe(look_at)]
     if max_tokens is not None:
         parts.append(token_slices.plan(max_tokens).install)
     return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), together(*parts))
@@ -107,8 +109,10 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
 
     :param unsupported: why, by the runner's name for ``--moe-runner-backend``.
     """
-    used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
-    for runner in sorted(set(unsupported) & used):
+    used = set[str | None]()
+    with best_effort("moe-workspace: which runners a model has"):
+        used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
+    for runner in sorted(each for each in unsupported if each in used):
         message = log.of("moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}")
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}")
@@ -172,7 +176,7 @@ TOKEN_SLICES = Count(
     "ran in token slices",
     f"{__name__}.token_slices",
     "run_slices",
-    lambda result, core, dispatch, max_tokens: -(-len(dispatch.hidden_states) // max_tokens),
+    lambda result, core, dispatch, max_tokens, keeps_input: -(-len(dispatch.hidden_states) // max_tokens),
     unit="slices",
 )
 CHANGE = Change(

@@ -1,8 +1,8 @@
 """Whether another stream may still read a layer's input while its routed experts run.
 
-In place, the engine writes its output after the whole second GEMM; column slices would write after the first one. Some
-blocks run their shared experts on another stream at the same time, on the same input. Nothing makes one wait for the
-other there; the engine gets by because it writes late.
+In place, the engine writes its output after the whole second GEMM; column slices would write after the first one, and
+token slices after the first slice. Some blocks run their shared experts on another stream at the same time, on the same
+input. Nothing makes one wait for the other there; the engine gets by because it writes late.
 
 A block's code shows it: a method of its class runs something on a stream of its choice. With the shared experts fused
 there is nothing else to run. The answer holds for the process, whose layers are of one kind; a wrong "yes" costs a copy
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Install, Patcher, around
+from sglang_moe_patches.core.patch import Install, Patcher, around, best_effort
 
 has_concurrent_reader = False
 """Whether a block of this process's models may read its routed experts' input on another stream."""
@@ -59,7 +59,10 @@ def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
         def wrap_load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             loaded = original(self, *args, **kwargs)
             look_at(self.model)
-            if may_read_concurrently(self.model.modules(), experts):
+            concurrent = True
+            with best_effort("moe-workspace: whether another stream reads the experts' input"):
+                concurrent = may_read_concurrently(self.model.modules(), experts)
+            if concurrent:
                 _assume_concurrent_reader(patcher)
             return loaded
 

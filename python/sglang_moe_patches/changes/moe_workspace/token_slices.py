@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches.core import engine, log
+from sglang_moe_patches.changes.moe_workspace import streams
+from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.patch import Patcher, PatchError, Plan, around
 from sglang_moe_patches.core.variables import STRICT, Variable, positive_number
 
@@ -98,23 +99,24 @@ def dispatch_skip_reason(dispatch: Any, dispatch_type: Any, topk_type: Any) -> s
 # --- Hook points -----------------------------------------------------------------------------------------------------
 
 
-def run_slices(core: Callable[[Any], Any], dispatch: Any, max_tokens: int) -> Any:
+def run_slices(core: Callable[[Any], Any], dispatch: Any, max_tokens: int, keeps_input: bool = False) -> Any:
     """Run the layer's core once for each token slice.
 
-    :returns: what the core returns for one slice, with all rows: over the input where the core works in place, else in
-        a tensor that is allocated after the first slice.
+    :param keeps_input: a core that works in place gets a copy of its slice: another stream may still read the input.
+    :returns: what the core returns for one slice, with all rows: over the input where the core works in place there,
+        else in a tensor that is allocated after the first slice.
     """
     whole = dispatch.hidden_states
     output = None
     for start, stop in split_tokens(len(whole), max_tokens):
         part = dispatch._replace(
-            hidden_states=whole[start:stop],
+            hidden_states=whole[start:stop].clone() if keeps_input else whole[start:stop],
             topk_output=type(dispatch.topk_output)(*(t if t is None else t[start:stop] for t in dispatch.topk_output)),
         )
         combine_input = core(part)
         result = combine_input.hidden_states
         if output is None:
-            inplace = result.data_ptr() == part.hidden_states.data_ptr()
+            inplace = not keeps_input and result.data_ptr() == part.hidden_states.data_ptr()
             output = whole if inplace else result.new_empty((len(whole), *result.shape[1:]))
         if result.data_ptr() != output[start:stop].data_ptr():
             output[start:stop] = result
@@ -162,7 +164,8 @@ def plan(max_tokens: int) -> Plan:
                 _report_skip_reason(reason)
             if reason is not None or not is_large:
                 return original(self, dispatch_output)
-            return run_slices(functools.partial(original, self), dispatch_output, max_tokens)
+            keeps_input = streams.has_concurrent_reader and runners.is_in_place(self)
+            return run_slices(functools.partial(original, self), dispatch_output, max_tokens, keeps_input)
 
         return run_moe_core
 
