@@ -34,7 +34,8 @@ def a_pool(name, *bases, **has):
     return type(name, bases or (object,), has)()
 
 
-PLAIN_TABLE, STATE_TABLE = a_pool("ReqToTokenPool"), a_pool("HybridReqToTokenPool")
+ROWS = {"req_to_token": torch.zeros(3, 0, dtype=torch.int32), "free_slots": [1, 2]}
+PLAIN_TABLE, STATE_TABLE = a_pool("ReqToTokenPool", **ROWS), a_pool("HybridReqToTokenPool", **ROWS)
 CONFIG = SimpleNamespace(context_len=1000, vocab_size=5000)
 
 

@@ -12,6 +12,7 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 ``FAILS``      the rank whose driver does not answer while it rehearses
 ``MAP_FAILS``  the rank that has no memory to grow
 ``SHORT``      a file: once it is there, another process has taken as many bytes as it says
+``TURN_S``     a file: seconds that each turn of a server that serves takes more, once it is there
 ``MERGES``     a file: the requests of each batch that was merged of two, one of which has tensors for penalties
 ``TUNES``      a file: each time that memory is mapped, and that the engine is where it tunes, a line of it
 """
@@ -83,6 +84,15 @@ def shorten(phases):
 
 def look_often(serving):
     serving.SAMPLE_INTERVAL_S = 0.05
+    if "TURN_S" in os.environ:
+        look = serving.Serving.look
+
+        def look_late(watch):
+            late = Path(os.environ["TURN_S"])
+            time.sleep(float(late.read_text() or 0) if late.exists() else 0)
+            look(watch)
+
+        serving.Serving.look = look_late
 
 
 def be_patient(rehearsal):

@@ -67,6 +67,7 @@ INELIGIBLE = {
     "--keep-mm-feature-on-device": UnsizedServer(),
     "--offload-group-size": UnsizedServer(2),
     "--enable-return-hidden-states": UnsizedServer(),
+    "--enable-priority-scheduling": UnsizedServer(),
     "--enable-hisparse": UnsizedServer(),
     "--enable-hierarchical-cache": UnsizedServer(),
     "--enable-lmcache": UnsizedServer(),

@@ -390,6 +390,41 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert answers(grown, prompts=PROMPTS)[0] == expected[:2]
 
 
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
+def test_memory_that_is_short_ends_no_prompt_that_is_computed_in_parts_and_starves_none_that_waits(
+    folder: Path, checkpoint
+):
+    """The engine asks for no room for the second part of a prompt, and never admits a request that fits exactly."""
+    place = folder / "short"
+    place.mkdir()
+    short, turn_s = place / "short", place / "turn"
+    sizes = {"CACHE": "6000000", "GAIN": "3000000", "SHORT": str(short), "TURN_S": str(turn_s)}
+    grown = sized("grown", checkpoint(), place, "--context-length", "1500", **sizes)
+    half = [[token * seed % 600 + 3 for token in range(900)] for seed in (7, 11)]
+
+    def ask(prompt: list[int], new: int) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        asked = {"input_ids": prompt, "sampling_params": sampling}
+        answer = httpx.post(f"{grown.url}/generate", json=asked, timeout=PATIENCE).raise_for_status()
+        return list(answer.json()["output_ids"])
+
+    asked = [(LONG[0], 100), (half[0], 10), (half[1], 50)]  # the last one has room when another has ended
+    with started(grown), ThreadPoolExecutor() as pool:
+        expected = [ask(*each) for each in asked]
+        (before,) = capacities(grown)
+        httpx.post(f"{grown.url}/flush_cache", timeout=PATIENCE).raise_for_status()
+        turn_s.write_text("0.1")
+        answered = []
+        for each in asked:
+            answered.append(pool.submit(ask, *each))
+            time.sleep(1)
+        short.write_text("110000000")
+        assert [each.result() for each in answered] == expected
+        wait_for(lambda: "memory was short" in said(grown)[-1])
+        assert max(capacities(grown)) < before
+
+
 @pytest.mark.every_release
 def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
     """Up to 0.5.13 between pools and graphs, later when the runners of forwards are made."""

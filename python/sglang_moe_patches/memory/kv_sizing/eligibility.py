@@ -117,6 +117,14 @@ INELIGIBLE: Reasons = {
         lambda a: a.get("enable_return_hidden_states"),
         "with which a request captures all graphs again",
     ),
+    "--enable-priority-scheduling": (
+        lambda a: (
+            a.get("enable_priority_scheduling")
+            and not a.get("disable_priority_preemption")
+            and a.get("max_running_requests") is None
+        ),
+        "with which more requests may run at once than were rehearsed; --max-running-requests says how many",
+    ),
     "--enable-hisparse": (lambda a: a.get("enable_hisparse"), _NOT_REHEARSED),
     "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), _KEEPS_PROMPTS),
     "--enable-lmcache": (lambda a: a.get("enable_lmcache"), _KEEPS_PROMPTS),

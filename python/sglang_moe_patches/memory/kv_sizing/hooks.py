@@ -177,6 +177,7 @@ class ServerStart:
         first = _counts_of(config)
         top, problem = first, ""
         try:
+            memory = CudaMemory(self.gpu)
             self.bytes_per_token = bytes_per_token(maker)
             self._raised_tokens = int(raised * self.launch.free_before_load / self.bytes_per_token)
             most = first.tokens + int(self.launch.set_aside / self.bytes_per_token)
@@ -195,7 +196,7 @@ class ServerStart:
             self.reason = problem
             self.log(f"no rehearsal because {problem}", warn=True)
             return
-        self.pools = ElasticPools(CudaMemory(self.gpu), first, top, int(maker.page_size))
+        self.pools = ElasticPools(memory, first, top, int(maker.page_size))
         self.reserved = True
         self._hold_pipe()
 
@@ -352,7 +353,7 @@ class ServerStart:
         self.needs = needs
         now = self.pools.counts.tokens
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
-        tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler))
+        tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler, self.pools))
         if tokens > now:
             return MapTokens(tokens)
         again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
@@ -493,7 +494,9 @@ class ServerStart:
         try:
             memory = serving.FreeMemory(lambda: gpu_memory.read(self.gpu), self.margin)
             self._serving = serving.Serving(
-                self.scheduler, self.pools, memory, self.orders, self.board, self.metrics, leads=self.leads
+                *(self.scheduler, self.pools, memory, self.orders, self.board, self.metrics),
+                leads=self.leads,
+                beside=self._limits.beside_prompt(),
             )
             self.orders.each_turn = self._serving.look
         except Exception as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -84,6 +85,7 @@ class ElasticPools:
         self._memory = memory
         self._buffers: list[_Buffer] = []
         self._pools: list[Any] = []
+        self._tables: list[Any] = []
 
     # --- Sizes ---------------------------------------------------------------------------------------------------
 
@@ -117,6 +119,11 @@ class ElasticPools:
                 most = middle - 1
         return least * self.page
 
+    def tokens_with_window(self, window: int) -> int:
+        """The fewest tokens, whole pages, of which the layers with a sliding window have at least ``window``."""
+        pages = range(self.top.tokens // self.page + 1)
+        return self.page * bisect_left(pages, window, key=lambda number: self.counts_for(number * self.page).window)
+
     def _rows(self, buffer: _Buffer, counts: TokenCounts) -> int:
         # Whatever the engine adds to the tokens, a page of padding for one, is there for any number of them.
         return buffer.memory.rows - (getattr(self.top, buffer.part) - getattr(counts, buffer.part)) // buffer.unit
@@ -142,10 +149,9 @@ class ElasticPools:
 
         :returns: bytes given back.
         """
-        import torch
-
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what still runs may read it
+        for each in self._tables:
+            _forget_slots(each)
+        _wait_for_device()  # what still runs may read it
         given = sum(each.memory.unmap_from(self._rows(each, counts)) for each in self._buffers)
         self.counts = counts
         self._tell_usage()
@@ -177,11 +183,14 @@ class ElasticPools:
                 raise Unknown(reason)
             self._check(pool, table, mode.others, len(self._buffers) - before)
         except Exception:
+            _wait_for_device()
             for each in self._buffers[before:]:
                 each.memory.release()
             del self._buffers[before:]
             raise
         self._pools += _pools_in(pool)
+        if not any(table is each for each in self._tables):  # a draft model's is its target's
+            self._tables.append(table)
         self._tell_usage()
         return built
 
@@ -195,6 +204,8 @@ class ElasticPools:
             raise Unknown(f"a {type(pool).__name__} of this release makes its buffers in a way that is not known")
         ours = {each.memory.address for each in self._buffers}
         fixed = {_address(each) for owner in (table, getattr(table, "mamba_pool", None)) for each in _tensors_of(owner)}
+        if fixed & ours:
+            raise Unknown(f"a {type(table).__name__} has about as many rows as the KV cache")
         least = min(filter(None, self.top)) // self.page
         made_here = (reference() for reference in others)
         held = (tensor for part in parts for tensor in _tensors_of(part))
@@ -319,6 +330,26 @@ def _tensors_of(owner: Any) -> Iterator[Any]:
             queue += each.values()
         elif is_dataclass(each) and not isinstance(each, type):
             queue += vars(each).values() if hasattr(each, "__dict__") else ()
+
+
+def _forget_slots(table: Any) -> None:
+    """Have a request table's free rows name no slot that may have no memory.
+
+    A captured decode reads a slot for each row that it is padded with. Up to 0.5.12.post1 that is one of the request
+    which was there before.
+    """
+    import torch
+
+    rows = table.req_to_token
+    free = torch.tensor([0, *map(int, table.free_slots)], dtype=torch.int64)  # the first is nobody's
+    rows[free.to(rows.device)] = 0
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _address(tensor: Any) -> int:

@@ -80,6 +80,12 @@ def _come(store: Any, keys: list[str], seconds: float) -> bool:
     return True
 
 
+def is_idle(scheduler: Any) -> bool:
+    """Whether a scheduler has nothing to do, on a stage of a pipeline either: up to 0.5.12.post1 the engine's own word
+    leaves out a prefill whose result is still to come."""
+    return bool(scheduler.is_fully_idle()) and not any(getattr(scheduler, "mbs", ()))
+
+
 class Board:
     """What each rank publishes on a topic, once, and the first finds without waiting."""
 

@@ -45,7 +45,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 )
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant, plant
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, hybrid, pool_bytes, pools_of
-from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast
+from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast, is_idle
 from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
 
 REHEARSAL_TIMEOUT_S = 300.0
@@ -454,7 +454,7 @@ class Rehearsal:
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-        self._failure, self._stopped, self._flushing = "", False, False
+        self._failure, self._stopped, self._flushing, self._has_planted = "", False, False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
 
@@ -542,6 +542,7 @@ class Rehearsal:
     def plant(self, order: Plant) -> None:
         """On every rank: have the cache of prefixes hold what a phase needs of one."""
         try:
+            self._has_planted = True
             held = plant(self.scheduler, order.tokens)
             if self._driver is not None:
                 self._driver.planted(held)
@@ -612,7 +613,7 @@ class Rehearsal:
         """What the scheduler reads now in place of users' requests."""
         if self._driver is None:
             return []
-        idle = bool(self.scheduler.is_fully_idle()) and not any(getattr(self.scheduler, "mbs", ()))
+        idle = is_idle(self.scheduler)
         try:
             if self._seconds_to_deadline() < 0 or (not self._driver.over and self._board.is_raised(self._low)):
                 self._driver.end()
@@ -620,7 +621,8 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
             self._driver.over, put = True, self._driver.abort_all()
-        given_up = self._seconds_to_deadline() + self._abandon_after_s < 0
+        # A prefix that was not computed must not be left to users' prompts.
+        given_up = self._seconds_to_deadline() + self._abandon_after_s < 0 and not self._has_planted
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []
         self._flushing = True

@@ -9,6 +9,7 @@ of it.
 from __future__ import annotations
 
 import functools
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import token_count
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
-from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders
+from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders, is_idle
 from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
@@ -40,8 +41,9 @@ class Retire(Order):
 
 
 @dataclass(frozen=True)
-class Flush(Order):
-    """Empty the cache of prefixes where nothing runs: so what was retired comes back at once."""
+class LetGo(Order):
+    """Empty the cache of prefixes where nothing runs: so what was retired comes back at once. Else let go of as many
+    tokens of it as are to come back, of the prefixes that were used least recently."""
 
 
 class FreeMemory:
@@ -146,6 +148,7 @@ class Serving:
 
     :param board: of the server's ranks.
     :param shown: takes what ``/metrics`` has.
+    :param beside: tokens of the KV cache that a request takes beside its own.
     """
 
     def __init__(
@@ -158,9 +161,12 @@ class Serving:
         shown: Metrics,
         *,
         leads: bool,
+        beside: int = 0,
     ) -> None:
         self._scheduler, self._pools, self._memory = scheduler, pools, memory
         self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
+        # The engine admits a request only where more is free than it may come to, and never says that it will not.
+        self._beside = beside + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
         self._ordered = False
@@ -187,7 +193,7 @@ class Serving:
         self._shown.show(LOWEST_FREE, self._memory.lowest)
         held = False
         if self._goal < self._pools.counts.tokens:  # what was ordered has not come back yet
-            shortage, held = 0, self._scheduler.is_fully_idle()
+            shortage, held = 0, bool(shortage) or is_idle(self._scheduler)
         short_flag, held_flag = f"{SHORT} {self._told}", f"{HELD} {self._told} {self._flushed}"
         if not self._leads:
             if shortage:
@@ -196,7 +202,7 @@ class Serving:
                 self._board.raise_flag(held_flag)
             return
         if held or self._board.is_raised(held_flag):
-            self._orders.give(Flush())
+            self._orders.give(LetGo())
         another = self._board.is_raised(short_flag)
         if not self._ordered and (shortage or another):
             # What another rank lacks it does not say: half of the margin brings it back to where it is not short.
@@ -212,23 +218,30 @@ class Serving:
         behind_goal = self._pools.bytes_behind(self._pools.counts_for(self._goal))
         within = self._pools.tokens_within(behind_goal - shortage)
         # Stages of a pipeline learn one after another that a request has ended: the first one's longest counts for all.
-        least = max(longest_request(self._scheduler), least_tokens(self._scheduler))
+        least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))
         wanted = self._whole_pages(max(within, least))
         frees = self._pools.bytes_behind(wanted) < behind_goal
         if frees or answer:
             self._ordered = True
             self._orders.give(Retire(wanted.tokens if frees else self._goal))
 
+    def _longest_request(self) -> int:
+        """Tokens that have to be there for the longest request to be admitted, and to come to its end."""
+        longest = longest_request(self._scheduler)
+        return longest + self._beside if longest else 0
+
     def _whole_pages(self, tokens: int) -> TokenCounts:
         """At least so many tokens."""
         return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:
-        """:param order: :class:`Retire` or :class:`Flush`."""
-        if isinstance(order, Flush):
+        """:param order: :class:`Retire` or :class:`LetGo`."""
+        if isinstance(order, LetGo):
             self._flushed += 1
-            if self._scheduler.is_fully_idle():
+            if is_idle(self._scheduler):
                 self._scheduler.flush_cache()
+            elif self._retirement is not None:
+                let_go(self._scheduler.tree_cache, self._retirement.held())
         elif isinstance(order, Retire):
             self._ordered, self._told = False, self._told + 1
             self._goal = min(self._goal, order.tokens)
@@ -236,21 +249,25 @@ class Serving:
 
     def _tell(self, counts: TokenCounts) -> None:
         """Tell the engine its number of tokens, and to take in no request that would not fit at the goal."""
-        token_count.set_token_count(self._scheduler, counts, self._pools.counts_for(self._goal))
+        goal = self._pools.counts_for(self._goal)
+        token_count.set_token_count(self._scheduler, counts, (goal.full or goal.tokens) - self._beside)
 
     def _withdraw(self) -> None:
         """Take out what has come back since the last turn, and give back the memory behind it."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
-            wanted = self._whole_pages(max(self._goal, longest_request(self._scheduler)))
+            wanted = self._whole_pages(max(self._goal, self._longest_request()))
             if wanted.tokens < now.tokens:
                 self._began_with = now.tokens
                 allocator = self._scheduler.token_to_kv_pool_allocator
                 self._retirement = Retirement(allocator, now, wanted, self._tell)
         retirement = self._retirement
-        if retirement is None or not retirement.go_on():
+        if retirement is None or not retirement.go_on(spare_tokens(self._scheduler)):
             return
-        self._given_back += self._pools.unmap_from(retirement.backed())
+        try:
+            self._given_back += self._pools.unmap_from(retirement.backed())
+        except Exception as error:  # the other ranks go on taking slots out, and so must this one
+            log.logger.warning(log.of("kv-sizing", "memory is not given back: %s"), error)
         self._shown.show(GIVEN_BACK, self._given_back)
         self._shown.show(TOKENS, retirement.in_use().tokens)
         if not retirement.done:
@@ -282,9 +299,40 @@ def longest_request(scheduler: Any) -> int:
     )
 
 
-def least_tokens(scheduler: Any) -> int:
-    """Tokens below which a KV cache is not made smaller: two of the largest prefills of one request."""
-    return 2 * int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
+def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
+    """Tokens below which a KV cache is not made smaller: two of the largest prefills of one request; with sliding
+    windows also what leaves their layers one window, or one prefill, and some pages."""
+    largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
+    if not pools.top.window:
+        return 2 * largest
+    window = int(scheduler.tp_worker.model_runner.sliding_window_size or 0)
+    return max(2 * largest, pools.tokens_with_window(max(largest, window) + 3 * pools.page))
+
+
+def spare_tokens(scheduler: Any) -> float:
+    """Free tokens that a prompt does not need whose first chunks are computed: the engine computes the next one without
+    asking whether there is room; infinite: there is none such."""
+    chunked = getattr(scheduler, "chunked_req", None)
+    if chunked is None:
+        return math.inf
+    allocator = scheduler.token_to_kv_pool_allocator
+    if hasattr(allocator, "full_attn_allocator"):  # there it does ask
+        return math.inf
+    there = int(allocator.available_size()) + int(scheduler.tree_cache.evictable_size())
+    holders = (chunked, getattr(chunked, "kv", None))  # the second from 0.5.18 on
+    computed = max(int(getattr(each, "kv_committed_len", 0) or 0) for each in holders)
+    left = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed
+    return max(0, there - left - 2 * int(allocator.page_size))
+
+
+def let_go(prefixes: Any, tokens: int) -> None:
+    """Have the engine's cache of prefixes free so many tokens that nobody uses.
+
+    :param prefixes: the scheduler's ``tree_cache``.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    prefixes.evict(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
@@ -307,30 +355,30 @@ class _Tail:
         self.kept, self.size = wanted // self.page, size // self.page
         self.held = torch.ones(max(0, self.size - self.kept), dtype=torch.bool)
 
-    def take_out(self) -> bool:
-        """Take free pages of the tail out of the free lists. :returns: whether there were any."""
-        taken = False
+    def take_out(self, spare: float) -> bool:
+        """Take free pages of the tail out of the free lists.
+
+        :param spare: at most so many tokens.
+        :returns: whether there were any.
+        """
+        self._most, before = spare // self.page, int(self.held.sum())
         for name in FREE_LISTS:
             pages = getattr(self.allocator, name, None)
             if pages is not None and len(pages):
-                kept, gone = self._split(pages)
-                if len(gone):
-                    setattr(self.allocator, name, kept)
-                    taken = True
-        staged = getattr(self.allocator, "staged_pages", None)
-        if staged:
-            split = [self._split(each) for each in staged]
-            if any(len(gone) for _, gone in split):
-                self.allocator.staged_pages = [kept for kept, _ in split if len(kept)]
-                self.allocator.num_staged_pages = sum(len(kept) for kept, _ in split)
-                taken = True
-        return taken
+                setattr(self.allocator, name, self._without_tail(pages))
+        if staged := getattr(self.allocator, "staged_pages", None):
+            left = [each for each in map(self._without_tail, staged) if len(each)]
+            self.allocator.staged_pages, self.allocator.num_staged_pages = left, sum(map(len, left))
+        return int(self.held.sum()) < before
 
-    def _split(self, pages: Any) -> tuple[Any, Any]:
+    def _without_tail(self, pages: Any) -> Any:
         in_tail = pages > self.kept
+        if self._most < math.inf:
+            in_tail &= in_tail.cumsum(0) <= self._most
         gone = pages[in_tail]
+        self._most -= len(gone)
         self.held[gone.cpu() - self.kept - 1] = False
-        return (pages[~in_tail] if len(gone) else pages), gone
+        return pages[~in_tail] if len(gone) else pages
 
     def total(self) -> int:
         """Tokens that the engine has: those that are kept, and those of the tail that are held."""
@@ -361,14 +409,15 @@ class Retirement:
         self._patcher.add(allocator, "clear", self._clear_all)
         self.done = self._flushed = False
 
-    def go_on(self) -> bool:
+    def go_on(self, spare: float = math.inf) -> bool:
         """Take out what is free of the tail; between two turns of the scheduler, with no free group open.
 
+        :param spare: at most so many tokens of each part.
         :returns: whether less of the tail is held than before.
         """
         if self.done:
             return False
-        taken = [each.take_out() for each in self._tails.values()]  # of every one, also if the first has had some
+        taken = [each.take_out(spare) for each in self._tails.values()]  # of every one, also if the first has had some
         changed = any(taken) or self._flushed
         self._flushed = False
         if changed:
@@ -377,6 +426,10 @@ class Retirement:
             self.done = True
             self._patcher.undo()  # another plugin may have had a clear of its own there
         return changed
+
+    def held(self) -> int:
+        """Tokens of the tail that have not come back yet, of the part with the most."""
+        return max(int(each.held.sum()) * each.page for each in self._tails.values())
 
     def in_use(self) -> TokenCounts:
         """What the engine must believe in."""

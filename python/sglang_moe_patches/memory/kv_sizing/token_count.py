@@ -77,21 +77,21 @@ def set_allocator_size(allocator: Any, counts: TokenCounts) -> None:
 
 
 def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
-    """Have an allocator hand out the slots of so many tokens. Nobody may hold one."""
-    set_allocator_size(allocator, counts)
-    allocator.clear()
+    """Have an allocator hand out the slots of so many tokens. Nobody may hold one, if that is another number."""
+    if any(each.size != getattr(counts, part) for part, each in parts_of(allocator)):
+        set_allocator_size(allocator, counts)
+        allocator.clear()
 
 
-def set_token_count(scheduler: Any, counts: TokenCounts, goal: TokenCounts | None = None) -> None:
+def set_token_count(scheduler: Any, counts: TokenCounts, longest_request: int | None = None) -> None:
     """Tell a number of tokens to whatever holds one, but to the allocators.
 
-    :param goal: the smaller number that it comes down to as slots are withdrawn: a request that would not fit then is
-        not taken in any more; ``None``: it stays as it is.
+    :param longest_request: tokens; a longer one is not taken in any more. ``None``: as long as the KV cache.
     """
     for path in HOLDERS:
         _set(_find(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
-    bound = goal or counts
-    longest = min(scheduler.model_config.context_len, bound.full or bound.tokens) - 1
+    bound = (counts.full or counts.tokens) if longest_request is None else longest_request
+    longest = min(scheduler.model_config.context_len, bound) - 1
     if most := getattr(_find(scheduler, "tp_worker.model_runner.eager_runner._eager_registry"), "max_num_tokens", 0):
         longest = min(longest, int(most)) if not (scheduler.chunked_prefill_size or 0) > 0 else longest
     lengths = {"max_req_len": longest, "max_req_input_len": longest - REQUEST_MARGIN_TOKENS}

@@ -140,8 +140,15 @@ def zeros(*shape, dtype=torch.bfloat16):
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
     """Pools that are made as the engine makes them, for ``top``."""
     made = ElasticPools(HostMemory(), rule, top, page)
-    requests = a_pool(table, req_to_token=torch.zeros(100, 5000, dtype=torch.int32), **state)
-    return made, made.build(make, lambda pool: (pool, requests, a_pool(allocator)), "cpu")
+    rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}
+    requests = a_pool(table, **{**rows, **state})
+
+    def parts_of(pool):
+        if requests.req_to_token is None:  # it is made with the pool
+            requests.req_to_token = vars(pool).pop("req_to_token")
+        return pool, requests, a_pool(allocator)
+
+    return made, made.build(make, parts_of, "cpu")
 
 
 def mha(size=TOP.tokens, page=PAGE, layers=2):
@@ -234,7 +241,31 @@ def test_what_cannot_be_mapped_in_one_buffer_is_mapped_in_none(monkeypatch):
     assert (sum(map(mapped_bytes, made._buffers)), made.counts) == (before, RULE)
 
 
+def test_what_is_given_back_is_named_by_no_row_of_the_request_table_that_nobody_has():
+    """A graph for four reads a slot of three requests, and the one that a fourth had before."""
+    rows = torch.arange(1, 401, dtype=torch.int32).reshape(4, 100)
+    made, _ = build(mha, table="ReqToTokenPool", req_to_token=rows, free_slots=[3, 1])
+    made.unmap_from(made.counts_for(3200))
+    assert [bool(row.any()) for row in rows] == [False, False, True, False]
+    assert rows[2].tolist() == list(range(201, 301))
+
+
+def test_windows_keep_as_many_tokens_as_they_are_asked_to():
+    rule, top = HYBRID
+    made, _ = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")
+    for window in (64, 1000, 1280, 7000):
+        tokens = made.tokens_with_window(window)
+        assert made.counts_for(tokens).window >= window > made.counts_for(tokens - PAGE).window
+
+
 ODD = a_pool("OddTokenToKVPool")
+
+
+def mha_and_a_table_of_as_many_rows():
+    """As many requests as pages: nothing tells a row of the one from a row of the other."""
+    made = mha()
+    made.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -244,6 +275,7 @@ ODD = a_pool("OddTokenToKVPool")
         (mha, {"table": "DecodeReqToTokenPool"}, "request tables of the kind DecodeReqToTokenPool"),
         (mha, {"allocator": "UnifiedAllocator"}, "allocators of the kind UnifiedAllocator"),
         (lambda: a_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
+        (mha_and_a_table_of_as_many_rows, {"req_to_token": None}, "a ReqToTokenPool has about as many rows"),
         (lambda: a_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
         (
             lambda: a_pool("MHATokenToKVPool", k=zeros(ROWS, 8), x=zeros(3, 9142, 9)),

@@ -23,7 +23,7 @@ from kv_servers import (
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal, sizing
-from sglang_moe_patches.memory.kv_sizing.phases import Batch
+from sglang_moe_patches.memory.kv_sizing.phases import Batch, Plant
 from sglang_moe_patches.memory.kv_sizing.pools import GIB
 
 LOW = sizing.MIN_FREE_BYTES - 1
@@ -217,6 +217,25 @@ def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, idle
     now[0] += seconds
     made.turn()
     assert said == [(idle, stuck)]
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
+    """Which was not computed: a user's prompt that begins like it would be answered by it."""
+    made, now = scheduler(), [0.0]
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)
+    one = OneRank(made)
+    one.begin()
+    if planted:
+        one.run.plant(Plant((1, 2, 3)))
+    made.is_fully_idle = lambda: False
+    now[0] += rehearsal.REHEARSAL_TIMEOUT_S + rehearsal.ABANDON_AFTER_S + 1
+    flushes = [ranks.Broadcast(("flush",))]
+    assert (flushes in [one.run.poll() for _ in range(5)]) is not planted
+    made.is_fully_idle = lambda: True
+    assert (flushes in [one.run.poll() for _ in range(5)]) is planted
+    one.end()
 
 
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
