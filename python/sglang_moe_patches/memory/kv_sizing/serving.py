@@ -318,7 +318,11 @@ def spare_tokens(scheduler: Any) -> float:
     allocator = scheduler.token_to_kv_pool_allocator
     if hasattr(allocator, "full_attn_allocator"):  # there it does ask
         return math.inf
-    there = int(allocator.available_size()) + int(scheduler.tree_cache.evictable_size())
+    try:
+        evictable = scheduler.tree_cache.evictable_size()
+    except NotImplementedError:  # beside states of Mamba layers, which it counts by themselves
+        evictable = scheduler.tree_cache.full_evictable_size()
+    there = int(allocator.available_size()) + int(evictable)
     holders = (chunked, getattr(chunked, "kv", None))  # the second from 0.5.18 on
     computed = max(int(getattr(each, "kv_committed_len", 0) or 0) for each in holders)
     left = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed
@@ -326,13 +330,16 @@ def spare_tokens(scheduler: Any) -> float:
 
 
 def let_go(prefixes: Any, tokens: int) -> None:
-    """Have the engine's cache of prefixes free so many tokens that nobody uses.
+    """Have the engine's cache of prefixes free so many tokens that nobody uses; where it cannot, they stay.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+    try:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    prefixes.evict(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
+        prefixes.evict(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
+    except Exception as error:
+        log.logger.warning(log.of("kv-sizing", "prefixes keep what is to be given back: %s"), error)
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
@@ -361,7 +368,7 @@ class _Tail:
         :param spare: at most so many tokens.
         :returns: whether there were any.
         """
-        self._most, before = spare // self.page, int(self.held.sum())
+        self._most, before = spare / self.page, int(self.held.sum())
         for name in FREE_LISTS:
             pages = getattr(self.allocator, name, None)
             if pages is not None and len(pages):
@@ -373,8 +380,7 @@ class _Tail:
 
     def _without_tail(self, pages: Any) -> Any:
         in_tail = pages > self.kept
-        if self._most < math.inf:
-            in_tail &= in_tail.cumsum(0) <= self._most
+        in_tail &= in_tail.cumsum(0) <= self._most
         gone = pages[in_tail]
         self._most -= len(gone)
         self.held[gone.cpu() - self.kept - 1] = False

@@ -191,12 +191,22 @@ def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(served):
     assert made.scheduler.flushes == []
 
 
+def not_said():
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "taken"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
-def test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out(computed, evictable, taken, served):
+def test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out(
+    computed, evictable, taken, cache, served
+):
     """The engine computes the next chunk without asking whether there is room. The prompt has 1,000 tokens; 1,300 of
     the tail are free, and 100 below it."""
     made = served(0, chunked_req=request(1000, 5, computed))
-    made.scheduler.tree_cache.evictable_size = lambda: evictable
+    says = {"evictable_size": lambda: evictable, "full_evictable_size": lambda: 0}  # as the engine's caches
+    if cache == "beside states":
+        says = {"evictable_size": not_said, "full_evictable_size": lambda: evictable}
+    vars(made.scheduler.tree_cache).update(says)
     made.allocator.free_pages = made.allocator.free_pages[8400:9800]
     have_obeyed(Retire(8500), made)
     assert made.allocator.size == 10_000 - taken
