@@ -252,7 +252,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "changes/moe_workspace/token_slices.py": {
         "test_slices_leave_an_input_alone_that_another_stream_may_read": [
-            ("streams.has_concurrent_reader and runners.is_in_place(self)", "False")
+            ("streams.has_concurrent_reader and inplace", "False")
         ],
     },
     OURS + "core/runners.py": {
@@ -317,6 +317,14 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out": [
             ("retirement.go_on(spare_tokens(self._scheduler))", "retirement.go_on()"),
             ("in_tail &= in_tail.cumsum(0) <= self._most", "pass"),
+            ('if getattr(scheduler, "is_mixed_chunk", False):', "if False:"),
+        ],
+        "test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it": [("if not pools.top.window:", "if True:")],
+        "test_a_driver_that_gives_nothing_back_leaves_slots_taken_out": [
+            (
+                "        except Exception as error:  # the other ranks",
+                "        except ZeroDivisionError as error:  # the other",
+            )
         ],
         "test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes": [
             ("return pages[~in_tail] if len(gone) else pages", "return pages"),
@@ -342,6 +350,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_the_tail_goes_until_the_margin_is_free_again": [("if not self._ordered and (", "if (")],
         "test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs": [
+            ("if self._retirement is None:  # another", "if False:  # another"),
             ("held or self._board.is_raised(held_flag)", "held"),
             ('f"{HELD} {self._told} {self._flushed}"', 'f"{HELD} {self._told}"'),
         ],

@@ -94,9 +94,12 @@ def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, se
     assert seen
 
 
-@pytest.mark.parametrize("has_reader", [True, False])
-def test_slices_leave_an_input_alone_that_another_stream_may_read(engine, monkeypatch, has_reader):
-    """Stock writes over it when the last GEMM of all tokens is done."""
+@pytest.mark.parametrize(("has_reader", "is_asked"), [(True, False), (True, True), (False, False)])
+def test_slices_leave_an_input_alone_that_another_stream_may_read(engine, monkeypatch, has_reader, is_asked):
+    """Stock writes over it when the last GEMM of all tokens is done.
+
+    :param is_asked: the layer is out of place in some forwards, and not in this one.
+    """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -108,7 +111,14 @@ def test_slices_leave_an_input_alone_that_another_stream_may_read(engine, monkey
             overwritten.append(bool(x.any()))
             return StandardCombineInput(hidden_states=dispatch_output.hidden_states.fill_(1.0))
 
-    layer = SimpleNamespace(quant_method=UnquantizedFusedMoEMethod(), moe_runner_config=SimpleNamespace(inplace=True))
+    class Config:
+        def __init__(self):
+            self.inplace = True
+
+    config = Config()
+    if is_asked:
+        runners.out_of_place_while(config, lambda: False)
+    layer = SimpleNamespace(quant_method=UnquantizedFusedMoEMethod(), moe_runner_config=config)
     topk = StandardTopKOutput(torch.ones(8, 2), torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2))
     monkeypatch.setenv(VARIABLE, "2")
     monkeypatch.setattr(streams, "has_concurrent_reader", has_reader)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import streams
-from sglang_moe_patches.core import engine, log, runners
+from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Patcher, PatchError, Plan, around
 from sglang_moe_patches.core.variables import STRICT, Variable, positive_number
 
@@ -164,7 +164,9 @@ def plan(max_tokens: int) -> Plan:
                 _report_skip_reason(reason)
             if reason is not None or not is_large:
                 return original(self, dispatch_output)
-            keeps_input = streams.has_concurrent_reader and runners.is_in_place(self)
+            # As it is in this forward: deferred-shared-experts has some out of place.
+            inplace = bool(getattr(getattr(self, "moe_runner_config", None), "inplace", False))
+            keeps_input = streams.has_concurrent_reader and inplace
             return run_slices(functools.partial(original, self), dispatch_output, max_tokens, keeps_input)
 
         return run_moe_core

@@ -149,11 +149,11 @@ class ElasticPools:
 
         :returns: bytes given back.
         """
+        self.counts = counts  # also if the driver fails: the slots are taken out
         for each in self._tables:
             _forget_slots(each)
         _wait_for_device()  # what still runs may read it
         given = sum(each.memory.unmap_from(self._rows(each, counts)) for each in self._buffers)
-        self.counts = counts
         self._tell_usage()
         return given
 

@@ -621,8 +621,9 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
             self._driver.over, put = True, self._driver.abort_all()
-        # A prefix that was not computed must not be left to users' prompts.
-        given_up = self._seconds_to_deadline() + self._abandon_after_s < 0 and not self._has_planted
+        given_up = self._seconds_to_deadline() + self._abandon_after_s < 0
+        if given_up and self._has_planted:  # a prefix that was not computed must not be left to users' prompts
+            given_up, put = False, put or ([] if idle else self._driver.abort_all())
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []
         self._flushing = True

@@ -238,9 +238,11 @@ class Serving:
         """:param order: :class:`Retire` or :class:`LetGo`."""
         if isinstance(order, LetGo):
             self._flushed += 1
+            if self._retirement is None:  # another rank has something to give back
+                return
             if is_idle(self._scheduler):
                 self._scheduler.flush_cache()
-            elif self._retirement is not None:
+            else:
                 let_go(self._scheduler.tree_cache, self._retirement.held())
         elif isinstance(order, Retire):
             self._ordered, self._told = False, self._told + 1
@@ -301,12 +303,12 @@ def longest_request(scheduler: Any) -> int:
 
 def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
     """Tokens below which a KV cache is not made smaller: two of the largest prefills of one request; with sliding
-    windows also what leaves their layers one window, or one prefill, and some pages."""
+    windows also what leaves their layers one window, a prefill behind it, and some pages."""
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
     if not pools.top.window:
         return 2 * largest
     window = int(scheduler.tp_worker.model_runner.sliding_window_size or 0)
-    return max(2 * largest, pools.tokens_with_window(max(largest, window) + 3 * pools.page))
+    return max(2 * largest, pools.tokens_with_window(largest + window + 3 * pools.page))
 
 
 def spare_tokens(scheduler: Any) -> float:
@@ -325,8 +327,12 @@ def spare_tokens(scheduler: Any) -> float:
     there = int(allocator.available_size()) + int(evictable)
     holders = (chunked, getattr(chunked, "kv", None))  # the second from 0.5.18 on
     computed = max(int(getattr(each, "kv_committed_len", 0) or 0) for each in holders)
-    left = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed
-    return max(0, there - left - 2 * int(allocator.page_size))
+    left, page = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed, int(allocator.page_size)
+    if getattr(scheduler, "is_mixed_chunk", False):  # each chunk comes with a token of each request that decodes
+        rows = len(scheduler.running_batch.reqs)
+        chunk = max(1, int(scheduler.chunked_prefill_size or 1) - rows)
+        left += rows * (-(-left // chunk) + 1 + page)
+    return max(0, there - left - 2 * page)
 
 
 def let_go(prefixes: Any, tokens: int) -> None:

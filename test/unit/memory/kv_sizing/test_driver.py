@@ -54,6 +54,7 @@ class Server:
         for _ in range(5000):
             got = self.step(idle=True)
             if self.driver.over:
+                assert len({each.name for each in self.put}) == len(self.put)  # or a late answer would end another
                 return self.driver
             between(got)
             self.serve(got)
@@ -125,6 +126,7 @@ def test_a_long_prompt_that_nothing_has_in_a_cache_is_put_if_there_is_time_for_a
 def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any():
     server = Server(only=PhaseKind.VARIED)
     first, *others = server.step()
+    assert sum(len(each.prompt) for each in (first, *others)) > 10 * LIMITS.chunk
     server.serve([first])
     assert (server.step(), server.aborts) == ([], 0)
     server.answer(others)

@@ -250,6 +250,15 @@ def test_what_is_given_back_is_named_by_no_row_of_the_request_table_that_nobody_
     assert rows[2].tolist() == list(range(201, 301))
 
 
+def test_a_driver_that_fails_to_unmap_leaves_the_smaller_number(monkeypatch):
+    """Whoever looks later must not take the slots for the cache's."""
+    made, _ = build(mha)
+    monkeypatch.setattr(made._buffers[-1].memory, "unmap_from", lambda rows: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        made.unmap_from(made.counts_for(3200))
+    assert made.counts == made.counts_for(3200)
+
+
 def test_windows_keep_as_many_tokens_as_they_are_asked_to():
     rule, top = HYBRID
     made, _ = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")

@@ -191,6 +191,37 @@ def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(served):
     assert made.scheduler.flushes == []
 
 
+def test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens(served):
+    """900 tokens in chunks of 100, of which 20 are of requests that decode: 12 chunks, one more, and a page each."""
+    batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
+    made = served(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
+    assert serving.spare_tokens(made.scheduler) == 10_000 - 900 - 20 * 14 - 2
+
+
+def test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it():
+    pools = SimpleNamespace(top=TokenCounts(900, 900, 90), page=4, tokens_with_window=lambda window: 10 * window)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(sliding_window_size=400))
+    scheduler = SimpleNamespace(chunked_prefill_size=100, tp_worker=runner)
+    assert serving.least_tokens(scheduler, pools) == 10 * (100 + 400 + 12)
+    pools.tokens_with_window = lambda window: 0
+    assert serving.least_tokens(scheduler, pools) == 200
+
+
+def test_a_driver_that_gives_nothing_back_leaves_slots_taken_out(served, caplog):
+    """As on the other ranks, whose driver does."""
+    made = served(9 * GB)
+
+    def fail(counts):
+        made.pools.counts = counts
+        raise RuntimeError("no driver")
+
+    made.pools.unmap_from = fail
+    have_obeyed(Retire(8500), made)
+    made.one.look()
+    assert (made.allocator.size, made.told[-1], made.pools.counts.tokens) == (8500, (8500, 8490), 8500)
+    assert caplog.text.count("memory is not given back: no driver") == 1
+
+
 def not_said():
     raise NotImplementedError
 
@@ -281,6 +312,7 @@ def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served)
     other.one.look()
     first.one.look()
     assert first.given == [LetGo()]
+    first.scheduler.is_fully_idle = lambda: True
     have_obeyed(LetGo(), first, other)
     assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [LetGo()])
 
