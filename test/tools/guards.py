@@ -317,7 +317,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out": [
             ("retirement.go_on(spare_tokens(self._scheduler))", "retirement.go_on()"),
             ("in_tail &= in_tail.cumsum(0) <= self._most", "pass"),
-            ('if getattr(scheduler, "is_mixed_chunk", False):', "if False:"),
+        ],
+        "test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens": [
+            ('if getattr(scheduler, "is_mixed_chunk", False):', "if False:")
         ],
         "test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it": [("if not pools.top.window:", "if True:")],
         "test_a_driver_that_gives_nothing_back_leaves_slots_taken_out": [
