@@ -316,7 +316,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out": [
             ("retirement.go_on(spare_tokens(self._scheduler))", "retirement.go_on()"),
-            ("in_tail &= in_tail.cumsum(0) <= self._most", "pass"),
+            ("in_tail &= in_tail.cumsum(0) <= most", "pass"),
         ],
         "test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens": [
             ('if getattr(scheduler, "is_mixed_chunk", False):', "if False:")
@@ -336,7 +336,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_slots_that_are_held_come_back_later_and_a_flush_brings_all": [
             ("any(taken) or self._flushed", "any(taken)"),
-            ("self._orders.give(LetGo())", "pass"),
+            ("self._orders.give(EvictPrefixes())", "pass"),
         ],
         "test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size": [
             ("int(held[-1]) + 1 if len(held) else 0", "len(held)")
@@ -354,7 +354,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs": [
             ("if self._retirement is None:  # another", "if False:  # another"),
             ("held or self._board.is_raised(held_flag)", "held"),
-            ('f"{HELD} {self._told} {self._flushed}"', 'f"{HELD} {self._told}"'),
+            ('f"{HELD} {self._told} {self._evictions}"', 'f"{HELD} {self._told}"'),
         ],
         "test_two_prefills_and_the_first_ranks_longest_request_keep_their_room": [
             (

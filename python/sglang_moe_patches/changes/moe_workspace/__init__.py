@@ -112,7 +112,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     used = set[str | None]()
     with best_effort("moe-workspace: which runners a model has"):
         used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
-    for runner in sorted(each for each in unsupported if each in used):
+    for runner in sorted(unsupported.keys() & used):
         message = log.of("moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}")
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}")

@@ -265,7 +265,11 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             layers = engine_pools.stage_layers(view, config.hf_text_config.num_hidden_layers)
         weights, layer = _count_weight_bytes(model, layers), _describe_layer(model)
         room = Fit(
-            *(gpu.memory - engine_pools.HELD_BYTES, weights, view.mem_fraction_static, given, beside),
+            gpu.memory - engine_pools.HELD_BYTES,
+            weights,
+            view.mem_fraction_static,
+            given,
+            beside,
             loading=int(weights * engine_pools.LOADING_SHARE.get((layer or {}).get("runner", ""), 0)),
             context=int(config.context_len),
         )

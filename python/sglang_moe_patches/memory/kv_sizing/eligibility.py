@@ -49,8 +49,8 @@ KV_MARGIN = Variable(
 )
 """Between two kinds of load the need of fourteen servers has differed by up to 1,180 MB, and once by 2 GB, on H100s
 and H200s. ``docs/changes/kv-sizing.md`` states the default under *What it does*, and
-``test_the_page_says_the_margin`` in ``kv_sizing/test_eligibility.py`` compares; ``make pages`` writes the
-README's. ``hooks.py`` reads it in a server, ``lab/predict/engine_pools.py`` for ``doctor``, which says in three of
+``test_the_page_says_the_margin`` in ``test/unit/memory/kv_sizing/test_eligibility.py`` compares; ``make pages`` writes
+the README's. ``hooks.py`` reads it in a server, ``lab/predict/engine_pools.py`` for ``doctor``, which says in three of
 the recipes with what fraction the KV cache begins: run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
 benchmark/results/recipes/RELEASE.json`` again for each file that is there (five minutes each). Figures say that they
 are of 2,000 MB, and stay: in README under *How the first table was measured*, in ``docs/benchmarks/serving.md`` under

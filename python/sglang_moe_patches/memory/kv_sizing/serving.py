@@ -41,9 +41,9 @@ class Retire(Order):
 
 
 @dataclass(frozen=True)
-class LetGo(Order):
-    """Empty the cache of prefixes where nothing runs: so what was retired comes back at once. Else let go of as many
-    tokens of it as are to come back, of the prefixes that were used least recently."""
+class EvictPrefixes(Order):
+    """Empty the cache of prefixes where nothing runs: so what was retired comes back at once. Else evict as many tokens
+    as are still to come back, of the prefixes that were used least recently."""
 
 
 class FreeMemory:
@@ -161,7 +161,7 @@ class Serving:
         shown: Metrics,
         *,
         leads: bool,
-        beside: int = 0,
+        beside: int,
     ) -> None:
         self._scheduler, self._pools, self._memory = scheduler, pools, memory
         self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
@@ -171,7 +171,7 @@ class Serving:
         self._retirement: Retirement | None = None
         self._ordered = False
         self._failed: set[str] = set()
-        self._given_back = self._told = self._flushed = 0
+        self._given_back = self._told = self._evictions = 0
         shown.show(GIVEN_BACK, 0)
 
     def look(self) -> None:
@@ -194,7 +194,7 @@ class Serving:
         held = False
         if self._goal < self._pools.counts.tokens:  # what was ordered has not come back yet
             shortage, held = 0, bool(shortage) or is_idle(self._scheduler)
-        short_flag, held_flag = f"{SHORT} {self._told}", f"{HELD} {self._told} {self._flushed}"
+        short_flag, held_flag = f"{SHORT} {self._told}", f"{HELD} {self._told} {self._evictions}"
         if not self._leads:
             if shortage:
                 self._board.raise_flag(short_flag)
@@ -202,7 +202,7 @@ class Serving:
                 self._board.raise_flag(held_flag)
             return
         if held or self._board.is_raised(held_flag):
-            self._orders.give(LetGo())
+            self._orders.give(EvictPrefixes())
         another = self._board.is_raised(short_flag)
         if not self._ordered and (shortage or another):
             # What another rank lacks it does not say: half of the margin brings it back to where it is not short.
@@ -235,15 +235,15 @@ class Serving:
         return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:
-        """:param order: :class:`Retire` or :class:`LetGo`."""
-        if isinstance(order, LetGo):
-            self._flushed += 1
+        """:param order: :class:`Retire` or :class:`EvictPrefixes`."""
+        if isinstance(order, EvictPrefixes):
+            self._evictions += 1
             if self._retirement is None:  # another rank has something to give back
                 return
             if is_idle(self._scheduler):
                 self._scheduler.flush_cache()
             else:
-                let_go(self._scheduler.tree_cache, self._retirement.held())
+                evict_prefixes(self._scheduler.tree_cache, self._retirement.held())
         elif isinstance(order, Retire):
             self._ordered, self._told = False, self._told + 1
             self._goal = min(self._goal, order.tokens)
@@ -335,7 +335,7 @@ def spare_tokens(scheduler: Any) -> float:
     return max(0, there - left - 2 * page)
 
 
-def let_go(prefixes: Any, tokens: int) -> None:
+def evict_prefixes(prefixes: Any, tokens: int) -> None:
     """Have the engine's cache of prefixes free so many tokens that nobody uses; where it cannot, they stay.
 
     :param prefixes: the scheduler's ``tree_cache``.
@@ -374,21 +374,25 @@ class _Tail:
         :param spare: at most so many tokens.
         :returns: whether there were any.
         """
-        self._most, before = spare / self.page, int(self.held.sum())
+        before = int(self.held.sum())
+
+        def without_tail(pages: Any) -> Any:
+            return self._without_tail(pages, spare / self.page - before + int(self.held.sum()))
+
         for name in FREE_LISTS:
             pages = getattr(self.allocator, name, None)
             if pages is not None and len(pages):
-                setattr(self.allocator, name, self._without_tail(pages))
+                setattr(self.allocator, name, without_tail(pages))
         if staged := getattr(self.allocator, "staged_pages", None):
-            left = [each for each in map(self._without_tail, staged) if len(each)]
+            left = [each for each in map(without_tail, staged) if len(each)]
             self.allocator.staged_pages, self.allocator.num_staged_pages = left, sum(map(len, left))
         return int(self.held.sum()) < before
 
-    def _without_tail(self, pages: Any) -> Any:
+    def _without_tail(self, pages: Any, most: float) -> Any:
+        """:returns: a list of free pages without those of the tail, at most ``most`` of which are taken out."""
         in_tail = pages > self.kept
-        in_tail &= in_tail.cumsum(0) <= self._most
+        in_tail &= in_tail.cumsum(0) <= most
         gone = pages[in_tail]
-        self._most -= len(gone)
         self.held[gone.cpu() - self.kept - 1] = False
         return pages[~in_tail] if len(gone) else pages
 

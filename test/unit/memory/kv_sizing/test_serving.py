@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_servers import GB
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.memory.kv_sizing import serving
-from sglang_moe_patches.memory.kv_sizing.serving import FreeMemory, LetGo, Retire, Retirement, Serving
+from sglang_moe_patches.memory.kv_sizing.serving import EvictPrefixes, FreeMemory, Retire, Retirement, Serving
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_allocator, set_token_count
 
 
@@ -167,7 +167,7 @@ def test_slots_that_are_held_come_back_later_and_a_flush_brings_all(served):
     assert made.given == []
     made.scheduler.is_fully_idle = lambda: True
     made.one.look()
-    assert made.given == [LetGo()]
+    assert made.given == [EvictPrefixes()]
     have_obeyed(made.given.pop(), made)
     assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == ((8500, 8490), 8500, 1)
 
@@ -178,7 +178,7 @@ def test_while_memory_is_short_prefixes_let_go_of_as_much_as_is_still_to_come(se
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     made.one.look()
     have_obeyed(made.given.pop(), made)
-    assert made.given == [LetGo()]
+    assert made.given == [EvictPrefixes()]
     have_obeyed(made.given.pop(), made)
     assert (made.scheduler.evicted, made.scheduler.flushes) == ([1300], [])
 
@@ -188,7 +188,7 @@ def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(served):
     made = served(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     have_obeyed(Retire(8500), made)
-    have_obeyed(LetGo(), made)
+    have_obeyed(EvictPrefixes(), made)
     assert made.scheduler.flushes == []
 
 
@@ -312,10 +312,10 @@ def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served)
     other.scheduler.is_fully_idle = lambda: True
     other.one.look()
     first.one.look()
-    assert first.given == [LetGo()]
+    assert first.given == [EvictPrefixes()]
     first.scheduler.is_fully_idle = lambda: True
-    have_obeyed(LetGo(), first, other)
-    assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [LetGo()])
+    have_obeyed(EvictPrefixes(), first, other)
+    assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [EvictPrefixes()])
 
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
