@@ -88,10 +88,14 @@ SEGMENTS = under(
 # Of servers whose KV cache grew in their start.
 SERVING: tuple[str, ...] = under(
     "serving",
-    *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-235b-fp8", "kimi-k2.5-13-layers", "gpt-oss-120b"),
-    *("gpt-oss-120b-30-layers", "gpt-oss-120b-30-layers-0.5.17", "gpt-oss-120b-8-layers", "qwen3-30b-h100"),
+    *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-30b-h200", "qwen3-235b-fp8", "qwen3-vl-30b-h200"),
+    *("qwen3-next-80b", "qwen3-30b-dp-attention", "qwen3-30b-pipeline", "kimi-k2.5-13-layers-h200"),
+    *("kimi-k2.5-13-layers", "gpt-oss-120b", "gpt-oss-120b-30-layers", "gpt-oss-120b-30-layers-0.5.17"),
+    *("gpt-oss-120b-8-layers", "qwen3-30b-h100"),
 )
-SERVING_RECIPES: tuple[str, ...] = under("serving")
+SERVING_RECIPES: tuple[str, ...] = under(
+    "serving", "deepseek-r1-recipe", "deepseek-r1-eagle-two-gpus", "deepseek-r1-eagle"
+)
 # What the newest refuses is shown of the default, on which it was measured.
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")

@@ -26,6 +26,8 @@ FP4_DEVIATION = math.sqrt(68.5 / 8)
 ZEROS_BEHIND_SCALES = "BENCHMARK_ZEROS_BEHIND_SCALES"
 """Set: a stock server whose MXFP4 kernels do not read what happens to lie behind a layer's scales (Hopper)."""
 _LOADED = "benchmark: allocated once the model was loaded: {} bytes"
+_CACHED = "Memory pool end"
+"""Of the engine's log."""
 
 
 def write_plugin(folder: Path) -> list[Path]:
@@ -81,8 +83,11 @@ def draw_mxfp4(name: str, parameter: Any) -> None:
 
 
 def allocated_after_loading(log: str) -> int | None:
-    """Bytes allocated when a model of this server's was loaded, the most of its ranks; ``None``: no GPU, or unsaid."""
-    found = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log)
+    """Bytes allocated when this server's model was loaded, the most of its ranks; ``None``: no GPU, or unsaid.
+
+    What a model that drafts has is told of after the KV cache was allocated, and left out.
+    """
+    found = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log.partition(_CACHED)[0])
     return max(map(int, found), default=None)
 
 

@@ -98,9 +98,10 @@ def test_mxfp4_weights_are_drawn_before_they_are_processed_and_keep_the_size_of_
     assert not torch.equal(packed, layers[1].w13_weight)
 
 
-def test_of_several_ranks_the_one_that_loaded_most_counts():
+def test_of_several_ranks_the_one_that_loaded_most_counts_and_no_draft():
     lines = [f"[TP{rank}] {dummy_weights._LOADED.format(size)}" for rank, size in enumerate((5, 12, 7))]
-    assert dummy_weights.allocated_after_loading("\n".join(["begin", *lines])) == 12
+    draft = ["[TP0] Memory pool end.", dummy_weights._LOADED.format(99)]
+    assert dummy_weights.allocated_after_loading("\n".join(["begin", *lines, *draft])) == 12
     assert dummy_weights.allocated_after_loading("begin") is None
 
 
