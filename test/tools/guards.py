@@ -298,6 +298,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found": [
             ("self._limit_requests(order.limits)", "self._limit_requests(self._limits)"),
             ("self._seen.fewer_requests or self._fewer_requests", "self._fewer_requests"),
+            ("            bytes_per_token=self.bytes_per_token,\n", ""),
+            ("            margin=self.margin,\n        )\n        self._limits", "        )\n        self._limits"),
         ],
     },
     OURS + "memory/kv_sizing/sizing.py": {
@@ -396,7 +398,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "memory/kv_sizing/rehearsal.py": {
         "test_pools_are_told_by_their_kind": [('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")],
         "test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much": [
-            ("(must or estimate.times * taken <= largest)", "True"),
+            ("(must or more <= 0)", "True"),
+            ("return more <= self._for_requests and left", "return left"),
+            ("left >= self._margin + MIN_FREE_BYTES", "True"),
+            ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
             ("taken += graph_bytes(self.runner)", "pass"),
             ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],

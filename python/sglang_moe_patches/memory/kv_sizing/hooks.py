@@ -291,6 +291,8 @@ class ServerStart:
             leads=self.leads,
             peaks=self._phases,
             fewer_requests=self._fewer_requests,
+            bytes_per_token=self.bytes_per_token,
+            margin=self.margin,
         )
         self._limits = self._rehearsal.begin()
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn

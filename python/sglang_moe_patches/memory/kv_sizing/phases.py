@@ -354,8 +354,8 @@ class Estimate:
 
     :param with_graphs: that one ran in a graph: the memory of the decodes' graphs belongs to it.
     :param fewer_requests: how many run at once if the forward is left out, because it would take more memory than there
-        is, or than any phase before it: that is of more use to the KV cache. 0: it is never left out, and where there
-        is no memory, its memory counts as taken.
+        is, or too much more than any phase before it: that is of more use to the KV cache. 0: it is never left out, and
+        where there is no memory, its memory counts as taken.
     """
 
     name: str
@@ -486,7 +486,11 @@ def derive_phases(limits: Limits) -> list[Phase]:
         counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
     if limits.batch > captured:
         first = captured if counts else FEW // RISE
-        counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in rising_counts(first, limits.batch)]
+        # Those that may be left out in small steps: as many run at once as in the last that was not.
+        asked = limits.penalized if limits.default_requests else limits.batch
+        eager = rising_counts(first, asked) if asked > captured or not counts else []
+        eager += rising_counts(asked, limits.batch, 2) if limits.batch > asked else []
+        counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in eager]
     named = (_decode(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts)
     plain = _link_rising(named, limits)
     phases += [phase for phase in plain if not _may_go(phase)]
@@ -519,12 +523,12 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
     return list(filter(is_larger, derive_phases(after)))
 
 
-def rising_counts(fewer: int, last: int) -> list[int]:
-    """Numbers of requests up to ``last``. Each is at most :data:`RISE` times the one before, and the first at most as
-    many times ``fewer``."""
+def rising_counts(fewer: int, last: int, times: int = RISE) -> list[int]:
+    """Numbers of requests up to ``last``. Each is at most ``times`` the one before, and the first at most as many times
+    ``fewer``."""
     counts = [last]
-    while counts[0] > RISE * fewer:
-        counts.insert(0, -(-counts[0] // RISE))
+    while counts[0] > times * fewer:
+        counts.insert(0, -(-counts[0] // times))
     return counts
 
 

@@ -54,6 +54,9 @@ ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
 STUCK_AFTER_S = 10.0
 """Seconds without a forward after which a scheduler that runs nothing will admit none of the requests that wait."""
+MORE_REQUESTS_FRACTION = 1 / 32
+"""Of the KV cache: what may be given up for more requests at once than the other forwards have memory for. Each takes
+about 2 MB in a decode, and holds tens of times as much in the KV cache."""
 ATTEMPTS_PER_PHASE = 2
 """Which requests share a forward depends on what the scheduler has left to do when they arrive."""
 LOW = "little memory is left"
@@ -433,6 +436,8 @@ class Rehearsal:
     :param leads: whether this rank puts what all of them take in.
     :param peaks: bytes of tensors in phases of an earlier rehearsal.
     :param fewer_requests: as :func:`limits_of` takes them.
+    :param bytes_per_token: of the KV cache.
+    :param margin: bytes that must be left beside more requests at once than the other forwards have memory for.
     """
 
     def __init__(
@@ -447,10 +452,13 @@ class Rehearsal:
         leads: bool,
         peaks: Mapping[str, int],
         fewer_requests: int = 0,
+        bytes_per_token: float = 0.0,
+        margin: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
         self._board, self._low, self._derive = board, f"{LOW} {number}", derive
         self._peaks, self._fewer_requests = dict(peaks), fewer_requests
+        self._bytes_per_token, self._margin = bytes_per_token, margin
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
@@ -471,6 +479,7 @@ class Rehearsal:
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
         limits = limits_of(self.scheduler, self._fewer_requests)
+        self._for_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -596,13 +605,15 @@ class Rehearsal:
         if estimate.with_graphs:
             taken += graph_bytes(self.runner)
         now, must = gpu_memory.read(self.gpu), not estimate.fewer_requests
-        left = int(now.free + now.reserved - self._first.allocated - estimate.times * taken)
-        largest = max([*self._phases.values(), *self._peaks.values()])
-        if left >= MIN_FREE_BYTES and (must or estimate.times * taken <= largest):
+        taken = int(estimate.times * taken)
+        left = now.free + now.reserved - self._first.allocated - taken
+        more = taken - max([*self._phases.values(), *self._peaks.values()])
+        if left >= MIN_FREE_BYTES and (must or more <= 0):
             return True
         if must:
             self._stopped, self._expected = True, min(self._expected, left)
-        return False
+        # Nothing of what the engine's rule gives the KV cache.
+        return more <= self._for_requests and left >= self._margin + MIN_FREE_BYTES
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or one_line_error(error)

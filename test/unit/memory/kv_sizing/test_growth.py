@@ -67,6 +67,7 @@ def test_the_three_largest_phases_are_named():
 # --- Two ranks -------------------------------------------------------------------------------------------------------
 
 RULE, TOP, MARGIN = 1000, 9000, 2 * GB
+BYTES_PER_TOKEN = 1_000_000.0
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,8 @@ class Rehearsal:
 
     limits = SimpleNamespace(default_requests=False)
 
-    def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, peaks, fewer_requests):
+    def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, **more):
+        self.more = more
         self.poll = self.look_at_turn = list
         self.ended = False
 
@@ -154,7 +156,7 @@ class Ranks:
             monkeypatch.setattr(hooks.ranks, "Orders", lambda *given, orders=orders, **more: orders)
             start: Any = hooks.ServerStart()
             start.leads, start.reason, start.margin = rank == 0, "", MARGIN
-            start.reserved, start.pools = True, self.pools[rank]
+            start.reserved, start.pools, start.bytes_per_token = True, self.pools[rank], BYTES_PER_TOKEN
             start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
             has = {"server_args": None, "token_to_kv_pool_allocator": None, "chunked_prefill_size": 50}
             start._begin(SimpleNamespace(rank=rank, tp_worker=SimpleNamespace(model_runner=None), **has))
@@ -247,6 +249,8 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     limits = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
     monkeypatch.setattr(Rehearsal, "limits", limits)
     ranks, limited = Ranks(monkeypatch, again=True), []
+    for one in ranks.each:  # by which it judges how many have room
+        assert (one._rehearsal.more["bytes_per_token"], one._rehearsal.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
     ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")

@@ -77,11 +77,11 @@ KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
         ({"captured": 256}, [64, 256], [512, 2048], [32, 128, 512, 2048]),
         # 512 requests took more than the 5.5 GB that a server had left beside its graphs: none is the first.
         ({"captured": 512}, [32, 128, 512], [2048], [32, 128, 512, 2048]),
-        ({"captured": 512, "default_requests": True}, [32, 128, 512], [2048], [32, 128, 512]),
-        ({"captured": 256, "default_requests": True}, [64, 256], [512, 2048], [64, 256]),
-        ({"captured": 0, "default_requests": True}, [], [32, 128, 512, 2048], [64, 256]),
+        ({"captured": 512, "default_requests": True}, [32, 128, 512], [1024, 2048], [32, 128, 512]),
+        ({"captured": 256, "default_requests": True}, [64, 256], [512, 1024, 2048], [64, 256]),
+        ({"captured": 0, "default_requests": True}, [], [64, 256, 512, 1024, 2048], [64, 256]),
         ({"requests": 48, "captured": 0, "default_requests": True}, [], [48], [48]),
-        ({"captured": 256, "default_requests": True, "stages": 2}, [], [64, 256, 1024], [64, 256]),
+        ({"captured": 256, "default_requests": True, "stages": 2}, [], [64, 256, 512, 1024], [64, 256]),
     ],
     ids=str,
 )

@@ -88,32 +88,44 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     assert (result.stopped, first.forwards) == (False, 0)  # the other one says that it stopped
 
 
-CAPTURED, EAGER = "captured decode of 75 requests", "eager decode of 300 requests"
+CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 requests"
 
 
 @pytest.mark.parametrize(
-    ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest"),
+    ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "more"),
     [
-        (5, True, {}, 0, 75, False, 5),  # fewer run at once
-        (5, False, {}, 0, 0, True, -1),  # it counts as if it had been taken
-        (6, False, {}, 0, 0, True, 0),  # nothing of what is to stay would be left
-        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1),  # what it has seen itself goes before an earlier rehearsal
-        (50, True, {}, 0, 75, False, 50),  # nothing else needs as much memory
-        (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50),
-        (50, True, {"prefill chunk": 6 * GB}, 1, 75, False, 50),  # nor as much as it, and besides what graphs hold
-        (50, False, {}, 1, 0, False, 50),
+        (5, True, {}, 0, 150, False, 5, {}),  # fewer run at once
+        (5, False, {}, 0, 0, True, -1, {}),  # it counts as if it had been taken
+        (6, False, {}, 0, 0, True, 0, {}),  # nothing of what is to stay would be left
+        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1, {}),  # what it has seen itself goes before an earlier rehearsal
+        (50, True, {}, 0, 150, False, 50, {}),  # nothing else needs as much memory
+        (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, {}),
+        (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),  # nor as much as it, and besides what graphs hold
+        (50, False, {}, 1, 0, False, 50, {}),
+        (
+            50,
+            True,
+            {},
+            0,
+            0,
+            False,
+            50,
+            {"bytes_per_token": 1_920_000},
+        ),  # of 50,000: 3 GB, a thirty-second, are worth it
+        (50, True, {}, 0, 150, False, 50, {"bytes_per_token": 1_900_000}),
+        (9, True, {}, 0, 150, False, 9, {"bytes_per_token": 1_920_000, "margin": 3 * GB}),  # but nothing by the rule
     ],
     ids=str,
 )
 def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
-    free, default_requests, earlier, graphs, requests, stopped, lowest, scheduler, monkeypatch
+    free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
     """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay."""
-    limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, default_requests=default_requests)
+    limits = replace(SMALL, requests=300, captured=150, cache_tokens=50_000, default_requests=default_requests)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
-    derived = [phase for each in (300, 75) for phase in phases.derive_phases(replace(limits, requests=each))]
+    derived = [phase for each in (300, 150) for phase in phases.derive_phases(replace(limits, requests=each))]
     by_name = {phase.name: phase.bound.requests for phase in derived}
     ran, since, original = list[str](), [0], made.process_input_requests
 
@@ -128,7 +140,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     made.read = lambda: Memory(
         free * GB, peak=20_000_000 * max((by_name[name] for name in ran[since[-1] :]), default=0)
     )
-    found = rehearse(made, peaks=earlier)
+    found = rehearse(made, peaks=earlier, **more)
     assert (found.fewer_requests, found.stopped, found.lowest) == (requests, stopped, free * GB)
     assert min(found.lowest, found.expected) == lowest * GB
     assert CAPTURED in ran
