@@ -22,8 +22,9 @@ time to ready is a warm one if an earlier run with the same --work has compiled 
 after each server; with the same --json a later or a second run adds its servers to it, so that each call can be short.
 
 After the load: --overfill asks for more than the KV cache holds, --penalized for so many requests at once with
-penalties and a logit bias. --take has another process take memory while clients ask, until less than half of
-kv-sizing's margin is free: the server is to give KV cache back and to go on answering.
+penalties and a logit bias; with --record it is said which tensors these took. --take has another process take memory
+while clients ask, until less than half of kv-sizing's margin is free: the server is to give KV cache back and to go on
+answering.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from common import (
     processes,
     served,
     servers,
+    snapshot,
     stand_ins,
     taken,
 )
@@ -331,7 +333,8 @@ def after_the_load(
         drive = partial(overfill.overfill, server, info, vocabulary, options.overfill, may_abort=may_abort)
         asked.append(("overfill", drive))
     if options.penalized:
-        asked.append(("penalized", partial(overfill.penalized, server, info, vocabulary, options.penalized)))
+        folder = server.log.with_suffix(".record") if options.record else None
+        asked.append(("penalized", partial(penalized, server, info, vocabulary, options.penalized, folder)))
     if options.take and grows:
         margin = KV_MARGIN.read(server.environment)
         asked.append(("taken", partial(taken.taken, server, info, vocabulary, margin, options.take, ask)))
@@ -339,6 +342,18 @@ def after_the_load(
         with free_memory() as free:
             outcome = drive()
         yield name, outcome | lowest_free(free)
+
+
+def penalized(
+    server: Server, info: Mapping[str, Any], vocabulary: int, requests: int, record: Path | None
+) -> dict[str, Any]:
+    """``overfill.penalized``; with ``record``, a folder, also what the allocator held when it held most."""
+    if record is None:
+        return overfill.penalized(server, info, vocabulary, requests)
+    shutil.rmtree(record, ignore_errors=True)
+    with snapshot.recorded(Client(server.url), record) as held:
+        outcome = overfill.penalized(server, info, vocabulary, requests)
+    return outcome | {"held": held}
 
 
 def fraction_in_force(info: Mapping[str, Any]) -> float:
@@ -473,6 +488,7 @@ def tables(results: Sequence[output.Result]) -> str:
     header += ("log-probabilities", "once loaded MB") if more else ()
     rows: list[tuple[str, ...]] = []
     besides: list[tuple[str, ...]] = []
+    held: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
         run = run_label(figures, result)
@@ -496,6 +512,7 @@ def tables(results: Sequence[output.Result]) -> str:
                 cells += [alike + servers.first_difference(figures["servers"], name), _mb(one.get("loaded"))]
             rows.append(tuple(cells))
             besides += _loads_besides(run, label, one)
+            held += _held(run, label, one)
     table = output.table(header, rows, left=2)
     if besides:
         of_loads = (
@@ -503,7 +520,16 @@ def tables(results: Sequence[output.Result]) -> str:
             *("given back MB", "answers as before"),
         )
         table += f"\n{output.table(of_loads, besides, left=3)}"
+    if held:
+        table += f"\n{output.table(('run', 'server', 'held with penalties, by', 'MB'), held, left=3)}"
     return table
+
+
+def _held(run: str, label: str, one: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each function of the engine whose tensors took more than a hundredth of the most."""
+    held = one.get("penalized", {}).get("held", {})
+    least = sum(held.values()) / 100
+    return [(run, label, function, _mb(size)) for function, size in held.items() if size > least]
 
 
 def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
@@ -556,6 +582,9 @@ def main() -> None:
         "--penalized", type=int, default=0, metavar="REQUESTS", help="then so many at once, with penalties"
     )
     parser.add_argument(
+        "--record", action="store_true", help="of --penalized: which tensors the allocator held when it held most (GPU)"
+    )
+    parser.add_argument(
         "--take", type=float, default=0, metavar="SECONDS", help="then another process takes memory (grown ones alone)"
     )
     parser.add_argument("--servers", type=parse_servers, default=list(DEFAULT), metavar="NAME,...")
@@ -566,6 +595,8 @@ def main() -> None:
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("serving", "--quick runs without one")
+    if options.record and not (options.penalized and has_gpu()):
+        parser.error("--record tells of the load of --penalized, on a GPU")
     described_by = (
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
         *("arguments", *(["images"] if options.images else [])),

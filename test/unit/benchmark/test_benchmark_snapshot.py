@@ -1,0 +1,65 @@
+"""Which tensors a server held at its largest moment, from a record in PyTorch's form."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from common import snapshot
+
+
+def frame(file, name, line=1):
+    return {"filename": file, "name": name, "line": line}
+
+
+SAMPLER = [
+    frame("??", "at::sort"),
+    frame("/x/torch/functional.py", "sort"),
+    frame("/x/sglang/srt/a/sampler.py", "top_k"),
+]
+BENEATH = frame("/x/sglang/srt/managers/scheduler.py", "run_batch")
+
+
+def alloc(address, size, frames=()):
+    return {"action": "alloc", "addr": address, "size": size, "frames": [*frames, BENEATH]}
+
+
+def free(address):
+    return [{"action": "free_requested", "addr": address}, {"action": "free_completed", "addr": address}]
+
+
+TRACE = [
+    *free(9),  # of before the record
+    {"action": "segment_alloc", "addr": 1, "size": 1000},
+    *(alloc(1, 10), alloc(2, 70, SAMPLER), *free(2)),
+    *(alloc(2, 30, SAMPLER), alloc(3, 50, SAMPLER), alloc(4, 5)),  # the most: 95
+    *(*free(3), *free(4), alloc(5, 51)),
+]
+
+
+def test_what_was_held_at_the_largest_moment_is_told_by_the_engines_innermost_function():
+    want = {"sampler.py: top_k, line 1": 80, "elsewhere": 15}
+    assert snapshot.held_at_peak([[alloc(7, 94)], TRACE, []]) == want
+    assert list(snapshot.held_at_peak([TRACE])) == list(want)  # the largest first
+    assert snapshot.held_at_peak([[]]) == {}
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_engine_records_while_the_block_runs(writes, tmp_path):
+    said = []
+
+    def post(path, body, **more):
+        said.append(path)
+        if path == "/stop_profile" and writes:
+            (tmp_path / "record" / "1-TP-0-memory.pickle").write_bytes(pickle.dumps({"device_traces": [TRACE]}))
+
+    recorded = snapshot.recorded(SimpleNamespace(post=post), tmp_path / "record")
+    if not writes:
+        with pytest.raises(RuntimeError, match="has written no record"), recorded:
+            pass
+        return
+    with recorded as held:
+        assert (said, held) == (["/start_profile"], {})
+    assert said == ["/start_profile", "/stop_profile"]
+    assert sum(held.values()) == 95
