@@ -398,8 +398,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "memory/kv_sizing/rehearsal.py": {
         "test_pools_are_told_by_their_kind": [('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")],
         "test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much": [
-            ("(must or more <= 0)", "True"),
-            ("return more <= self._for_requests and left", "return left"),
+            ("(must or taken <= largest)", "True"),
+            ("return taken <= self._others + self._for_requests and left", "return left"),
+            ("self._others = self._others or largest", "self._others = largest"),
             ("left >= self._margin + MIN_FREE_BYTES", "True"),
             ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
             ("taken += graph_bytes(self.runner)", "pass"),

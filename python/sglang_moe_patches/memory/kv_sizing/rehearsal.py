@@ -479,7 +479,7 @@ class Rehearsal:
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
         limits = limits_of(self.scheduler, self._fewer_requests)
-        self._for_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
+        self._others, self._for_requests = 0, self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -607,13 +607,15 @@ class Rehearsal:
         now, must = gpu_memory.read(self.gpu), not estimate.fewer_requests
         taken = int(estimate.times * taken)
         left = now.free + now.reserved - self._first.allocated - taken
-        more = taken - max([*self._phases.values(), *self._peaks.values()])
-        if left >= MIN_FREE_BYTES and (must or more <= 0):
+        largest = max([*self._phases.values(), *self._peaks.values()])
+        if left >= MIN_FREE_BYTES and (must or taken <= largest):
             return True
         if must:
             self._stopped, self._expected = True, min(self._expected, left)
+            return False
+        self._others = self._others or largest  # before any that may be left out
         # Nothing of what the engine's rule gives the KV cache.
-        return more <= self._for_requests and left >= self._margin + MIN_FREE_BYTES
+        return taken <= self._others + self._for_requests and left >= self._margin + MIN_FREE_BYTES
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or one_line_error(error)

@@ -113,6 +113,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
             {"bytes_per_token": 1_920_000},
         ),  # of 50,000: 3 GB, a thirty-second, are worth it
         (50, True, {}, 0, 150, False, 50, {"bytes_per_token": 1_900_000}),
+        (50, True, {}, 0, 300, False, 50, {"bytes_per_token": 4_480_000, "most": 600}),  # 7 GB, which go once
         (9, True, {}, 0, 150, False, 9, {"bytes_per_token": 1_920_000, "margin": 3 * GB}),  # but nothing by the rule
     ],
     ids=str,
@@ -121,11 +122,12 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
     """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay."""
-    limits = replace(SMALL, requests=300, captured=150, cache_tokens=50_000, default_requests=default_requests)
+    most, more = more.get("most", 300), {name: value for name, value in more.items() if name != "most"}
+    limits = replace(SMALL, requests=most, captured=150, cache_tokens=50_000, default_requests=default_requests)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
-    derived = [phase for each in (300, 150) for phase in phases.derive_phases(replace(limits, requests=each))]
+    derived = [phase for each in (most, 300, 150) for phase in phases.derive_phases(replace(limits, requests=each))]
     by_name = {phase.name: phase.bound.requests for phase in derived}
     ran, since, original = list[str](), [0], made.process_input_requests
 
@@ -144,7 +146,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     assert (found.fewer_requests, found.stopped, found.lowest) == (requests, stopped, free * GB)
     assert min(found.lowest, found.expected) == lowest * GB
     assert CAPTURED in ran
-    assert (EAGER in ran) == (not requests and not stopped)
+    assert (EAGER in ran) == (requests != 150 and not stopped)
     assert not stopped or EAGER in found.missed
 
 
