@@ -53,11 +53,6 @@ def one(name: str, tables: Callable[[output.Result], str]) -> Section:
     return Section((name,), lambda results: tables(results[0]))
 
 
-def pending(names: tuple[str, ...], tables: Callable[[list[output.Result]], str]) -> Section:
-    """Of results of which there may be none yet."""
-    return Section(names, lambda results: tables(results) if results else "Not measured yet.\n")
-
-
 def rows_as_they_are(result: output.Result) -> str:
     """The table of a result whose script is gone, or that was typed in."""
     figures = result["figures"]
@@ -91,7 +86,7 @@ SERVING: tuple[str, ...] = under(
     *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-30b-h200", "qwen3-235b-fp8", "qwen3-vl-30b-h200"),
     *("qwen3-next-80b", "qwen3-30b-dp-attention", "qwen3-30b-pipeline", "kimi-k2.5-13-layers-h200"),
     *("kimi-k2.5-13-layers", "gpt-oss-120b", "gpt-oss-120b-30-layers", "gpt-oss-120b-30-layers-0.5.17"),
-    *("gpt-oss-120b-8-layers", "qwen3-30b-h100"),
+    *("gpt-oss-120b-8-layers", "qwen3-30b-h100", "qwen3-30b-0.5.17", "qwen3-30b-8-layers-short"),
 )
 SERVING_RECIPES: tuple[str, ...] = under(
     "serving", "deepseek-r1-recipe", "deepseek-r1-eagle-two-gpus", "deepseek-r1-eagle"
@@ -142,8 +137,9 @@ SECTIONS = {
     "overhead-servers-tp4": one("overhead/servers-4xh200", rows_as_they_are),
     "overhead-host": Section(HOSTS, overhead.host_tables),
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
-    "serving": pending(SERVING, serving.tables),
-    "serving-recipes": pending(SERVING_RECIPES, serving.tables),
+    "serving": Section(SERVING, serving.tables),
+    "serving-recipes": Section(SERVING_RECIPES, serving.tables),
+    "penalties": one("serving/qwen3-30b-penalties", serving.held_tables),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),

@@ -102,6 +102,8 @@ def index(load: Load) -> str:
     buffers = find(figures("cutedsl-memory/layouts")["rows"], model="kimi-k2.5", tp=4, dp=1)
     before, after = buffers["stock"]["total"] * buffers["moe_layers"] / 1e9, buffers["ours"]["total"] / 1e6
     served = figures("serving/qwen3-30b-default")["servers"]
+    recipe = figures("serving/deepseek-r1-recipe")["servers"]
+    held = figures("serving/qwen3-30b-penalties")["servers"]["stock"]["penalized"]["held"]
     case = find(figures("mori-rows/rows")["cases"], ep=8, batch=32, routing="skewed")
     host = [figures(f"overhead/host-{name}")["added_us"] for name in ("h200", "triton-h200")]
     launch = figures("launcher-cost/cpu")["medians"]["load_plugins_ms"]
@@ -123,7 +125,14 @@ def index(load: Load) -> str:
             "tokens per second with a KV cache that grew in its start, default chunk",
             f"Qwen3-30B, whole: {served['stock']['tokens']:,} -> {served['grown']['tokens']:,} KV tokens",
         ),
-        "serving-recipes": ("the same with a published `--mem-fraction-static`", "not measured yet"),
+        "serving-recipes": (
+            "the same with a published `--mem-fraction-static`",
+            f"DeepSeek-R1, whole: {recipe['stock']['tokens']:,} -> {recipe['grown']['tokens']:,} KV tokens",
+        ),
+        "penalties": (
+            "what sampling with penalties holds",
+            f"{sum(held.values()) / 1e6:,.0f} MB for 256 requests",
+        ),
         "segments": ("what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
         "soak": (
             "minutes of mixed load, flushes, weight updates",

@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
 Run = Callable[[], Any]
+Sample = TypeVar("Sample")
 
 STOCK = "stock"
 #: A second stock run: what differs between it and the first is not the patches' doing.
@@ -99,13 +100,13 @@ def copy_bandwidth() -> float:
 # --- Versions against each other --------------------------------------------------------------------------------------
 
 
-def in_turn(versions: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+def in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: int = 1) -> dict[str, list[Sample]]:
     """What each version's measurement says, round by round; every other round runs them backwards.
 
     :param versions: by name, a function that measures once.
     :param warm_up: rounds that do not count, ahead of the others.
     """
-    samples: dict[str, list[float]] = {name: [] for name in versions}
+    samples: dict[str, list[Sample]] = {name: [] for name in versions}
     for index in range(-warm_up, rounds):
         for name in list(versions)[:: -1 if index % 2 else 1]:
             sample = versions[name]()

@@ -488,7 +488,6 @@ def tables(results: Sequence[output.Result]) -> str:
     header += ("log-probabilities", "once loaded MB") if more else ()
     rows: list[tuple[str, ...]] = []
     besides: list[tuple[str, ...]] = []
-    held: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
         run = run_label(figures, result)
@@ -512,7 +511,6 @@ def tables(results: Sequence[output.Result]) -> str:
                 cells += [alike + servers.first_difference(figures["servers"], name), _mb(one.get("loaded"))]
             rows.append(tuple(cells))
             besides += _loads_besides(run, label, one)
-            held += _held(run, label, one)
     table = output.table(header, rows, left=2)
     if besides:
         of_loads = (
@@ -520,16 +518,18 @@ def tables(results: Sequence[output.Result]) -> str:
             *("given back MB", "answers as before"),
         )
         table += f"\n{output.table(of_loads, besides, left=3)}"
-    if held:
-        table += f"\n{output.table(('run', 'server', 'held with penalties, by', 'MB'), held, left=3)}"
-    return table
+    return "\n".join([table, *filter(None, map(held_tables, results))])
 
 
-def _held(run: str, label: str, one: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each function of the engine whose tensors took more than a hundredth of the most."""
-    held = one.get("penalized", {}).get("held", {})
-    least = sum(held.values()) / 100
-    return [(run, label, function, _mb(size)) for function, size in held.items() if size > least]
+def held_tables(result: output.Result) -> str:
+    """A row for each function of the engine whose tensors took more than a hundredth of the most; "": not recorded."""
+    figures, rows = result["figures"], []
+    for name, one in figures["servers"].items():
+        held = one.get("penalized", {}).get("held", {})
+        least = sum(held.values()) / 100
+        rows += [(name, function, _mb(size)) for function, size in held.items() if size > least]
+    header = ("server", "held with penalties, by", "MB")
+    return f"{run_label(figures, result)}\n\n{output.table(header, rows, left=2)}" if rows else ""
 
 
 def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:

@@ -38,6 +38,15 @@ def test_what_ranks_publish_is_found_when_all_have(store):
     assert (first.collect("a"), first.collect("b")) == ([{"x": 1}, {"x": 2}], None)
 
 
+def test_the_store_is_not_asked_in_each_turn_where_there_is_one_rank(store, monkeypatch):
+    store.ranks, store.here.rank = 1, 0
+    board = ranks.Board()
+    monkeypatch.setattr(torch.distributed.HashStore, "check", None)
+    assert not board.is_raised("low")
+    board.raise_flag("low")
+    assert board.is_raised("low")
+
+
 class Note(ranks.Order):
     pass
 

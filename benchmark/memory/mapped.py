@@ -1,0 +1,160 @@
+"""Time of what a server does over memory that was mapped in pieces, as kv-sizing has it, and over allocated memory.
+
+    python benchmark memory/mapped --json mapped.json                    # 48 GB, in pieces of 2 and 64 MiB
+    python benchmark memory/mapped --gigabytes 16 --pieces 2 --rounds 3
+
+Memory is allocated by PyTorch (`stock`, and `stock-again` as control), or mapped as kv-sizing maps it, in pieces of as
+many MiB as the name says. While it is there: the host's time to launch a kernel, and a graph of kernels; reads of
+random rows, as decodes read the KV cache; and the longest launch while another process asks the driver for free memory,
+as monitoring does. Each round makes the memory anew.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from common import machine, output, timing
+from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, ElasticBuffer
+
+BUFFERS = 96
+"""Of one server: keys and values of 48 layers."""
+ROW = 1024
+"""Bytes of one token in one of them."""
+LAUNCHES, GRAPH_KERNELS, READ_ROWS = 20_000, 400, 1 << 20
+#: What is measured: (its words, its unit).
+MEASURED = {
+    "launch": ("launch of a kernel", "us"),
+    "replay": ("launch of a graph of 400 kernels", "us"),
+    "read": ("reads of random rows of 1 KiB", "GB/s"),
+    "longest": ("longest launch while free memory is asked for", "ms"),
+}
+
+
+@contextmanager
+def allocated(size: int) -> Iterator[list[torch.Tensor]]:
+    """:param size: bytes of all buffers."""
+    yield [torch.zeros(size // BUFFERS // ROW, ROW, dtype=torch.uint8, device="cuda") for _ in range(BUFFERS)]
+
+
+@contextmanager
+def mapped(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
+    """:param piece: bytes of each handle; ``size``: of all buffers."""
+    memory, rows = CudaMemory(torch.cuda.current_device()), size // BUFFERS // ROW
+    memory.granularity = piece
+    buffers = [ElasticBuffer((rows, ROW), torch.uint8, 0, memory) for _ in range(BUFFERS)]
+    try:
+        for each in buffers:
+            each.map_rows(rows)
+        yield [each.tensor for each in buffers]
+    finally:
+        torch.cuda.synchronize()
+        for each in buffers:
+            each.release()
+
+
+def launch_us(number: torch.Tensor, launches: int = LAUNCHES) -> float:
+    begin = time.perf_counter()
+    for _ in range(launches):
+        number.add_(1)
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return took / launches * 1e6
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 200) -> float:
+    """The host's part alone: each finds the GPU idle."""
+    total = 0.0
+    for _ in range(replays):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graph.replay()
+        total += time.perf_counter() - begin
+    return total / replays * 1e6
+
+
+def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
+    rows = torch.randint(len(buffers[0]), (READ_ROWS // 8,), device="cuda")
+
+    def read() -> None:
+        for each in buffers[:8]:
+            each.index_select(0, rows)
+
+    return READ_ROWS * ROW / 1e9 / (timing.median_ms(read, 5) / 1e3)
+
+
+def longest_ms(number: torch.Tensor, seconds: float = 4.0) -> float:
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader", "--loop-ms=250"]
+    process = None
+    with suppress(OSError):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    longest, until_s = 0.0, time.perf_counter() + seconds
+    try:
+        while time.perf_counter() < until_s:
+            begin = time.perf_counter()
+            number.add_(1)
+            torch.cuda.current_stream().synchronize()
+            longest = max(longest, time.perf_counter() - begin)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+    return longest * 1e3
+
+
+def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:
+    """:param make: one of :func:`allocated` and :func:`mapped`; ``size``: bytes of all buffers."""
+    timing.free_memory()
+    with make(size) as buffers:
+        number = torch.zeros(1, device="cuda")
+        buffers[0][:1].add_(1)  # so that its kernel is loaded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for each in range(GRAPH_KERNELS):
+                buffers[each % len(buffers)][:1].add_(1)
+        return {
+            "launch": launch_us(number),
+            "replay": replay_us(graph),
+            "read": read_gb_s(buffers),
+            "longest": longest_ms(number),
+        }
+
+
+def tables(result: output.Result) -> str:
+    figures = result["figures"]
+    names = list(figures["samples"])
+    rows = []
+    for key, (words, unit) in MEASURED.items():
+        samples = {name: [each[key] for each in found] for name, found in figures["samples"].items()}
+        ratios = timing.against_stock(samples)
+        cells = [f"{next(iter(ratios.values()))['stock']:.3g}"]
+        for name in names[1:]:
+            one = ratios[name]
+            cells.append(f"{one['other']:.3g} ({1 / one['highest']:.2f} to {1 / one['lowest']:.2f})")
+        rows.append((f"{words}, {unit}", *cells))
+    return output.table((f"{figures['gigabytes']} GB", *names), rows)
+
+
+def main() -> None:
+    parser = output.parser(__doc__)
+    parser.add_argument("--gigabytes", type=int, default=48, help="of memory; with as much beside it free")
+    parser.add_argument("--pieces", type=output.numbers, default=(2, 64), metavar="MIB,...", help="multiples of 2")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = output.parse(parser)
+    machine.require_gpu("mapped")
+    size = options.gigabytes * 10**9 // (BUFFERS << 26) * (BUFFERS << 26)
+    kinds = {timing.STOCK: allocated, **{f"mapped-{each}-MiB": partial(mapped, each << 20) for each in options.pieces}}
+    kinds[timing.CONTROL] = allocated
+    versions = {name: partial(measure, make, size) for name, make in kinds.items()}
+    samples = timing.in_turn(versions, options.rounds)
+    figures = {"gigabytes": options.gigabytes, "rounds": options.rounds, "samples": samples}
+    output.finish(options, output.result("mapped", figures), tables)
+
+
+if __name__ == "__main__":
+    main()
