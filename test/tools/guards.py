@@ -444,6 +444,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/phases.py": {
+        "test_no_chunk_ends_within_a_prompt_that_decodes_beside_a_long_one": [
+            ("longest -= longest % SHORT_PROMPT_TOKENS", "pass"),
+            ("prompts=[Prompt(longest - SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS),", "prompts=[Prompt(longest, 0),"),
+        ],
         "test_a_long_request_and_the_short_ones_beside_it_have_room_at_once": [
             ("min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))", "min(short.new_tokens, wanted)"),
             ("limits.cache_tokens // 2, left)", "limits.cache_tokens // 2)"),

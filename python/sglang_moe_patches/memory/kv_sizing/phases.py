@@ -565,6 +565,7 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     beside = limits.beside_prompt(new)
     left = int(0.9 * limits.cache_tokens) - 2 * limits.largest - limits.requests * (SHORT_PROMPT_TOKENS + beside)
     longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - beside
+    longest -= longest % SHORT_PROMPT_TOKENS
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
         return []
     long = replace(
@@ -573,8 +574,9 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         name=f"decode of one long request among {limits.batch - 1} short ones",
         # Of several batches that of the long one.
         bound=Bound(DECODES, requests=limits.batch, longest=longest if limits.stages > 1 else 0),
-        # What the cache has of it needs not be computed, which can take minutes.
-        prompts=[Prompt(longest, 0), *short.prompts[1:]],
+        # What the cache has of it needs not be computed, which can take minutes. With as many behind that as a short
+        # one has, no chunk ends within a short one: of one that is cut the engine counts two, and admits one less.
+        prompts=[Prompt(longest - SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS), *short.prompts[1:]],
         new_tokens=new,
         growth=0.0 if limits.radix_cache else 1.0,
     )

@@ -171,7 +171,8 @@ def test_of_a_prefix_that_is_planted_nothing_is_computed_but_what_comes_behind_i
     assert part % page == prefix % page == 0
     assert prefix - 4 * page < planted.growth * part <= prefix
     # What shares the prefix, or is as long, is not computed either.
-    for kind, behind in ((PhaseKind.SHARED_PREFIX, c.chunk), (PhaseKind.LONG_AMONG_SHORT, 0)):
+    own = phases.SHORT_PROMPT_TOKENS
+    for kind, behind in ((PhaseKind.SHARED_PREFIX, c.chunk), (PhaseKind.LONG_AMONG_SHORT, own)):
         if phase := of_kind(replace(c, plants=True), kind):
             assert 0 <= max(lengths(phase)) - phase.shared <= behind
             assert phase.prompts == of_kind(c, kind).prompts
@@ -376,6 +377,20 @@ def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
     assert sum(long) > 0.9 * LIMITS.input_tokens
     prefix = of_kind(LIMITS, PhaseKind.BEHIND_PREFIX).shared
     assert 0 < long.shared - prefix <= sum(long) - prefix <= LIMITS.chunk
+
+
+@pytest.mark.parametrize("radix_cache", [True, False])
+@pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (64, 20, 2999), (2048, 512, 40_953)])
+def test_no_chunk_ends_within_a_prompt_that_decodes_beside_a_long_one(chunk, requests, context, radix_cache):
+    """Where as many run as may, the engine admits one less if a prompt is cut: the decode would never be as large."""
+    info = {"chunked_prefill_size": chunk, "max_running_requests": requests, "disable_radix_cache": not radix_cache}
+    c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
+    long, *short = of_kind(c, PhaseKind.LONG_AMONG_SHORT).prompts
+    # As the radix cache finds it: of what it has, the last token is computed all the same.
+    ends = max(1, long.fresh) if radix_cache else sum(long)
+    for each in short:
+        assert ends // chunk == (ends + sum(each) - 1) // chunk
+        ends += sum(each)
 
 
 @given(
