@@ -401,6 +401,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("(must or taken <= largest)", "True"),
             ("return taken <= self._others + self._for_requests and left", "return left"),
             ("self._others = self._others or largest", "self._others = largest"),
+            ("taken += self._slack()", "pass"),
             ("left >= self._margin + MIN_FREE_BYTES", "True"),
             ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
             ("taken += graph_bytes(self.runner)", "pass"),

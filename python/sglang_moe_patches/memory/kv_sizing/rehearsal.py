@@ -613,9 +613,15 @@ class Rehearsal:
         if must:
             self._stopped, self._expected = True, min(self._expected, left)
             return False
-        self._others = self._others or largest  # before any that may be left out
+        # What the allocator keeps besides goes from the KV cache, too: the more, the more sizes it has seen.
+        taken += self._slack()
+        self._others = self._others or largest + self._slack()  # before any that may be left out
         # Nothing of what the engine's rule gives the KV cache.
         return taken <= self._others + self._for_requests and left >= self._margin + MIN_FREE_BYTES
+
+    def _slack(self) -> int:
+        """Bytes that the allocator keeps beyond the most tensors."""
+        return max(0, self._peak_reserved - self._first.reserved - (self._peak - self._first.allocated))
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or one_line_error(error)
@@ -687,7 +693,7 @@ class Rehearsal:
             expected=self._expected,
             free=self._first.free,
             graphs=graph_bytes(self.runner),
-            slack=max(0, grown - (self._peak - self._first.allocated)),
+            slack=self._slack(),
             phases=self._phases,
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
