@@ -396,6 +396,12 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/rehearsal.py": {
+        "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
+            (
+                "return [next(self._first_tokens), *tokens.some(length - 1)] if length else []",
+                "return tokens.some(length)",
+            )
+        ],
         "test_pools_are_told_by_their_kind": [('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")],
         "test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much": [
             ("(must or taken <= largest)", "True"),
@@ -445,6 +451,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/phases.py": {
+        "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
+            (".difference(shared_prefix(1, limits))", ""),
+        ],
         "test_no_chunk_ends_within_a_prompt_that_decodes_beside_a_long_one": [
             ("longest -= longest % SHORT_PROMPT_TOKENS", "pass"),
             ("prompts=[Prompt(longest - SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS),", "prompts=[Prompt(longest, 0),"),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -409,21 +410,32 @@ class Plant(Order):
     tokens: tuple[int, ...]
 
 
+def _drawn_from(vocabulary: int) -> range:
+    # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
+    return range(min(1000, vocabulary // 2), min(50_000, vocabulary))
+
+
 class Tokens:
     """Random tokens, alike for the same seed."""
 
     def __init__(self, seed: str, vocabulary: int) -> None:
         self._random = random.Random(seed)
-        self._vocabulary = vocabulary
+        self._drawn_from = _drawn_from(vocabulary)
 
     def some(self, count: int) -> list[int]:
-        # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
-        return self._random.choices(range(min(1000, self._vocabulary // 2), min(50_000, self._vocabulary)), k=count)
+        return self._random.choices(self._drawn_from, k=count)
 
 
 def shared_prefix(length: int, limits: Limits) -> list[int]:
     """As many tokens of the one prefix that several phases share, so that the radix cache has it after the first."""
     return Tokens("prefix", limits.vocabulary).some(length)
+
+
+def first_tokens(limits: Limits) -> Iterator[int]:
+    """Tokens by which other prompts than the shared prefix begin, so that the radix cache has nothing of any: without
+    end, and none again before all have had their turn."""
+    tokens = sorted({*_drawn_from(limits.vocabulary)}.difference(shared_prefix(1, limits)))
+    return cycle(random.Random("first").sample(tokens, len(tokens)))
 
 
 def derive_phases(limits: Limits) -> list[Phase]:

@@ -40,6 +40,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     ServerFacts,
     Tokens,
     derive_limits,
+    first_tokens,
     max_new_tokens,
     shared_prefix,
 )
@@ -288,7 +289,7 @@ class LoadDriver:
         self.missed: dict[str, PhaseKind] = {}
         """Of phases that were not reached, by their names."""
         self.over = False
-        self._numbers = count(1)
+        self._numbers, self._first_tokens = count(1), first_tokens(limits)
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
         self._reached = self._decoding = self._idle = self._stuck = self._ended = self._planted = False
@@ -381,12 +382,12 @@ class LoadDriver:
             if not self._planted:
                 return  # computing it may take minutes
         if phase.background:
-            others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
+            others = [self._own(SHORT_PROMPT_TOKENS, tokens) for _ in range(phase.background)]
             yield self._requests(others, max_new_tokens(phase.background, self.limits, 4096), phase)
             while self._waiting and not (self._decoding or self._nothing_more_comes):
                 yield []
         behind = set(self._waiting)
-        prompts, last_tokens = [prefix[: each.shared] + tokens.some(each.fresh) for each in phase.prompts], 0
+        prompts, last_tokens = [prefix[: each.shared] + self._own(each.fresh, tokens) for each in phase.prompts], 0
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
             # What comes behind a prefix is about as large as what came before.
             if last_tokens and not (phase.growth or self._fits(Estimate(phase.name, len(turn[0]) / last_tokens))):
@@ -415,6 +416,11 @@ class LoadDriver:
         # that come meanwhile are merged into it.
         while not (self._idle or self._ended):
             yield []
+
+    def _own(self, length: int, tokens: Tokens) -> list[int]:
+        """What a prompt has in common with no other. A token that the radix cache has of it would be missing in a
+        forward, and move where a chunk ends."""
+        return [next(self._first_tokens), *tokens.some(length - 1)] if length else []
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
         names = [f"rehearsal-{next(self._numbers)}" for _ in prompts]

@@ -80,6 +80,24 @@ def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
     assert {each.phase.name for each in server.step(idle=True)} == {then} != {first}
 
 
+@pytest.mark.parametrize("vocabulary", [1_950, 151_936])
+def test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else(vocabulary):
+    """Prompts of random tokens begin as others now and then: a forward lacks what the cache has of them.
+
+    The smaller vocabulary has hardly more tokens than there are prompts.
+    """
+    server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
+    server.run()
+    begins = []
+    for each in server.put:
+        shared = phases.shared_prefix(len(each.prompt), replace(LIMITS, vocabulary=vocabulary))
+        same = next((at for at, (one, other) in enumerate(zip(each.prompt, shared, strict=True)) if one != other), None)
+        assert same == 0 or each.phase.shared
+        if same is not None:
+            begins.append((same, each.prompt[same]))
+    assert len(set(begins)) == len(begins) > 700
+
+
 def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
