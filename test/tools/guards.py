@@ -454,9 +454,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
             (".difference(shared_prefix(1, limits))", ""),
         ],
-        "test_no_chunk_ends_within_a_prompt_that_decodes_beside_a_long_one": [
-            ("longest -= longest % SHORT_PROMPT_TOKENS", "pass"),
-            ("prompts=[Prompt(longest - SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS),", "prompts=[Prompt(longest, 0),"),
+        "test_no_chunk_ends_within_a_prompt_of_a_decode": [
+            ("longest -= longest % limits.short_prompt_tokens", "pass"),
+            (
+                "prompts=[Prompt(longest - limits.short_prompt_tokens, limits.short_prompt_tokens),",
+                "prompts=[Prompt(longest, 0),",
+            ),
+            ("math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)", "SHORT_PROMPT_TOKENS"),
         ],
         "test_a_long_request_and_the_short_ones_beside_it_have_room_at_once": [
             ("min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))", "min(short.new_tokens, wanted)"),

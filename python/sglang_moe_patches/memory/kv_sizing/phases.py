@@ -224,6 +224,12 @@ class Limits:
         return new + 2 * self.page + self.draft_slots
 
     @property
+    def short_prompt_tokens(self) -> int:
+        """Of the prompts of a decode: no chunk ends within one. Of a prompt that is cut the engine counts two requests,
+        and admits one less than can run; what a mixed chunk has room for is not known."""
+        return 1 if self.mixed else math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)
+
+    @property
     def _graph_requests(self) -> int:
         return self.captured or PENALIZED_WITHOUT_GRAPHS
 
@@ -577,7 +583,7 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     beside = limits.beside_prompt(new)
     left = int(0.9 * limits.cache_tokens) - 2 * limits.largest - limits.requests * (SHORT_PROMPT_TOKENS + beside)
     longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - beside
-    longest -= longest % SHORT_PROMPT_TOKENS
+    longest -= longest % limits.short_prompt_tokens
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
         return []
     long = replace(
@@ -586,9 +592,9 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         name=f"decode of one long request among {limits.batch - 1} short ones",
         # Of several batches that of the long one.
         bound=Bound(DECODES, requests=limits.batch, longest=longest if limits.stages > 1 else 0),
-        # What the cache has of it needs not be computed, which can take minutes. With as many behind that as a short
-        # one has, no chunk ends within a short one: of one that is cut the engine counts two, and admits one less.
-        prompts=[Prompt(longest - SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS), *short.prompts[1:]],
+        # What the cache has of it needs not be computed, which can take minutes. As many behind that as a short one has
+        # leave the ends of chunks where they are.
+        prompts=[Prompt(longest - limits.short_prompt_tokens, limits.short_prompt_tokens), *short.prompts[1:]],
         new_tokens=new,
         growth=0.0 if limits.radix_cache else 1.0,
     )
@@ -668,13 +674,11 @@ def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
     # speculation nothing is aborted: after an abort a release was seen to answer no more.
     new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _decoded_meanwhile(put, limits)
-    # Of a prompt that a mixed chunk cuts the engine counts two requests, and admits one less than can run.
-    length = 1 if limits.mixed else SHORT_PROMPT_TOKENS
     return Phase(
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
-        [Prompt(0, length)] * put,
+        [Prompt(0, limits.short_prompt_tokens)] * put,
         new_tokens=max_new_tokens(put, limits, new),
     )
 

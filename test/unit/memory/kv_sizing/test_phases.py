@@ -380,17 +380,18 @@ def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
 
 
 @pytest.mark.parametrize("radix_cache", [True, False])
-@pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (64, 20, 2999), (2048, 512, 40_953)])
-def test_no_chunk_ends_within_a_prompt_that_decodes_beside_a_long_one(chunk, requests, context, radix_cache):
+@pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (36, 20, 2999), (2047, 512, 40_953)])
+def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, radix_cache):
     """Where as many run as may, the engine admits one less if a prompt is cut: the decode would never be as large."""
     info = {"chunked_prefill_size": chunk, "max_running_requests": requests, "disable_radix_cache": not radix_cache}
     c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
-    long, *short = of_kind(c, PhaseKind.LONG_AMONG_SHORT).prompts
-    # As the radix cache finds it: of what it has, the last token is computed all the same.
-    ends = max(1, long.fresh) if radix_cache else sum(long)
-    for each in short:
-        assert ends // chunk == (ends + sum(each) - 1) // chunk
-        ends += sum(each)
+    for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
+        ends = 0
+        for prompt in of_kind(c, kind).prompts:
+            # Of what the radix cache has of a prompt the last token is computed all the same.
+            computed = max(1, prompt.fresh) if radix_cache else sum(prompt)
+            assert prompt.shared or ends // chunk == (ends + computed - 1) // chunk
+            ends += computed
 
 
 @given(
