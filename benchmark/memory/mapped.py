@@ -11,10 +11,9 @@ as monitoring does. Each round makes the memory anew.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,15 +21,21 @@ import torch
 from common import machine, output, timing
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, ElasticBuffer
 
+from memory.serving import free_memory
+
 BUFFERS = 96
 """Of one server: keys and values of 48 layers."""
-ROW = 1024
-"""Bytes of one token in one of them."""
-LAUNCHES, GRAPH_KERNELS, READ_ROWS = 20_000, 400, 1 << 20
+ROW_BYTES = 1024
+"""Of one token in one of them."""
+LAUNCHES, REPLAYS, GRAPH_KERNELS = 20_000, 200, 400
+READ_BUFFERS, READ_ROWS = 8, 1 << 17
+"""Buffers that are read, one after another, and rows of each."""
+WATCHED_S = 4.0
+"""Seconds of launches: the process that asks for free memory takes some of them to start."""
 #: What is measured: (its words, its unit).
 MEASURED = {
     "launch": ("launch of a kernel", "us"),
-    "replay": ("launch of a graph of 400 kernels", "us"),
+    "replay": (f"launch of a graph of {GRAPH_KERNELS} kernels", "us"),
     "read": ("reads of random rows of 1 KiB", "GB/s"),
     "longest": ("longest launch while free memory is asked for", "ms"),
 }
@@ -39,15 +44,17 @@ MEASURED = {
 @contextmanager
 def allocated(size: int) -> Iterator[list[torch.Tensor]]:
     """:param size: bytes of all buffers."""
-    yield [torch.zeros(size // BUFFERS // ROW, ROW, dtype=torch.uint8, device="cuda") for _ in range(BUFFERS)]
+    yield [
+        torch.zeros(size // BUFFERS // ROW_BYTES, ROW_BYTES, dtype=torch.uint8, device="cuda") for _ in range(BUFFERS)
+    ]
 
 
 @contextmanager
 def mapped(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
     """:param piece: bytes of each handle; ``size``: of all buffers."""
-    memory, rows = CudaMemory(torch.cuda.current_device()), size // BUFFERS // ROW
+    memory, rows = CudaMemory(torch.cuda.current_device()), size // BUFFERS // ROW_BYTES
     memory.granularity = piece
-    buffers = [ElasticBuffer((rows, ROW), torch.uint8, 0, memory) for _ in range(BUFFERS)]
+    buffers = [ElasticBuffer((rows, ROW_BYTES), torch.uint8, 0, memory) for _ in range(BUFFERS)]
     try:
         for each in buffers:
             each.map_rows(rows)
@@ -58,52 +65,47 @@ def mapped(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
             each.release()
 
 
-def launch_us(number: torch.Tensor, launches: int = LAUNCHES) -> float:
+def launch_us(number: torch.Tensor) -> float:
+    """The host's microseconds for one kernel among many."""
     begin = time.perf_counter()
-    for _ in range(launches):
+    for _ in range(LAUNCHES):
         number.add_(1)
     took = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return took / launches * 1e6
+    return took / LAUNCHES * 1e6
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 200) -> float:
-    """The host's part alone: each finds the GPU idle."""
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """The host's microseconds for one replay that finds the GPU idle."""
     total = 0.0
-    for _ in range(replays):
+    for _ in range(REPLAYS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         graph.replay()
         total += time.perf_counter() - begin
-    return total / replays * 1e6
+    return total / REPLAYS * 1e6
 
 
 def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
-    rows = torch.randint(len(buffers[0]), (READ_ROWS // 8,), device="cuda")
+    """Gigabytes of rows that are read in a second; as many are written."""
+    rows = torch.randint(len(buffers[0]), (READ_ROWS,), device="cuda")
 
     def read() -> None:
-        for each in buffers[:8]:
+        for each in buffers[:READ_BUFFERS]:
             each.index_select(0, rows)
 
-    return READ_ROWS * ROW / 1e9 / (timing.median_ms(read, 5) / 1e3)
+    return READ_BUFFERS * READ_ROWS * ROW_BYTES / 1e9 / (timing.median_ms(read, 5) / 1e3)
 
 
-def longest_ms(number: torch.Tensor, seconds: float = 4.0) -> float:
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader", "--loop-ms=250"]
-    process = None
-    with suppress(OSError):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    longest, until_s = 0.0, time.perf_counter() + seconds
-    try:
+def longest_ms(number: torch.Tensor) -> float:
+    """Milliseconds of the longest launch, until its kernel has run, while another process asks for free memory."""
+    longest, until_s = 0.0, time.perf_counter() + WATCHED_S
+    with free_memory():
         while time.perf_counter() < until_s:
             begin = time.perf_counter()
             number.add_(1)
             torch.cuda.current_stream().synchronize()
             longest = max(longest, time.perf_counter() - begin)
-    finally:
-        if process is not None:
-            process.kill()
-            process.wait()
     return longest * 1e3
 
 
@@ -126,6 +128,7 @@ def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:
 
 
 def tables(result: output.Result) -> str:
+    """A row for each figure: stock's median, and those of the others, with the spread of theirs over stock's."""
     figures = result["figures"]
     names = list(figures["samples"])
     rows = []

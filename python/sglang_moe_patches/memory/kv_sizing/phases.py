@@ -440,7 +440,8 @@ def shared_prefix(length: int, limits: Limits) -> list[int]:
 def first_tokens(limits: Limits) -> Iterator[int]:
     """Tokens by which other prompts than the shared prefix begin, so that the radix cache has nothing of any: without
     end, and none again before all have had their turn."""
-    tokens = sorted({*_drawn_from(limits.vocabulary)}.difference(shared_prefix(1, limits)))
+    (taken,) = shared_prefix(1, limits)
+    tokens = [token for token in _drawn_from(limits.vocabulary) if token != taken]
     return cycle(random.Random("first").sample(tokens, len(tokens)))
 
 

@@ -109,7 +109,7 @@ class Board:
         self._store.set(f"{_KEY}{name}", "True")
 
     def is_raised(self, name: str) -> bool:
-        """Whether any rank has raised it. The store takes milliseconds to answer, and is not asked for nobody."""
+        """Whether any rank has raised it. The store takes milliseconds to answer: a server of one rank asks nobody."""
         return name in self._raised or (self._ranks > 1 and bool(self._store.check([f"{_KEY}{name}"])))
 
 

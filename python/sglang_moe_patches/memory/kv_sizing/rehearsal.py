@@ -485,7 +485,9 @@ class Rehearsal:
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
         limits = limits_of(self.scheduler, self._fewer_requests)
-        self._others, self._for_requests = 0, self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
+        # Bytes that the other forwards take, once they have run, and that may go for more requests besides.
+        self._for_others = 0
+        self._for_more_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -620,10 +622,10 @@ class Rehearsal:
             self._stopped, self._expected = True, min(self._expected, left)
             return False
         # What the allocator keeps besides goes from the KV cache, too: the more, the more sizes it has seen.
-        taken += self._slack()
-        self._others = self._others or largest + self._slack()  # before any that may be left out
+        slack = self._slack()
+        self._for_others = self._for_others or largest + slack  # before any that may be left out
         # Nothing of what the engine's rule gives the KV cache.
-        return taken <= self._others + self._for_requests and left >= self._margin + MIN_FREE_BYTES
+        return taken + slack <= self._for_others + self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
 
     def _slack(self) -> int:
         """Bytes that the allocator keeps beyond the most tensors."""

@@ -102,16 +102,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
         (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, {}),
         (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),  # nor as much as it, and besides what graphs hold
         (50, False, {}, 1, 0, False, 50, {}),
-        (
-            50,
-            True,
-            {},
-            0,
-            0,
-            False,
-            50,
-            {"bytes_per_token": 1_920_000},
-        ),  # of 50,000: 3 GB, a thirty-second, are worth it
+        (50, True, {}, 0, 0, False, 50, {"bytes_per_token": 1_920_000}),  # a thirty-second of 50,000: 3 GB
         (50, True, {}, 0, 150, False, 50, {"bytes_per_token": 1_900_000}),
         (50, True, {}, 0, 300, False, 50, {"bytes_per_token": 4_480_000, "most": 600}),  # 7 GB, which go once
         (50, True, {}, 0, 0, False, 50, {"bytes_per_token": 6_400_000, "most": 600}),  # 10 GB
