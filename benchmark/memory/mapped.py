@@ -5,12 +5,14 @@
 
 Memory is allocated by PyTorch (`stock`, and `stock-again` as control), or mapped as kv-sizing maps it, in pieces of as
 many MiB as the name says. While it is there: the host's time to launch a kernel, and a graph of kernels; reads of
-random rows, as decodes read the KV cache; and the longest launch while another process asks the driver for free memory,
-as monitoring does. Each round makes the memory anew.
+random rows, as decodes read the KV cache; and the longest launch of a quarter of a second in which another process asks
+the driver for free memory, as monitoring does. Each is a median, because the host has moments of its own. Each round
+makes the memory anew.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,17 +29,19 @@ BUFFERS = 96
 """Of one server: keys and values of 48 layers."""
 ROW_BYTES = 1024
 """Of one token in one of them."""
-LAUNCHES, REPLAYS, GRAPH_KERNELS = 20_000, 200, 400
-READ_BUFFERS, READ_ROWS = 8, 1 << 17
-"""Buffers that are read, one after another, and rows of each."""
-WATCHED_S = 4.0
-"""Seconds of launches: the process that asks for free memory takes some of them to start."""
+BATCHES, LAUNCHES, REPLAYS, GRAPH_KERNELS = 40, 500, 200, 400
+READ_BUFFERS, READ_ROWS, READS = 8, 1 << 17, 25
+"""Buffers that are read, one after another; rows of each; and how often."""
+WATCHED, WATCHED_S = 16, 0.25
+"""How often launches are watched, and for how many seconds: free memory is asked for as often."""
+START_S = 10.0
+"""Seconds that the process that asks for it has to start."""
 #: What is measured: (its words, its unit).
 MEASURED = {
     "launch": ("launch of a kernel", "us"),
     "replay": (f"launch of a graph of {GRAPH_KERNELS} kernels", "us"),
     "read": ("reads of random rows of 1 KiB", "GB/s"),
-    "longest": ("longest launch while free memory is asked for", "ms"),
+    "longest": ("longest launch while free memory is asked for once", "ms"),
 }
 
 
@@ -67,23 +71,25 @@ def mapped(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
 
 def launch_us(number: torch.Tensor) -> float:
     """The host's microseconds for one kernel among many."""
-    begin = time.perf_counter()
-    for _ in range(LAUNCHES):
-        number.add_(1)
-    took = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return took / LAUNCHES * 1e6
+    took = []
+    for _ in range(BATCHES):
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            number.add_(1)
+        took.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+    return statistics.median(took) / LAUNCHES * 1e6
 
 
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
     """The host's microseconds for one replay that finds the GPU idle."""
-    total = 0.0
+    took = []
     for _ in range(REPLAYS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         graph.replay()
-        total += time.perf_counter() - begin
-    return total / REPLAYS * 1e6
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took) * 1e6
 
 
 def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
@@ -94,19 +100,24 @@ def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
         for each in buffers[:READ_BUFFERS]:
             each.index_select(0, rows)
 
-    return READ_BUFFERS * READ_ROWS * ROW_BYTES / 1e9 / (timing.median_ms(read, 5) / 1e3)
+    return READ_BUFFERS * READ_ROWS * ROW_BYTES / 1e9 / (timing.median_ms(read, READS) / 1e3)
 
 
 def longest_ms(number: torch.Tensor) -> float:
-    """Milliseconds of the longest launch, until its kernel has run, while another process asks for free memory."""
-    longest, until_s = 0.0, time.perf_counter() + WATCHED_S
-    with free_memory():
-        while time.perf_counter() < until_s:
-            begin = time.perf_counter()
-            number.add_(1)
-            torch.cuda.current_stream().synchronize()
-            longest = max(longest, time.perf_counter() - begin)
-    return longest * 1e3
+    """Milliseconds of the longest launch, until its kernel has run, while another process asks for free memory once."""
+    longest = [0.0] * WATCHED
+    with free_memory() as asked:
+        until_s = time.perf_counter() + START_S
+        while not asked and time.perf_counter() < until_s:
+            time.sleep(0.1)  # it has not started
+        for window in range(WATCHED):
+            until_s = time.perf_counter() + WATCHED_S
+            while time.perf_counter() < until_s:
+                begin = time.perf_counter()
+                number.add_(1)
+                torch.cuda.current_stream().synchronize()
+                longest[window] = max(longest[window], time.perf_counter() - begin)
+    return statistics.median(longest) * 1e3
 
 
 def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:

@@ -473,7 +473,8 @@ def run_label(figures: dict[str, Any], result: output.Result) -> str:
     images = f" and {figures['images']} images" if "images" in figures else ""
     load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
     gpu = machine.gpu_model(result["conditions"])
-    parts = [served.run_label(result), gpu, f"chunk {figures['chunk']:,}; {load}"]
+    at_once = f"at most {figures['requests']} requests at once" if figures["requests"] else ""
+    parts = [served.run_label(result), gpu, at_once, f"chunk {figures['chunk']:,}; {load}"]
     return ", ".join(filter(None, parts))
 
 

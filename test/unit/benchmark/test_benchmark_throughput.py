@@ -242,8 +242,9 @@ def test_a_server_that_fails_is_named_and_loses_no_other_ones_figures(second, sa
     assert json.loads(path.read_text())["figures"]["servers"] == known
 
 
-def table_of(**servers) -> str:
+def table_of(requests: int = 0, **servers) -> str:
     figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
+    figures["requests"] = requests
     return serving.tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": servers}}])
 
 
@@ -258,6 +259,11 @@ def table_of(**servers) -> str:
 )
 def test_a_start_that_stayed_with_the_rule_is_not_shown_as_grown(name, said, label):
     assert f" | {label} | " in table_of(**{name: measured(*said)})
+
+
+def test_a_run_with_a_number_of_requests_says_it():
+    assert ", at most 5 requests at once, " in table_of(5, grown=measured(GROWN))
+    assert "at once" not in table_of(0, grown=measured(GROWN))  # the engine's own number
 
 
 def test_loads_besides_have_rows_of_their_own():
