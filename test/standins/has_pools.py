@@ -46,12 +46,21 @@ def have_windows(module):
 
 
 def read_windows(module):
+    import numpy
+    import torch
+
     def by_their_places(original):
         def get(self, layer):
             found = original(self, layer)
-            if self.layers_mapping[layer][1]:
-                found = found[self.full_to_swa_index_mapping.clamp(0, len(found) - 1)]
-            return found
+            if not self.layers_mapping[layer][1]:
+                return found
+            mapping, row = self.full_to_swa_index_mapping, found[0]
+            # There are addresses for millions of tokens: NumPy's zeros take memory only where something is written.
+            rows = torch.from_numpy(numpy.zeros(len(mapping) * row.nbytes, numpy.uint8))
+            rows = rows.view(found.dtype).view(len(mapping), *row.shape)
+            there = (mapping > 0).nonzero().flatten()
+            rows[there] = found[mapping[there]]
+            return rows
 
         return get
 

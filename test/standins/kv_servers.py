@@ -158,7 +158,7 @@ class OneRank:
         board: Any = SimpleNamespace(raise_flag=self.low_reports.append, is_raised=is_raised)
         derive = phases.derive_phases
         self.run = rehearsal.Rehearsal(scheduler, 0, over, board, 1, derive, leads=leads, **{"peaks": {}, **more})
-        self.orders = ranks.Orders(scheduler, self.run.plant, leads=leads)
+        self.orders = ranks.Orders(scheduler, self.run.plant)
 
     def begin(self):
         self.orders.open()

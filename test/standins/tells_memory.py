@@ -8,7 +8,6 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 ``GIVEN``      the fraction in force, where the user gave one
 ``EACH``       bytes that sampling takes for each request of a forward
 ``STEPS``      a folder: each rank writes what it ran while rehearsing into a file of it
-``SLOW_S``     seconds that each turn of a rehearsal takes more
 ``FAILS``      the rank whose driver does not answer while it rehearses
 ``MAP_FAILS``  the rank that has no memory to grow
 ``SHORT``      a file: once it is there, another process has taken as many bytes as it says
@@ -102,18 +101,6 @@ def be_patient(rehearsal):
         count_what_is_sampled(rehearsal)
     if "STEPS" in os.environ:
         keep_steps(rehearsal)
-    if "SLOW_S" in os.environ:
-        be_slow(rehearsal)
-
-
-def be_slow(rehearsal):
-    poll = rehearsal.Rehearsal.poll
-
-    def poll_late(rehearsal):
-        time.sleep(float(os.environ["SLOW_S"]))  # in each turn
-        return poll(rehearsal)
-
-    rehearsal.Rehearsal.poll = poll_late
 
 
 def count_what_is_sampled(rehearsal):

@@ -260,7 +260,7 @@ class ServerStart:
         self.scheduler = scheduler
         arguments = eligibility.arguments_of(scheduler.server_args)
         self.metrics = serving.Metrics(arguments, self.gpu)
-        self.orders = ranks.Orders(scheduler, self.obey, leads=self.leads)
+        self.orders = ranks.Orders(scheduler, self.obey)
         problem = self.reason
         if not problem:
             try:
@@ -481,7 +481,7 @@ class ServerStart:
         return max(0, self.pools.first.tokens - self._raised_tokens)
 
     def _show(self, state: str, reason: str) -> None:
-        self.metrics.show_state(state, reason)
+        self.metrics.show(serving.STATE, 1, state=state, reason=reason)
         if self.reserved:
             self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
             self.metrics.show(serving.BY_RULE, self._tokens_by_rule())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -110,14 +110,10 @@ class ElasticPools:
 
     def tokens_within(self, budget: int) -> int:
         """The most tokens, whole pages, whose memory takes at most ``budget`` bytes; 0: not even one page's."""
-        least, most = 0, self.top.tokens // self.page
-        while least < most:
-            middle = (least + most + 1) // 2
-            if self.bytes_behind(self.counts_for(middle * self.page)) <= budget:
-                least = middle
-            else:
-                most = middle - 1
-        return least * self.page
+        pages = range(1, self.top.tokens // self.page + 1)
+        return self.page * bisect_right(
+            pages, budget, key=lambda number: self.bytes_behind(self.counts_for(number * self.page))
+        )
 
     def tokens_with_window(self, window: int) -> int:
         """The fewest tokens, whole pages, of which the layers with a sliding window have at least ``window``."""

@@ -129,11 +129,10 @@ class Orders:
     """On every rank: the first gives orders, all of them obey.
 
     :param obey: called with each order on every rank, between two turns of the scheduler's loop.
-    :param leads: this is the first rank.
     """
 
-    def __init__(self, scheduler: Any, obey: Callable[[Order], None], *, leads: bool) -> None:
-        self._scheduler, self._obey, self._leads = scheduler, obey, leads
+    def __init__(self, scheduler: Any, obey: Callable[[Order], None]) -> None:
+        self._scheduler, self._obey = scheduler, obey
         self.instead: Callable[[], list[Any]] | None = None
         """Says what is read in place of users' requests, which wait meanwhile; ``None``: those are read."""
         self.each_turn: Callable[[], None] = lambda: None

@@ -253,9 +253,6 @@ def make_flush() -> Any:
 
 # --- Which request is put next ---------------------------------------------------------------------------------------
 
-Make = Callable[[str, Sequence[int], int, Phase], Any]
-"""A request of the engine's, from its name, its prompt, its new tokens and the phase whose sampling it has."""
-
 
 class LoadDriver:
     """The script of one server, from the first request to the last answer.
@@ -263,6 +260,8 @@ class LoadDriver:
     Asked again and again for what to put; in between it is told what was seen and answered.
 
     :param derive: makes what is driven from the limits.
+    :param make: makes a request of the engine's from a name, a prompt, its new tokens and the phase that says how it is
+        sampled.
     :param fits: whether there is memory for a phase or a prompt that is larger than what ran.
     :param abort: makes the request that ends all others.
     :param seconds_to_deadline: seconds until no further phase begins.
@@ -273,7 +272,7 @@ class LoadDriver:
         self,
         derive: Callable[[Limits], Sequence[Phase]],
         limits: Limits,
-        make: Make,
+        make: Callable[[str, Sequence[int], int, Phase], Any],
         abort: Callable[[], Any],
         seconds_to_deadline: Callable[[], float],
         grace_s: float,

@@ -104,7 +104,6 @@ class Metrics:
     def __init__(self, arguments: Mapping[str, Any], gpu: int) -> None:
         self._gauges: dict[str, Any] = {}
         self._labels: dict[str, str] = {}
-        self._state: dict[str, str] = {}
         if not arguments.get("enable_metrics"):
             return
         try:
@@ -121,20 +120,10 @@ class Metrics:
             log.logger.warning(log.of("kv-sizing", "no metrics: %s"), error)
             self._gauges = {}
 
-    def show(self, name: str, value: float) -> None:
-        """:param name: one of :data:`GAUGES` but :data:`STATE`."""
+    def show(self, name: str, value: float, **labels: str) -> None:
+        """:param name: one of :data:`GAUGES`, whose ``labels`` are its own."""
         if name in self._gauges:
-            self._gauges[name].labels(**self._labels).set(value)
-
-    def show_state(self, state: str, reason: str = "") -> None:
-        """:param state: "rule", "grown" or "shrunk"; ``reason``: why it is the rule's, or another than fits."""
-        if STATE not in self._gauges:
-            return
-        gauge = self._gauges[STATE]
-        if self._state:
-            gauge.labels(**self._labels, **self._state).set(0)
-        self._state = {"state": state, "reason": reason}
-        gauge.labels(**self._labels, **self._state).set(1)
+            self._gauges[name].labels(**self._labels, **labels).set(value)
 
 
 # --- Watching free memory --------------------------------------------------------------------------------------------

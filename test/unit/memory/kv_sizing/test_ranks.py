@@ -82,7 +82,7 @@ def test_orders_come_before_users_requests_and_not_to_the_engine():
     loop = Loop("a", "b")
     obeyed: list[object] = []
     before = loop.recv_from_tokenizer, loop.process_input_requests
-    orders = ranks.Orders(loop, obeyed.append, leads=True)
+    orders = ranks.Orders(loop, obeyed.append)
     orders.open()
     assert loop.recv_from_tokenizer.fileno == 7
     note = Note()
@@ -97,7 +97,7 @@ def test_orders_come_before_users_requests_and_not_to_the_engine():
 def test_meanwhile_users_requests_wait_and_each_turn_asks_once():
     loop, polls = Loop("a"), iter([[], [ranks.Broadcast(("x", "y"))], []])
     seen = []
-    orders = ranks.Orders(loop, print, leads=True)
+    orders = ranks.Orders(loop, print)
     orders.open()
     orders.instead, orders.each_turn = lambda: next(polls), lambda: seen.append(1)
     for _ in range(3):

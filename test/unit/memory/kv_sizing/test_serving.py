@@ -342,15 +342,13 @@ def test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server(served,
     assert made.pools.counts.tokens == 8500
 
 
-def test_metrics_have_one_state_at_a_time(metric):
-    shown = serving.Metrics({"enable_metrics": True}, 3)
-    shown.show(serving.TOKENS, 5)
-    shown.show_state("rule", "a reason")
-    shown.show_state("grown")
-    assert metric(serving.TOKENS, gpu="3") == 5
-    assert metric(serving.STATE, gpu="3", state="grown", reason="") == 1
-    assert metric(serving.STATE, gpu="3", state="rule", reason="a reason") == 0
-    serving.Metrics({}, 0).show_state("grown")
+def test_metrics_have_their_ranks_labels_and_their_own(metric):
+    shown, silent = (serving.Metrics({"enable_metrics": on}, gpu) for on, gpu in ((True, 3), (False, 0)))
+    for each in (shown, silent):
+        each.show(serving.TOKENS, 5)
+        each.show(serving.STATE, 1, state="rule", reason="a reason")
+    assert (metric(serving.TOKENS, gpu="3"), metric(serving.TOKENS, gpu="0")) == (5, None)
+    assert metric(serving.STATE, gpu="3", state="rule", reason="a reason") == 1
 
 
 # --- Giving back the tail ---------------------------------------------------------------------------------------------
