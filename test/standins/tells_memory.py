@@ -47,7 +47,7 @@ def register():
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
         hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
-        hooks["sglang.srt." + module] = telling(lambda: free_before_pools() / GIB)
+        hooks["sglang.srt." + module] = tell_before_pools
     hooks["sglang.srt.managers.scheduler"] = count_every_step
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
@@ -188,6 +188,23 @@ def telling(told):
             module.get_available_gpu_memory = lambda *args, **kwargs: told()
 
     return tell
+
+
+def tell_before_pools(module):
+    telling(lambda: free_before_pools() / GIB)(module)
+    for kind in ("ModelRunnerKVCacheMixin", "KVCacheConfigurator"):
+        if hasattr(module, kind):
+            wrapt.wrap_function_wrapper(module, f"{kind}._profile_available_bytes", with_the_fraction)
+
+
+def with_the_fraction(wrapped, maker, args, kwargs):
+    """Where kv-sizing has not read it, because it takes no part."""
+    if not fraction[0] and (given := getattr(maker, "mem_fraction_static", None)) is None:
+        from sglang.srt.runtime_context import get_schedule
+
+        given = get_schedule().mem_fraction_static
+    fraction[0] = fraction[0] or given
+    return wrapped(*args, **kwargs)
 
 
 def on_the_host(hooks):
