@@ -113,12 +113,12 @@ STARTED = {
         stand_ins=("no_driver",),
         left_out="--disable-radix-cache",
     ),
-    "capturer": Case("--enable-return-routed-experts"),
-    "page major": Case("--prefill-only-disable-kv-cache", runs=False),
+    "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
 """At least one of each row of the page's tables that names a flag or a variable."""
 ASKED_OTHERWISE = {
+    "`--dcp-size`": "none of its flags starts on a CPU, and a unit test compares the page with the table of flags",
     "several machines": "what another machine runs is known when it answers",
     "a KV cache of another kind": "its pools have no reference kernels",
     "graphs of the vision model": "a unit test asks the allowance",
