@@ -198,12 +198,11 @@ def tell_before_pools(module):
 
 
 def with_the_fraction(wrapped, maker, args, kwargs):
-    """Where kv-sizing has not read it, because it takes no part."""
-    if not fraction[0] and (given := getattr(maker, "mem_fraction_static", None)) is None:
-        from sglang.srt.runtime_context import get_schedule
+    """The engine sizes its pools: where kv-sizing takes no part, nobody has asked for the fraction yet."""
+    if not fraction[0]:
+        from sglang_moe_patches.memory.kv_sizing import hooks
 
-        given = get_schedule().mem_fraction_static
-    fraction[0] = fraction[0] or given
+        hooks._fraction(maker)  # which on_the_host has wrapped
     return wrapped(*args, **kwargs)
 
 
