@@ -341,6 +341,8 @@ def after_the_load(
     for name, drive in asked:
         with free_memory() as free:
             outcome = drive()
+        if not (outcome["out_of_memory"] or outcome["errors"]):  # else it may have ended
+            outcome.setdefault("answers", ask())
         yield name, outcome | lowest_free(free)
 
 
