@@ -287,7 +287,14 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("again = self._pass < sizing.MAX_PASSES", "again = False")
         ],
         "test_a_later_rehearsal_forgets_no_need_of_an_earlier_one": [
-            ("max(self._need, without_forwards - seen.lowest)", "without_forwards - seen.lowest")
+            ("max(self._need, without_forwards - seen.lowest)", "without_forwards - seen.lowest"),
+            ("self._before or without_forwards", "without_forwards"),
+        ],
+        "test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_anew": [
+            ("self._need = self._before = self._slack = 0\n            self", "self"),
+            ("            self._phases.clear()\n", ""),
+            ("gpu_memory.empty_cache()", "pass"),
+            ("if order.anew:\n                return phases.derive_phases(limits)", "if False:\n                pass"),
         ],
         "test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run": [
             ("without_forwards - seen.lowest)", "without_forwards - min(seen.lowest, seen.expected))")
@@ -412,6 +419,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
             ("taken += graph_bytes(self.runner)", "pass"),
             ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
+        ],
+        "test_where_a_decode_of_more_requests_than_must_be_leaves_little_fewer_run_at_once": [
+            ("self._driver.run_low()", "self._driver.end()")
         ],
         "test_who_waits_is_stuck_when_nothing_has_run_for_long": [
             ("bool(scheduler.waiting_queue) and not runs", "not runs"),

@@ -40,6 +40,7 @@ class UseTokens(ranks.Order):
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
     :param fewer_requests: how many run at once from now on, as more would take too much memory; 0: as many as can.
+    :param anew: forget what was measured, which was with more requests, and rehearse all of it again.
     :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 
@@ -48,6 +49,7 @@ class UseTokens(ranks.Order):
     again: bool = False
     missed: tuple[phases.PhaseKind, ...] = ()
     fewer_requests: int = 0
+    anew: bool = False
     limits: phases.Limits = field(kw_only=True)
 
 
@@ -310,7 +312,8 @@ class ServerStart:
         without_forwards = self.launch.free - beside_cache - mapped
         if not seen.failure:
             self._need = max(self._need, without_forwards - seen.lowest)
-            self._before = max(self._before, without_forwards - seen.free)
+            # Later ones begin with what the allocator has kept of the first.
+            self._before = self._before or without_forwards - seen.free
             self._slack = max(self._slack, seen.slack)
         lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
@@ -353,17 +356,19 @@ class ServerStart:
 
     def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
         self.needs = needs
-        now = self.pools.counts.tokens
+        now, passes_left = self.pools.counts.tokens, self._pass < sizing.MAX_PASSES
+        if self._seen.outgrown and passes_left and not any(need.failure for need in needs):
+            return replace(self._order_to_use(now, again=True), anew=True)
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
         tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler, self.pools))
         if tokens > now:
             return MapTokens(tokens)
-        again = tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
+        again = tokens < now and any(need.stopped for need in needs) and passes_left
         return self._order_to_use(tokens, reason, again=again, missed=tuple(needs[0].missed.values()))
 
     def _order_to_use(
         self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[phases.PhaseKind, ...] = ()
-    ) -> ranks.Order:
+    ) -> UseTokens:
         """On the first rank, whose rehearsal has found how many requests may run at once."""
         fewer, limits = self._seen.fewer_requests or self._fewer_requests, self._limits
         if fewer:
@@ -410,7 +415,11 @@ class ServerStart:
             order = replace(order, again=False, reason=f"not every count could be told: {error}")
         self.pools.unmap_from(counts)
         self._fewer_requests = order.fewer_requests or self._fewer_requests
-        if order.again and self._rehearse_again(order.missed):
+        if order.anew:
+            self._need = self._before = self._slack = 0
+            self._phases.clear()
+            gpu_memory.empty_cache()  # of what they took the allocator has kept most
+        if order.again and self._rehearse_again(order):
             return
         self._log_sizing(order)
         self._limit_requests(order.limits)
@@ -430,13 +439,19 @@ class ServerStart:
         token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
         token_count.set_token_count(self.scheduler, counts)
 
-    def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
+    def _rehearse_again(self, order: UseTokens) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
         before, after = self._limits, rehearsal.limits_of(self.scheduler, self._fewer_requests)
-        if not phases.derive_second_pass(before, after, missed):
+
+        def derive(limits: phases.Limits) -> list[phases.Phase]:
+            if order.anew:
+                return phases.derive_phases(limits)
+            return phases.derive_second_pass(before, limits, order.missed)
+
+        if not derive(after):
             return False
         try:
-            self._begin_pass(lambda limits: phases.derive_second_pass(before, limits, missed))
+            self._begin_pass(derive)
         except Exception as error:
             if self._rehearsal is not None:
                 self._rehearsal.end()

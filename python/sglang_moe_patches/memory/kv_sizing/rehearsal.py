@@ -90,6 +90,7 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param fewer_requests: as the driver has found; only the first rank knows.
+    :param outgrown: memory ran low in a decode of more requests than that: what was measured is not what they need.
     """
 
     lowest: int = 0
@@ -103,6 +104,7 @@ class Measured:
     seconds: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, PhaseKind] = field(default_factory=dict)
     fewer_requests: int = 0
+    outgrown: bool = False
 
 
 def warmup_limit_s() -> float:
@@ -285,6 +287,8 @@ class LoadDriver:
         """Of each phase that began, by its name."""
         self.fewer_requests = 0
         """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
+        self.outgrown = False
+        """Whether more have run, and took it."""
         self.missed: dict[str, PhaseKind] = {}
         """Of phases that were not reached, by their names."""
         self.over = False
@@ -320,6 +324,13 @@ class LoadDriver:
     def end(self) -> None:
         """No further phase; what runs is aborted, or ends by its length."""
         self._ended = True
+
+    def run_low(self) -> None:
+        """Little memory is left: end; where what runs is a decode of more requests than must be, run fewer at once."""
+        self.end()
+        estimate = self._phase.estimate if self._phase is not None else None
+        if estimate is not None and estimate.fewer_requests:
+            self.fewer_requests, self.outgrown = estimate.fewer_requests * self.limits.stages, True
 
     def put(self, idle: bool, stuck: bool) -> list[Any]:
         """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
@@ -641,8 +652,10 @@ class Rehearsal:
             return []
         idle = is_idle(self.scheduler)
         try:
-            if self._seconds_to_deadline() < 0 or (not self._driver.over and self._board.is_raised(self._low)):
+            if self._seconds_to_deadline() < 0:
                 self._driver.end()
+            elif not self._driver.over and self._board.is_raised(self._low):
+                self._driver.run_low()
             put = self._driver.put(idle, self._is_stuck()) if not self._driver.over else []
         except Exception as error:
             self._fail(error)
@@ -707,4 +720,5 @@ class Rehearsal:
             seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
             missed=driver.missed if driver else {},
             fewer_requests=driver.fewer_requests if driver else 0,
+            outgrown=driver.outgrown if driver else False,
         )

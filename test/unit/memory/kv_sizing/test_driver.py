@@ -249,6 +249,23 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
 
 
 @pytest.mark.parametrize(
+    ("in_phase", "requests"),
+    [("eager decode of 512 requests", 256), ("decode of one long request among 2047 short ones", 0)],
+)
+def test_where_memory_runs_low_in_a_decode_that_need_not_be_fewer_requests_run(in_phase, requests):
+    """What was estimated was too little. It is no use to anybody that the KV cache pays for it."""
+    server = Server(requests=2048, captured=32, default_requests=True)
+
+    def run_low(got):
+        if any(each.phase.name == in_phase for each in got):
+            server.driver.run_low()
+
+    driver = server.run(run_low)
+    assert (driver.fewer_requests, driver.outgrown) == (requests, requests > 0)
+    assert [*driver.seconds][-1] == in_phase
+
+
+@pytest.mark.parametrize(
     ("kind", "changed"),
     [
         (PhaseKind.EAGER_DECODE, {}),  # as many as were asked for

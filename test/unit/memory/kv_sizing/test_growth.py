@@ -109,7 +109,7 @@ class Rehearsal:
     limits = SimpleNamespace(default_requests=False)
 
     def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, **more):
-        self.more = more
+        self.more, self.derive = more, derive
         self.poll = self.look_at_turn = list
         self.ended = False
 
@@ -236,11 +236,13 @@ def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_
 def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog):
     """It runs what is larger than it was, which may be little. Between both the allocator gives back what it kept."""
     ranks = Ranks(monkeypatch, again=True)
-    ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0})
+    without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
+    ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
     needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
-    ranks.measure(3000, 3000, slack=4_000_000)
+    ranks.measure(3000, 3000, slack=4_000_000, free=1_000_000_000)
     assert ranks.tokens() == (1500,) * 3
     assert f"forwards need {needed:,} MB" in caplog.text
+    assert "; 70 MB went into graphs and buffers before" in caplog.text
     assert "keeps 300 MB beyond the most tensors" in caplog.text
 
 
@@ -256,6 +258,22 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
     ranks.measure(900, 900, fewer_requests=512)
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
+
+
+def test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_anew(monkeypatch, caplog):
+    """Else the KV cache would have less than by the rule, for requests that never run at once."""
+    limits = Limits(2048, 8192, 40_000, 2000, 256)
+    monkeypatch.setattr(Rehearsal, "limits", limits)
+    ranks, emptied = Ranks(monkeypatch), list[bool]()
+    monkeypatch.setattr(hooks.gpu_memory, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(hooks.phases, "derive_phases", lambda limits: ["all of them"])
+    ranks.measure(-900, -900, slack=9_000_000, stopped=True, fewer_requests=256, outgrown=True, phases={"a": 9_000_000})
+    assert ([start._fewer_requests for start in ranks.each], len(emptied), ranks.served) == ([256] * 2, 2, [])
+    assert [start._rehearsal.derive(limits) for start in ranks.each] == [["all of them"]] * 2
+    ranks.measure(500, 400, slack=4_000_000, phases={"b": 3_000_000}, seconds={"b": 1.0})
+    assert ranks.tokens() == (1400,) * 3
+    assert "largest: b 3 MB;" in caplog.text
+    assert "keeps 4 MB beyond the most tensors" in caplog.text
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
