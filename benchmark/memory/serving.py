@@ -139,6 +139,8 @@ STREAMED = 16
 IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
 """1,280 x 720 pixels, and the tokens that Qwen3-VL makes of them."""
 RETRACTED = "KV cache pool is full. Retract"
+SERVER_ENDED = "server ended with exit code"
+"""Of what ``Server.check`` says."""
 #: Where what is compiled is kept for the next server, below one folder.
 COMPILED = {
     "TRITON_CACHE_DIR": "triton",
@@ -547,7 +549,11 @@ def _loads_besides(run: str, label: str, one: dict[str, Any]) -> Iterator[tuple[
     for key, words in LOADS.items():
         if (load := one.get(key)) is None:
             continue
-        errors = "out of memory" if load["out_of_memory"] else f"{len(load['errors'])}"
+        errors = f"{len(load['errors'])}"
+        if any(SERVER_ENDED in error for error in load["errors"]):
+            errors = "the server ended"
+        if load["out_of_memory"]:
+            errors = "out of memory"
         same = ""
         if "answers" in load:
             same = servers.equal_answers({"stock": one, "then": load}, "then")
