@@ -517,6 +517,21 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
     assert max(map(int, merges.read_text().split())) <= 256
 
 
+@pytest.mark.ci
+@pytest.mark.every_release
+def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_token(place: Path, checkpoint):
+    leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
+    grown = sized("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
+    many = grown._arguments.index("--max-running-requests")
+    del grown._arguments[many : many + 2]
+    with started(grown):
+        sizing, told = said(grown)[-2:]
+    assert told.startswith("256 requests run at once, 256 where one has penalties")
+    tokens = re.match(r"([\d,]+) KV tokens instead of ([\d,]+);", sizing)
+    assert tokens is not None
+    assert int(tokens[1].replace(",", "")) > int(tokens[2].replace(",", ""))
+
+
 def watched(running: Server) -> list[tuple[str, str]]:
     """While the server starts, what ``/health`` answers within five seconds, and the log's text thereafter."""
     answered: list[tuple[str, str]] = []
