@@ -268,10 +268,13 @@ def test_a_run_with_a_number_of_requests_says_it():
 
 def test_loads_besides_have_rows_of_their_own():
     taken = FULL | {"answers": ["a", "c"], "tokens": 4, "given_back": 2_000_000, "lowest_free": 7_000_000}
-    table = table_of(grown=measured(GROWN, answers=["a", "b"], overfill=FULL | {"out_of_memory": True}, taken=taken))
+    ended = FULL | {"errors": ["the grown server ended with exit code -9", "no answer"]}
+    loads = {"overfill": FULL | {"out_of_memory": True}, "penalized": ended, "taken": taken}
+    table = table_of(grown=measured(GROWN, answers=["a", "b"], **loads))
     rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines() if "grown" in line][1:]
     assert rows == [
         ["grown", "overfilled", "3", "1", "out of memory", "", "", "", ""],
+        ["grown", "with penalties", "3", "1", "the server ended", "", "", "", ""],
         ["grown", "memory taken", "3", "1", "0", "7", "4", "2", "1 of 2"],
     ]
 
