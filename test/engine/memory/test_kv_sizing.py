@@ -518,7 +518,6 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
 
 
 @pytest.mark.ci
-@pytest.mark.every_release
 def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_token(place: Path, checkpoint):
     leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
     grown = sized("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
