@@ -284,17 +284,22 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("str(error) or type(error).__name__", "str(error)"),
         ],
         "test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it": [
-            ("again = self._pass < sizing.MAX_PASSES", "again = False")
+            ("again = self._passes_left", "again = False")
         ],
         "test_a_later_rehearsal_forgets_no_need_of_an_earlier_one": [
             ("max(self._need, without_forwards - seen.lowest)", "without_forwards - seen.lowest"),
             ("self._before or without_forwards", "without_forwards"),
         ],
-        "test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_anew": [
-            ("self._need = self._before = self._slack = 0\n            self", "self"),
-            ("            self._phases.clear()\n", ""),
+        "test_what_more_requests_took_than_may_run_is_forgotten_and_their_rehearsal_repeated": [
+            ("        self._forget()\n", ""),
+            ("self._set_measured, self._need,", "self._set_measured, 0,"),
+            ("self._phases = need, before, slack, taken", "_ = need, before, slack, taken"),
             ("gpu_memory.empty_cache()", "pass"),
-            ("if order.anew:\n                return phases.derive_phases(limits)", "if False:\n                pass"),
+            ("self._begin_next(self._derive)", "self._begin_next(phases.derive_phases)"),
+            ("        self._repeated += 1\n", ""),
+        ],
+        "test_where_more_requests_left_little_memory_they_are_not_admitted_beside_the_rules_tokens_either": [
+            (" and not self._repeated)", ")")
         ],
         "test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run": [
             ("without_forwards - seen.lowest)", "without_forwards - min(seen.lowest, seen.expected))")
@@ -304,6 +309,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found": [
             ("self._limit_requests(order.limits)", "self._limit_requests(self._limits)"),
+            ("(self.pools.counts == self.pools.first and not", "(not"),
             ("self._seen.fewer_requests or self._fewer_requests", "self._fewer_requests"),
             ("            bytes_per_token=self.bytes_per_token,\n", ""),
             ("            margin=self.margin,\n        )\n        self._limits", "        )\n        self._limits"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -40,7 +41,7 @@ class UseTokens(ranks.Order):
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
     :param fewer_requests: how many run at once from now on, as more would take too much memory; 0: as many as can.
-    :param anew: forget what was measured, which was with more requests, and rehearse all of it again.
+    :param repeat: forget what this rehearsal has measured, which was with more requests, and repeat it with fewer.
     :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 
@@ -49,7 +50,7 @@ class UseTokens(ranks.Order):
     again: bool = False
     missed: tuple[phases.PhaseKind, ...] = ()
     fewer_requests: int = 0
-    anew: bool = False
+    repeat: bool = False
     limits: phases.Limits = field(kw_only=True)
 
 
@@ -115,12 +116,14 @@ class ServerStart:
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass = self._fewer_requests = 0
+        self._pass = self._repeated = self._fewer_requests = 0
         self._seen = rehearsal.Measured()
-        # Of all passes: a later one runs what is larger than it was, and nothing else. What did not run in one
-        # (`Measured.expected`) runs in the next.
+        # Of all passes: a later one runs what is larger than it was, and nothing else, or repeats one that does not
+        # count. What did not run in one (`Measured.expected`) runs in the next.
         self._need = self._before = self._slack = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
+        self._forget: Callable[[], None] = lambda: None
+        """Takes back what the pass that began last has added to them."""
 
     def log(self, message: str, *, warn: bool = False) -> None:
         """Log on the first rank alone."""
@@ -288,6 +291,8 @@ class ServerStart:
     def _begin_pass(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
         """:raises Exception: this rank cannot; the caller must end the rehearsal."""
         self._pass += 1
+        self._derive = derive
+        self._forget = functools.partial(self._set_measured, self._need, self._before, self._slack, dict(self._phases))
         self._rehearsal = rehearsal.Rehearsal(
             *(self.scheduler, self.gpu, self._measured, self.board, self._pass, derive),
             leads=self.leads,
@@ -298,6 +303,9 @@ class ServerStart:
         )
         self._limits = self._rehearsal.begin()
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
+
+    def _set_measured(self, need: int, before: int, slack: int, taken: dict[str, int]) -> None:
+        self._need, self._before, self._slack, self._phases = need, before, slack, taken
 
     def _measured(self, seen: rehearsal.Measured) -> None:
         """On every rank, once its cache has been flushed: tell what it needs. A pipeline's stages come here in turn."""
@@ -356,14 +364,14 @@ class ServerStart:
 
     def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
         self.needs = needs
-        now, passes_left = self.pools.counts.tokens, self._pass < sizing.MAX_PASSES
-        if self._seen.outgrown and passes_left and not any(need.failure for need in needs):
-            return replace(self._order_to_use(now, again=True), anew=True)
+        now = self.pools.counts.tokens
+        if self._seen.outgrown and not any(need.failure for need in needs):
+            return replace(self._order_to_use(now), repeat=True)
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
         tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler, self.pools))
         if tokens > now:
             return MapTokens(tokens)
-        again = tokens < now and any(need.stopped for need in needs) and passes_left
+        again = tokens < now and any(need.stopped for need in needs) and self._passes_left
         return self._order_to_use(tokens, reason, again=again, missed=tuple(needs[0].missed.values()))
 
     def _order_to_use(
@@ -396,7 +404,7 @@ class ServerStart:
         def order_to_use(problems: list[str]) -> ranks.Order:
             if first := next(filter(None, problems), ""):
                 return self._order_to_use(before, f"a rank had no memory to map: {first}")
-            again = self._pass < sizing.MAX_PASSES
+            again = self._passes_left
             return self._order_to_use(self.pools.counts.tokens, again=again)
 
         self._tell_first("mapped", problem, order_to_use, before)
@@ -412,22 +420,22 @@ class ServerStart:
             counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
                 self._tell(counts)
-            order = replace(order, again=False, reason=f"not every count could be told: {error}")
+            order = replace(order, again=False, repeat=False, reason=f"not every count could be told: {error}")
         self.pools.unmap_from(counts)
         self._fewer_requests = order.fewer_requests or self._fewer_requests
-        if order.anew:
-            self._need = self._before = self._slack = 0
-            self._phases.clear()
-            gpu_memory.empty_cache()  # of what they took the allocator has kept most
-        if order.again and self._rehearse_again(order):
+        if order.repeat:
+            self._repeat(order.limits)
+            return
+        if order.again and self._rehearse_again(order.missed):
             return
         self._log_sizing(order)
         self._limit_requests(order.limits)
         self._serve()
 
     def _limit_requests(self, limits: phases.Limits) -> None:
-        """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized."""
-        if not limits.default_requests or self.pools.counts == self.pools.first:
+        """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized, or more
+        were seen to leave little memory."""
+        if not limits.default_requests or (self.pools.counts == self.pools.first and not self._repeated):
             return
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
@@ -439,24 +447,34 @@ class ServerStart:
         token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
         token_count.set_token_count(self.scheduler, counts)
 
-    def _rehearse_again(self, order: UseTokens) -> bool:
+    @property
+    def _passes_left(self) -> bool:
+        return self._pass - self._repeated < sizing.MAX_PASSES
+
+    def _repeat(self, limits: phases.Limits) -> None:
+        """Each time with fewer requests, so that it comes to an end."""
+        self.log(f"rehearses again with {limits.batch:,} requests at once: with more, little memory was left")
+        self._repeated += 1
+        self._forget()
+        with suppress(Exception):  # else the need is larger by what the allocator keeps of what more requests took
+            gpu_memory.empty_cache()
+        self._begin_next(self._derive)
+
+    def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
         before, after = self._limits, rehearsal.limits_of(self.scheduler, self._fewer_requests)
-
-        def derive(limits: phases.Limits) -> list[phases.Phase]:
-            if order.anew:
-                return phases.derive_phases(limits)
-            return phases.derive_second_pass(before, limits, order.missed)
-
-        if not derive(after):
+        if not phases.derive_second_pass(before, after, missed):
             return False
+        self._begin_next(lambda limits: phases.derive_second_pass(before, limits, missed))
+        return True
+
+    def _begin_next(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
         try:
             self._begin_pass(derive)
         except Exception as error:
             if self._rehearsal is not None:
                 self._rehearsal.end()
             self._tell_need(RankNeed(failure=one_line_error(error)))  # the others wait for it
-        return True
 
     def _log_sizing(self, order: UseTokens) -> None:
         rule, now = self._tokens_by_rule(), self.pools.counts.tokens

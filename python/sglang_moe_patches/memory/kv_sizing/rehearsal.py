@@ -30,6 +30,7 @@ from sglang_moe_patches.core.patch import Patcher, one_line_error
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
+    RISE,
     SHORT_PROMPT_TOKENS,
     Batch,
     Estimate,
@@ -90,7 +91,8 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param fewer_requests: as the driver has found; only the first rank knows.
-    :param outgrown: memory ran low in a decode of more requests than that: what was measured is not what they need.
+    :param outgrown: more than ``fewer_requests`` have run, and left little memory: what was measured is not what so
+        many as run from now on need.
     """
 
     lowest: int = 0
@@ -288,7 +290,7 @@ class LoadDriver:
         self.fewer_requests = 0
         """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
         self.outgrown = False
-        """Whether more have run, and took it."""
+        """Whether more requests than :attr:`fewer_requests` have run, and left little memory."""
         self.missed: dict[str, PhaseKind] = {}
         """Of phases that were not reached, by their names."""
         self.over = False
@@ -326,11 +328,14 @@ class LoadDriver:
         self._ended = True
 
     def run_low(self) -> None:
-        """Little memory is left: end; where what runs is a decode of more requests than must be, run fewer at once."""
+        """Little memory is left: end. If nobody has asked for as many requests as run now, fewer run from now on."""
         self.end()
-        estimate = self._phase.estimate if self._phase is not None else None
-        if estimate is not None and estimate.fewer_requests:
-            self.fewer_requests, self.outgrown = estimate.fewer_requests * self.limits.stages, True
+        phase, limits = self._phase, self.limits
+        if phase is None or not limits.default_requests or phase.bound.requests <= limits.penalized:
+            return
+        fewer = phase.estimate.fewer_requests if phase.estimate is not None else 0
+        fewer = fewer or max(limits.penalized, phase.bound.requests // RISE)
+        self.fewer_requests, self.outgrown = fewer * limits.stages, True
 
     def put(self, idle: bool, stuck: bool) -> list[Any]:
         """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
@@ -652,10 +657,10 @@ class Rehearsal:
             return []
         idle = is_idle(self.scheduler)
         try:
-            if self._seconds_to_deadline() < 0:
-                self._driver.end()
-            elif not self._driver.over and self._board.is_raised(self._low):
+            if not self._driver.over and self._board.is_raised(self._low):
                 self._driver.run_low()
+            elif self._seconds_to_deadline() < 0:
+                self._driver.end()
             put = self._driver.put(idle, self._is_stuck()) if not self._driver.over else []
         except Exception as error:
             self._fail(error)

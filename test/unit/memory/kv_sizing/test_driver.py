@@ -250,11 +250,19 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
 
 @pytest.mark.parametrize(
     ("in_phase", "requests"),
-    [("eager decode of 512 requests", 256), ("decode of one long request among 2047 short ones", 0)],
+    [
+        ("eager decode of 512 requests", 256),
+        ("decode of one long request among 2047 short ones", 512),
+        ("decode of 32 requests with penalties and a logit bias", 0),  # as many as must be
+        ("8 requests behind one prefix", 0),
+    ],
 )
-def test_where_memory_runs_low_in_a_decode_that_need_not_be_fewer_requests_run(in_phase, requests):
+@pytest.mark.parametrize("asked", [False, True])
+def test_where_memory_runs_low_with_more_requests_than_anybody_asked_for_fewer_run(in_phase, requests, asked):
     """What was estimated was too little. It is no use to anybody that the KV cache pays for it."""
-    server = Server(requests=2048, captured=32, default_requests=True)
+    server, requests = Server(requests=2048, captured=32, default_requests=not asked), 0 if asked else requests
+    if not any(phase.name == in_phase for phase in server.driver.phases):
+        return  # where as many as were asked for must have penalties, they come in other steps
 
     def run_low(got):
         if any(each.phase.name == in_phase for each in got):

@@ -260,20 +260,49 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 
-def test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_anew(monkeypatch, caplog):
-    """Else the KV cache would have less than by the rule, for requests that never run at once."""
-    limits = Limits(2048, 8192, 40_000, 2000, 256)
+MORE = {"stopped": True, "outgrown": True, "slack": 9_000_000, "phases": {"a": 9_000_000}}
+"""Of a rehearsal in which more requests than may run at once have left little memory."""
+
+
+def test_what_more_requests_took_than_may_run_is_forgotten_and_their_rehearsal_repeated(monkeypatch, caplog):
+    """Else the KV cache pays for requests that never run at once. A rehearsal that is repeated is none of three."""
+    limits = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
     monkeypatch.setattr(Rehearsal, "limits", limits)
-    ranks, emptied = Ranks(monkeypatch), list[bool]()
+    ranks, emptied, limited = Ranks(monkeypatch, again=True), list[bool](), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.gpu_memory, "empty_cache", lambda: emptied.append(True))
-    monkeypatch.setattr(hooks.phases, "derive_phases", lambda limits: ["all of them"])
-    ranks.measure(-900, -900, slack=9_000_000, stopped=True, fewer_requests=256, outgrown=True, phases={"a": 9_000_000})
-    assert ([start._fewer_requests for start in ranks.each], len(emptied), ranks.served) == ([256] * 2, 2, [])
-    assert [start._rehearsal.derive(limits) for start in ranks.each] == [["all of them"]] * 2
+    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
+    for fewer in (1024, 512):
+        derived = [start._rehearsal.derive for start in ranks.each]
+        ranks.measure(-900, -900, fewer_requests=fewer, **MORE)
+        assert [start._fewer_requests for start in ranks.each] == [fewer] * 2
+        assert [start._rehearsal.derive for start in ranks.each] == derived
     ranks.measure(500, 400, slack=4_000_000, phases={"b": 3_000_000}, seconds={"b": 1.0})
-    assert ranks.tokens() == (1400,) * 3
+    derived = [start._rehearsal.derive for start in ranks.each]
+    ranks.measure(-900, -900, fewer_requests=256, **MORE)  # of the second: of the first nothing is forgotten
+    assert [start._rehearsal.derive for start in ranks.each] == derived
+    assert (ranks.tokens(), len(emptied), ranks.served) == ((1400,) * 3, 6, [])
+    for tokens in (400, 300):  # the second of three once more, and the third
+        assert ranks.served == []
+        ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})
+        assert ranks.tokens() == (tokens,) * 3
+    assert len(ranks.served) == 2
+    assert limited == [(256, 256)] * 2
     assert "largest: b 3 MB;" in caplog.text
     assert "keeps 4 MB beyond the most tensors" in caplog.text
+    assert "rehearses again with 256 requests at once: with more, little memory was left" in caplog.text
+
+
+@pytest.mark.parametrize("before", [{}, {"fewer_requests": 256, **MORE}])
+def test_where_more_requests_left_little_memory_they_are_not_admitted_beside_the_rules_tokens_either(
+    before, monkeypatch
+):
+    monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
+    ranks, limited = Ranks(monkeypatch), list[tuple[int, int]]()
+    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
+    if before:
+        ranks.measure(-900, -900, **before)
+    ranks.measure(0, 0)
+    assert (ranks.tokens(), limited) == ((RULE,) * 3, [(256, 256)] * 2 if before else [])
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
