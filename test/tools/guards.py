@@ -290,16 +290,16 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("max(self._need, without_forwards - seen.lowest)", "without_forwards - seen.lowest"),
             ("self._before or without_forwards", "without_forwards"),
         ],
-        "test_what_more_requests_took_than_may_run_is_forgotten_and_their_rehearsal_repeated": [
-            ("        self._forget()\n", ""),
-            ("self._set_measured, self._need,", "self._set_measured, 0,"),
-            ("self._phases = need, before, slack, taken", "_ = need, before, slack, taken"),
-            ("gpu_memory.empty_cache()", "pass"),
-            ("self._begin_next(self._derive)", "self._begin_next(phases.derive_phases)"),
-            ("        self._repeated += 1\n", ""),
+        "test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_with_fewer": [
+            ("        self._need = self._before = self._slack = 0\n        self._phases", "        self._phases"),
+            ("        self._phases.clear()\n", ""),
+            ("        self._first_pass = self._pass\n", ""),
+            ("min(now, self.pools.first.tokens)", "now"),
+            ("limits = limits.with_requests(fewer)", "pass"),
         ],
         "test_where_more_requests_left_little_memory_they_are_not_admitted_beside_the_rules_tokens_either": [
-            (" and not self._repeated)", ")")
+            (" and not self._outgrown)", ")"),
+            ("not self._outgrown and not any(need.failure for need in needs)", "not self._outgrown"),
         ],
         "test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run": [
             ("without_forwards - seen.lowest)", "without_forwards - min(seen.lowest, seen.expected))")
@@ -429,6 +429,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_where_a_decode_of_more_requests_than_must_be_leaves_little_fewer_run_at_once": [
             ("self._driver.run_low()", "self._driver.end()")
         ],
+        "test_memory_that_prefills_or_requests_that_were_asked_for_leave_low_is_no_matter_of_their_number": [
+            ("self._phase.kind in UNASKED and ", ""),
+            ("and limits.default_requests and", "and"),
+        ],
+        "test_where_as_many_requests_run_as_must_no_more_are_seen": [
+            ("self.limits.penalized * self.limits.stages", "self.limits.penalized"),
+        ],
         "test_who_waits_is_stuck_when_nothing_has_run_for_long": [
             ("bool(scheduler.waiting_queue) and not runs", "not runs"),
             ("            self._last_forward = time.monotonic()\n", ""),
@@ -467,6 +474,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/phases.py": {
+        "test_where_as_many_requests_run_as_must_no_more_are_seen": [
+            ("micro_batch=min(self.micro_batch, share)", "micro_batch=self.micro_batch")
+        ],
         "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
             (" if token != taken", ""),
         ],

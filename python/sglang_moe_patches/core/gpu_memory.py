@@ -40,11 +40,3 @@ def reset_peak(gpu: int) -> None:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(gpu)
-
-
-def empty_cache() -> None:
-    """Have the allocator give back what no tensor is in."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

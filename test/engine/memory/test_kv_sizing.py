@@ -525,6 +525,7 @@ def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_t
     del grown._arguments[many : many + 2]
     with started(grown):
         sizing, told = said(grown)[-2:]
+        assert [line for line in said(grown) if line.startswith("rehearses again with 256 requests at once")]
     assert told.startswith("256 requests run at once, 256 where one has penalties")
     tokens = re.match(r"([\d,]+) KV tokens instead of ([\d,]+);", sizing)
     assert tokens is not None

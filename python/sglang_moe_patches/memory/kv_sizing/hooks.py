@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -41,7 +40,8 @@ class UseTokens(ranks.Order):
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
     :param fewer_requests: how many run at once from now on, as more would take too much memory; 0: as many as can.
-    :param repeat: forget what this rehearsal has measured, which was with more requests, and repeat it with fewer.
+    :param outgrown: more requests than ``fewer_requests`` were seen to leave little memory.
+    :param start_over: before that, forget what was measured, which was with more requests, and rehearse from the start.
     :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 
@@ -50,7 +50,8 @@ class UseTokens(ranks.Order):
     again: bool = False
     missed: tuple[phases.PhaseKind, ...] = ()
     fewer_requests: int = 0
-    repeat: bool = False
+    outgrown: bool = False
+    start_over: bool = False
     limits: phases.Limits = field(kw_only=True)
 
 
@@ -116,14 +117,13 @@ class ServerStart:
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass = self._repeated = self._fewer_requests = 0
+        self._pass = self._first_pass = self._fewer_requests = 0
+        self._outgrown = False
         self._seen = rehearsal.Measured()
-        # Of all passes: a later one runs what is larger than it was, and nothing else, or repeats one that does not
-        # count. What did not run in one (`Measured.expected`) runs in the next.
+        # Of all passes since the first that counts: a later one runs what is larger than it was, and nothing else. What
+        # did not run in one (`Measured.expected`) runs in the next.
         self._need = self._before = self._slack = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
-        self._forget: Callable[[], None] = lambda: None
-        """Takes back what the pass that began last has added to them."""
 
     def log(self, message: str, *, warn: bool = False) -> None:
         """Log on the first rank alone."""
@@ -291,8 +291,6 @@ class ServerStart:
     def _begin_pass(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
         """:raises Exception: this rank cannot; the caller must end the rehearsal."""
         self._pass += 1
-        self._derive = derive
-        self._forget = functools.partial(self._set_measured, self._need, self._before, self._slack, dict(self._phases))
         self._rehearsal = rehearsal.Rehearsal(
             *(self.scheduler, self.gpu, self._measured, self.board, self._pass, derive),
             leads=self.leads,
@@ -303,9 +301,6 @@ class ServerStart:
         )
         self._limits = self._rehearsal.begin()
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
-
-    def _set_measured(self, need: int, before: int, slack: int, taken: dict[str, int]) -> None:
-        self._need, self._before, self._slack, self._phases = need, before, slack, taken
 
     def _measured(self, seen: rehearsal.Measured) -> None:
         """On every rank, once its cache has been flushed: tell what it needs. A pipeline's stages come here in turn."""
@@ -365,8 +360,8 @@ class ServerStart:
     def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
         self.needs = needs
         now = self.pools.counts.tokens
-        if self._seen.outgrown and not any(need.failure for need in needs):
-            return replace(self._order_to_use(now), repeat=True)
+        if self._seen.outgrown and not self._outgrown and not any(need.failure for need in needs):
+            return replace(self._order_to_use(min(now, self.pools.first.tokens)), start_over=True)
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
         tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler, self.pools))
         if tokens > now:
@@ -380,8 +375,8 @@ class ServerStart:
         """On the first rank, whose rehearsal has found how many requests may run at once."""
         fewer, limits = self._seen.fewer_requests or self._fewer_requests, self._limits
         if fewer:
-            limits = replace(limits, requests=min(limits.requests, fewer))
-        return UseTokens(tokens, reason, again, missed, fewer, limits=limits)
+            limits = limits.with_requests(fewer)
+        return UseTokens(tokens, reason, again, missed, fewer, self._seen.outgrown, limits=limits)
 
     def obey(self, order: ranks.Order) -> None:
         """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
@@ -420,11 +415,12 @@ class ServerStart:
             counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
                 self._tell(counts)
-            order = replace(order, again=False, repeat=False, reason=f"not every count could be told: {error}")
+            order = replace(order, again=False, start_over=False, reason=f"not every count could be told: {error}")
         self.pools.unmap_from(counts)
         self._fewer_requests = order.fewer_requests or self._fewer_requests
-        if order.repeat:
-            self._repeat(order.limits)
+        self._outgrown = self._outgrown or order.outgrown
+        if order.start_over:
+            self._start_over(order.limits)
             return
         if order.again and self._rehearse_again(order.missed):
             return
@@ -435,7 +431,7 @@ class ServerStart:
     def _limit_requests(self, limits: phases.Limits) -> None:
         """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized, or more
         were seen to leave little memory."""
-        if not limits.default_requests or (self.pools.counts == self.pools.first and not self._repeated):
+        if not limits.default_requests or (self.pools.counts == self.pools.first and not self._outgrown):
             return
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
@@ -449,16 +445,15 @@ class ServerStart:
 
     @property
     def _passes_left(self) -> bool:
-        return self._pass - self._repeated < sizing.MAX_PASSES
+        return self._pass - self._first_pass < sizing.MAX_PASSES
 
-    def _repeat(self, limits: phases.Limits) -> None:
-        """Each time with fewer requests, so that it comes to an end."""
+    def _start_over(self, limits: phases.Limits) -> None:
+        """Once at most: with as few requests as must run, none are seen that nobody asked for."""
         self.log(f"rehearses again with {limits.batch:,} requests at once: with more, little memory was left")
-        self._repeated += 1
-        self._forget()
-        with suppress(Exception):  # else the need is larger by what the allocator keeps of what more requests took
-            gpu_memory.empty_cache()
-        self._begin_next(self._derive)
+        self._first_pass = self._pass
+        self._need = self._before = self._slack = 0
+        self._phases.clear()
+        self._begin_next(phases.derive_phases)
 
     def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""

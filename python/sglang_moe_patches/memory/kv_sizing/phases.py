@@ -204,6 +204,11 @@ class Limits:
         """Requests in one forward."""
         return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
 
+    def with_requests(self, requests: int) -> Limits:
+        """With no more than so many at once, of which a forward of each stage has its share."""
+        share = max(1, requests // self.stages)
+        return replace(self, requests=min(self.requests, requests), micro_batch=min(self.micro_batch, share))
+
     @property
     def penalized(self) -> int:
         """Requests in one forward where one of them has penalties or the like (:func:`.serving.limit_requests`)."""

@@ -30,7 +30,6 @@ from sglang_moe_patches.core.patch import Patcher, one_line_error
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
-    RISE,
     SHORT_PROMPT_TOKENS,
     Batch,
     Estimate,
@@ -59,6 +58,8 @@ STUCK_AFTER_S = 10.0
 MORE_REQUESTS_FRACTION = 1 / 32
 """Of the KV cache: what may be given up for more requests at once than the other forwards have memory for. Each takes
 about 2 MB in a decode, and holds tens of times as much in the KV cache."""
+UNASKED = (PhaseKind.EAGER_DECODE, PhaseKind.LONG_AMONG_SHORT)
+"""Phases that may have more requests than anybody asked for."""
 ATTEMPTS_PER_PHASE = 2
 """Which requests share a forward depends on what the scheduler has left to do when they arrive."""
 LOW = "little memory is left"
@@ -210,6 +211,7 @@ def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
+    limits = limits.with_requests(fewer_requests) if fewer_requests else limits
     return replace(limits, stop_token=stops, plants=can_plant(scheduler))
 
 
@@ -291,6 +293,8 @@ class LoadDriver:
         """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
         self.outgrown = False
         """Whether more requests than :attr:`fewer_requests` have run, and left little memory."""
+        self._has_run_more = False
+        """Whether more requests have run than anybody asked for, and than must run."""
         self.missed: dict[str, PhaseKind] = {}
         """Of phases that were not reached, by their names."""
         self.over = False
@@ -309,7 +313,10 @@ class LoadDriver:
         if self._phase is None:
             return
         self._reached = self._reached or self._phase.bound.met(batch)
-        behind = batch.mode in DECODES and batch.requests >= self._phase.background
+        decodes, limits = batch.mode in DECODES, self.limits
+        if decodes and self._phase.kind in UNASKED and limits.default_requests and batch.requests > limits.penalized:
+            self._has_run_more = True
+        behind = decodes and batch.requests >= self._phase.background
         self._decoding = self._decoding or behind
 
     def answered(self, name: str) -> None:
@@ -328,14 +335,11 @@ class LoadDriver:
         self._ended = True
 
     def run_low(self) -> None:
-        """Little memory is left: end. If nobody has asked for as many requests as run now, fewer run from now on."""
+        """Little memory is left: end. Where more requests have run than anybody asked for, as many as must run from now
+        on: what more of them take is of more use to the KV cache."""
         self.end()
-        phase, limits = self._phase, self.limits
-        if phase is None or not limits.default_requests or phase.bound.requests <= limits.penalized:
-            return
-        fewer = phase.estimate.fewer_requests if phase.estimate is not None else 0
-        fewer = fewer or max(limits.penalized, phase.bound.requests // RISE)
-        self.fewer_requests, self.outgrown = fewer * limits.stages, True
+        if self._has_run_more:
+            self.fewer_requests, self.outgrown = self.limits.penalized * self.limits.stages, True
 
     def put(self, idle: bool, stuck: bool) -> list[Any]:
         """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
@@ -362,7 +366,7 @@ class LoadDriver:
             if phase.estimate is not None and not self._fits(phase.estimate):
                 if phase.estimate.fewer_requests:
                     self.fewer_requests = phase.estimate.fewer_requests * self.limits.stages
-                    self.limits = replace(self.limits, requests=self.fewer_requests)
+                    self.limits = self.limits.with_requests(self.fewer_requests)
                     left = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
                     continue
                 self.end()

@@ -260,28 +260,25 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 
-MORE = {"stopped": True, "outgrown": True, "slack": 9_000_000, "phases": {"a": 9_000_000}}
+MORE = {"stopped": True, "outgrown": True, "fewer_requests": 256, "slack": 9_000_000, "phases": {"a": 9_000_000}}
 """Of a rehearsal in which more requests than may run at once have left little memory."""
 
 
-def test_what_more_requests_took_than_may_run_is_forgotten_and_their_rehearsal_repeated(monkeypatch, caplog):
-    """Else the KV cache pays for requests that never run at once. A rehearsal that is repeated is none of three."""
-    limits = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
-    monkeypatch.setattr(Rehearsal, "limits", limits)
-    ranks, emptied, limited = Ranks(monkeypatch, again=True), list[bool](), list[tuple[int, int]]()
-    monkeypatch.setattr(hooks.gpu_memory, "empty_cache", lambda: emptied.append(True))
+@pytest.mark.parametrize("grown", [False, True])
+def test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_with_fewer(grown, monkeypatch, caplog):
+    """Else the KV cache pays for requests that never run at once."""
+    monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
+    ranks, limited = Ranks(monkeypatch, again=True), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
-    for fewer in (1024, 512):
-        derived = [start._rehearsal.derive for start in ranks.each]
-        ranks.measure(-900, -900, fewer_requests=fewer, **MORE)
-        assert [start._fewer_requests for start in ranks.each] == [fewer] * 2
-        assert [start._rehearsal.derive for start in ranks.each] == derived
+    if grown:
+        ranks.measure(500, 500, slack=8_000_000)
+    ranks.measure(-900, -900, **MORE)
+    assert ranks.tokens() == (RULE,) * 3
+    assert [(start._fewer_requests, start._rehearsal.derive) for start in ranks.each] == [
+        (256, hooks.phases.derive_phases)
+    ] * 2
     ranks.measure(500, 400, slack=4_000_000, phases={"b": 3_000_000}, seconds={"b": 1.0})
-    derived = [start._rehearsal.derive for start in ranks.each]
-    ranks.measure(-900, -900, fewer_requests=256, **MORE)  # of the second: of the first nothing is forgotten
-    assert [start._rehearsal.derive for start in ranks.each] == derived
-    assert (ranks.tokens(), len(emptied), ranks.served) == ((1400,) * 3, 6, [])
-    for tokens in (400, 300):  # the second of three once more, and the third
+    for tokens in (400, 300):  # the second of three and the third
         assert ranks.served == []
         ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
@@ -289,20 +286,30 @@ def test_what_more_requests_took_than_may_run_is_forgotten_and_their_rehearsal_r
     assert limited == [(256, 256)] * 2
     assert "largest: b 3 MB;" in caplog.text
     assert "keeps 4 MB beyond the most tensors" in caplog.text
-    assert "rehearses again with 256 requests at once: with more, little memory was left" in caplog.text
+    assert caplog.text.count("rehearses again with 256 requests at once: with more, little memory was left") == 1
 
 
-@pytest.mark.parametrize("before", [{}, {"fewer_requests": 256, **MORE}])
+@pytest.mark.parametrize(
+    ("before", "untold", "starts_over", "limited"),
+    [
+        ([{}], 0, False, []),
+        ([MORE], 0, True, [(256, 256)]),
+        ([MORE | {"failure": "no driver"}], 0, False, [(256, 256)]),
+        ([MORE], RULE, False, [(256, 256)]),
+    ],
+)
 def test_where_more_requests_left_little_memory_they_are_not_admitted_beside_the_rules_tokens_either(
-    before, monkeypatch
+    before, untold, starts_over, limited, monkeypatch
 ):
     monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
-    ranks, limited = Ranks(monkeypatch), list[tuple[int, int]]()
-    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
-    if before:
-        ranks.measure(-900, -900, **before)
-    ranks.measure(0, 0)
-    assert (ranks.tokens(), limited) == ((RULE,) * 3, [(256, 256)] * 2 if before else [])
+    ranks, found = Ranks(monkeypatch, untold=untold), list[tuple[int, int]]()
+    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
+    for seen in before:
+        ranks.measure(*([-900, -900] if seen else [0, 0]), **seen)
+    assert (ranks.served == []) == starts_over
+    if starts_over:
+        ranks.measure(0, 0)
+    assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited * 2)
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
