@@ -290,16 +290,19 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("max(self._need, without_forwards - seen.lowest)", "without_forwards - seen.lowest"),
             ("self._before or without_forwards", "without_forwards"),
         ],
-        "test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_with_fewer": [
+        "test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again_with_fewer": [
             ("        self._need = self._before = self._slack = 0\n        self._phases", "        self._phases"),
             ("        self._phases.clear()\n", ""),
-            ("        self._first_pass = self._pass\n", ""),
-            ("min(now, self.pools.first.tokens)", "now"),
-            ("limits = limits.with_requests(fewer)", "pass"),
+            ("        self._started_over = True\n", ""),
+            ("self._begin_next(phases.derive_phases)", "self._begin_next(lambda limits: [])"),
+            ("and self._pass == 1 and (tokens", "and (tokens"),
+            ("(tokens < now or stopped)", "stopped"),
+            ("(tokens < now or stopped)", "tokens < now"),
+            ("(tokens < now or stopped) and not failed", "(tokens < now or stopped)"),
+            ("limits=self._limits.with_requests(fewer)", "limits=self._limits"),
         ],
-        "test_where_more_requests_left_little_memory_they_are_not_admitted_beside_the_rules_tokens_either": [
-            (" and not self._outgrown)", ")"),
-            ("not self._outgrown and not any(need.failure for need in needs)", "not self._outgrown"),
+        "test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_left_too_little": [
+            (" and not self._started_over)", ")")
         ],
         "test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run": [
             ("without_forwards - seen.lowest)", "without_forwards - min(seen.lowest, seen.expected))")
@@ -426,15 +429,20 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("taken += graph_bytes(self.runner)", "pass"),
             ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],
-        "test_where_a_decode_of_more_requests_than_must_be_leaves_little_fewer_run_at_once": [
-            ("self._driver.run_low()", "self._driver.end()")
+        "test_how_many_requests_would_have_done_is_known_wherever_a_rehearsal_ends": [
+            ("phase.kind is PhaseKind.EAGER_DECODE and phase", "phase"),
+            ("and phase.bound.requests > self.limits.penalized\n", "\n"),
+            (" and self.limits.stages == 1:", ":"),
+            ("max(self.limits.penalized, self._most_requests)", "self._most_requests"),
         ],
-        "test_memory_that_prefills_or_requests_that_were_asked_for_leave_low_is_no_matter_of_their_number": [
-            ("self._phase.kind in UNASKED and ", ""),
-            ("and limits.default_requests and", "and"),
+        "test_a_stages_forwards_have_their_share_of_fewer_requests": [
+            (
+                "self.limits.with_requests(self.fewer_requests)",
+                "replace(self.limits, requests=self.fewer_requests)",
+            )
         ],
-        "test_where_as_many_requests_run_as_must_no_more_are_seen": [
-            ("self.limits.penalized * self.limits.stages", "self.limits.penalized"),
+        "test_where_a_decode_of_more_requests_than_must_be_leaves_little_it_is_known_how_many_would_have_done": [
+            ("fallback=driver.fallback if driver else 0", "fallback=0")
         ],
         "test_who_waits_is_stuck_when_nothing_has_run_for_long": [
             ("bool(scheduler.waiting_queue) and not runs", "not runs"),
@@ -474,7 +482,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/phases.py": {
-        "test_where_as_many_requests_run_as_must_no_more_are_seen": [
+        "test_a_stages_forwards_have_their_share_of_fewer_requests": [
             ("micro_batch=min(self.micro_batch, share)", "micro_batch=self.micro_batch")
         ],
         "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [

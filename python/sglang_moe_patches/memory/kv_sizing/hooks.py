@@ -40,8 +40,7 @@ class UseTokens(ranks.Order):
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
     :param fewer_requests: how many run at once from now on, as more would take too much memory; 0: as many as can.
-    :param outgrown: more requests than ``fewer_requests`` were seen to leave little memory.
-    :param start_over: before that, forget what was measured, which was with more requests, and rehearse from the start.
+    :param start_over: before that, forget what was measured, which was with more requests, and rehearse it all again.
     :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
     """
 
@@ -50,7 +49,6 @@ class UseTokens(ranks.Order):
     again: bool = False
     missed: tuple[phases.PhaseKind, ...] = ()
     fewer_requests: int = 0
-    outgrown: bool = False
     start_over: bool = False
     limits: phases.Limits = field(kw_only=True)
 
@@ -117,11 +115,11 @@ class ServerStart:
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass = self._first_pass = self._fewer_requests = 0
-        self._outgrown = False
+        self._pass = self._fewer_requests = 0
+        self._started_over = False
         self._seen = rehearsal.Measured()
-        # Of all passes since the first that counts: a later one runs what is larger than it was, and nothing else. What
-        # did not run in one (`Measured.expected`) runs in the next.
+        # Of all passes that count: a later one runs what is larger than it was, and nothing else. What did not run in
+        # one (`Measured.expected`) runs in the next.
         self._need = self._before = self._slack = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
@@ -360,13 +358,14 @@ class ServerStart:
     def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
         self.needs = needs
         now = self.pools.counts.tokens
-        if self._seen.outgrown and not self._outgrown and not any(need.failure for need in needs):
-            return replace(self._order_to_use(min(now, self.pools.first.tokens)), start_over=True)
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
         tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler, self.pools))
+        stopped, failed = any(need.stopped for need in needs), any(need.failure for need in needs)
+        if (fewer := self._seen.fallback) and self._pass == 1 and (tokens < now or stopped) and not failed:
+            return UseTokens(now, fewer_requests=fewer, start_over=True, limits=self._limits.with_requests(fewer))
         if tokens > now:
             return MapTokens(tokens)
-        again = tokens < now and any(need.stopped for need in needs) and self._passes_left
+        again = tokens < now and stopped and self._passes_left
         return self._order_to_use(tokens, reason, again=again, missed=tuple(needs[0].missed.values()))
 
     def _order_to_use(
@@ -376,7 +375,7 @@ class ServerStart:
         fewer, limits = self._seen.fewer_requests or self._fewer_requests, self._limits
         if fewer:
             limits = limits.with_requests(fewer)
-        return UseTokens(tokens, reason, again, missed, fewer, self._seen.outgrown, limits=limits)
+        return UseTokens(tokens, reason, again, missed, fewer, limits=limits)
 
     def obey(self, order: ranks.Order) -> None:
         """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
@@ -418,7 +417,6 @@ class ServerStart:
             order = replace(order, again=False, start_over=False, reason=f"not every count could be told: {error}")
         self.pools.unmap_from(counts)
         self._fewer_requests = order.fewer_requests or self._fewer_requests
-        self._outgrown = self._outgrown or order.outgrown
         if order.start_over:
             self._start_over(order.limits)
             return
@@ -431,7 +429,7 @@ class ServerStart:
     def _limit_requests(self, limits: phases.Limits) -> None:
         """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized, or more
         were seen to leave little memory."""
-        if not limits.default_requests or (self.pools.counts == self.pools.first and not self._outgrown):
+        if not limits.default_requests or (self.pools.counts == self.pools.first and not self._started_over):
             return
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
@@ -445,12 +443,12 @@ class ServerStart:
 
     @property
     def _passes_left(self) -> bool:
-        return self._pass - self._first_pass < sizing.MAX_PASSES
+        return self._pass < sizing.MAX_PASSES + self._started_over
 
     def _start_over(self, limits: phases.Limits) -> None:
-        """Once at most: with as few requests as must run, none are seen that nobody asked for."""
-        self.log(f"rehearses again with {limits.batch:,} requests at once: with more, little memory was left")
-        self._first_pass = self._pass
+        """After the first pass, in which the KV cache would have paid for requests that nobody asked for."""
+        self.log(f"rehearses again with {limits.batch:,} requests at once: with more, too little memory was left")
+        self._started_over = True
         self._need = self._before = self._slack = 0
         self._phases.clear()
         self._begin_next(phases.derive_phases)

@@ -58,8 +58,6 @@ STUCK_AFTER_S = 10.0
 MORE_REQUESTS_FRACTION = 1 / 32
 """Of the KV cache: what may be given up for more requests at once than the other forwards have memory for. Each takes
 about 2 MB in a decode, and holds tens of times as much in the KV cache."""
-UNASKED = (PhaseKind.EAGER_DECODE, PhaseKind.LONG_AMONG_SHORT)
-"""Phases that may have more requests than anybody asked for."""
 ATTEMPTS_PER_PHASE = 2
 """Which requests share a forward depends on what the scheduler has left to do when they arrive."""
 LOW = "little memory is left"
@@ -92,8 +90,8 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param fewer_requests: as the driver has found; only the first rank knows.
-    :param outgrown: more than ``fewer_requests`` have run, and left little memory: what was measured is not what so
-        many as run from now on need.
+    :param fallback: as many requests as would have done, where more have run than anybody asked for; only the first
+        rank knows. 0: none have.
     """
 
     lowest: int = 0
@@ -107,7 +105,7 @@ class Measured:
     seconds: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, PhaseKind] = field(default_factory=dict)
     fewer_requests: int = 0
-    outgrown: bool = False
+    fallback: int = 0
 
 
 def warmup_limit_s() -> float:
@@ -291,10 +289,8 @@ class LoadDriver:
         """Of each phase that began, by its name."""
         self.fewer_requests = 0
         """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
-        self.outgrown = False
-        """Whether more requests than :attr:`fewer_requests` have run, and left little memory."""
-        self._has_run_more = False
-        """Whether more requests have run than anybody asked for, and than must run."""
+        self.fallback = self._most_requests = 0
+        """How many would have done, where more have run than anybody asked for; and the most that have."""
         self.missed: dict[str, PhaseKind] = {}
         """Of phases that were not reached, by their names."""
         self.over = False
@@ -313,10 +309,7 @@ class LoadDriver:
         if self._phase is None:
             return
         self._reached = self._reached or self._phase.bound.met(batch)
-        decodes, limits = batch.mode in DECODES, self.limits
-        if decodes and self._phase.kind in UNASKED and limits.default_requests and batch.requests > limits.penalized:
-            self._has_run_more = True
-        behind = decodes and batch.requests >= self._phase.background
+        behind = batch.mode in DECODES and batch.requests >= self._phase.background
         self._decoding = self._decoding or behind
 
     def answered(self, name: str) -> None:
@@ -333,13 +326,6 @@ class LoadDriver:
     def end(self) -> None:
         """No further phase; what runs is aborted, or ends by its length."""
         self._ended = True
-
-    def run_low(self) -> None:
-        """Little memory is left: end. Where more requests have run than anybody asked for, as many as must run from now
-        on: what more of them take is of more use to the KV cache."""
-        self.end()
-        if self._has_run_more:
-            self.fewer_requests, self.outgrown = self.limits.penalized * self.limits.stages, True
 
     def put(self, idle: bool, stuck: bool) -> list[Any]:
         """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
@@ -370,6 +356,10 @@ class LoadDriver:
                     left = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
                     continue
                 self.end()
+            unasked = phase.kind is PhaseKind.EAGER_DECODE and phase.bound.requests > self.limits.penalized
+            if unasked and self.limits.stages == 1:  # a pipeline's may have more in a forward than are put for it
+                self.fallback = max(self.limits.penalized, self._most_requests)
+                self._most_requests = phase.bound.requests
             self._phase, self._reached = phase, False
             began = self._seconds_to_deadline()
             for attempt in range(ATTEMPTS_PER_PHASE):
@@ -661,9 +651,7 @@ class Rehearsal:
             return []
         idle = is_idle(self.scheduler)
         try:
-            if not self._driver.over and self._board.is_raised(self._low):
-                self._driver.run_low()
-            elif self._seconds_to_deadline() < 0:
+            if self._seconds_to_deadline() < 0 or (not self._driver.over and self._board.is_raised(self._low)):
                 self._driver.end()
             put = self._driver.put(idle, self._is_stuck()) if not self._driver.over else []
         except Exception as error:
@@ -729,5 +717,5 @@ class Rehearsal:
             seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
             missed=driver.missed if driver else {},
             fewer_requests=driver.fewer_requests if driver else 0,
-            outgrown=driver.outgrown if driver else False,
+            fallback=driver.fallback if driver else 0,
         )

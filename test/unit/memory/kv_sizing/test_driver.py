@@ -9,7 +9,7 @@ import pytest
 from kv_servers import LIMITS, at_its_bound, of_kind
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind, Plant
-from sglang_moe_patches.memory.kv_sizing.rehearsal import ATTEMPTS_PER_PHASE, UNASKED, LoadDriver
+from sglang_moe_patches.memory.kv_sizing.rehearsal import ATTEMPTS_PER_PHASE, LoadDriver
 
 GRACE_S = 60.0
 
@@ -49,11 +49,8 @@ class Server:
         self.put += new
         return new
 
-    def run(self, between=lambda got: None, low_in=""):
-        """To the end: its driver. Time passes in ``between``.
-
-        :param low_in: the first word, or more, of the phase whose forwards leave little memory.
-        """
+    def run(self, between=lambda got: None):
+        """To the end: its driver. Time passes in ``between``."""
         for _ in range(5000):
             got = self.step(idle=True)
             if self.driver.over:
@@ -61,8 +58,6 @@ class Server:
                 return self.driver
             between(got)
             self.serve(got)
-            if low_in and any(each.phase.name.startswith(low_in) for each in got if each != "abort"):
-                self.driver.run_low()
         raise AssertionError("it never ends")
 
     def serve(self, requests):
@@ -254,46 +249,35 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
 
 
 @pytest.mark.parametrize(
-    ("in_phase", "requests"),
+    ("changed", "ends_in", "fallback"),
     [
-        ("captured decode of 32 requests", 0),
-        ("decode of 32 requests with penalties and a logit bias", 0),  # as many as must be
-        ("8 requests behind one prefix", 0),
-        ("eager decode of 512 requests", 32),
-        ("decode of one long request among 2047 short ones", 32),
-        ("prompts of many lengths", 32),  # for which the others have left too little
+        ({}, "decode of 32 requests with penalties and a logit bias", 0),
+        ({}, "eager decode of 64 requests", 32),  # as many as must be
+        ({}, "eager decode of 512 requests", 256),
+        ({}, "decode of one long request among 2047 short ones", 1024),
+        ({}, "prompts of many lengths", 1024),  # for which the largest has left too little
+        ({"captured": 0, "requests": 256}, "prompts of many lengths", 0),  # as many as must be without graphs
+        ({"default_requests": False}, "prompts of many lengths", 0),  # as many as were asked for
+        ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
 )
-def test_where_memory_runs_low_once_more_requests_run_than_anybody_asked_for_as_many_as_must_run(in_phase, requests):
-    """What was estimated was too little. It is no use to anybody that the KV cache pays for it."""
-    server = Server(requests=2048, captured=32, default_requests=True)
-    assert in_phase in [phase.name for phase in server.driver.phases]
+def test_how_many_requests_would_have_done_is_known_wherever_a_rehearsal_ends(changed, ends_in, fallback):
+    server = Server(**{"requests": 2048, "captured": 32, "default_requests": True} | changed)
+    assert ends_in in [phase.name for phase in server.driver.phases]
 
-    driver = server.run(low_in=in_phase)
-    assert (driver.fewer_requests, driver.outgrown) == (requests, requests > 0)
-    assert [*driver.seconds][-1] == in_phase
+    def end(got):
+        if any(each.phase.name == ends_in for each in got):
+            server.driver.end()
 
-
-@pytest.mark.parametrize("changed", [{"captured": 4}, {"captured": 24, "mixed": True}, {"default_requests": False}])
-def test_memory_that_prefills_or_requests_that_were_asked_for_leave_low_is_no_matter_of_their_number(changed):
-    limits = {"requests": 2048, "captured": 32, "default_requests": True} | changed
-    derived = Server(**limits).driver.phases
-    unasked = [number for number, phase in enumerate(derived) if phase.kind in UNASKED]
-    for phase in derived[: unasked[0]] if limits["default_requests"] else derived:
-        driver = Server(**limits).run(low_in=phase.name)
-        assert (driver.fewer_requests, driver.outgrown) == (0, False), phase.name
+    driver = server.run(end)
+    assert ([*driver.seconds][-1], driver.fallback, driver.fewer_requests) == (ends_in, fallback, 0)
 
 
-@pytest.mark.parametrize("micro_batch", [0, 256, 1024])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_where_as_many_requests_run_as_must_no_more_are_seen(stages, micro_batch):
-    """Else a start would never end. A pipeline's forwards have their share of the requests, whoever says how many."""
-    nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True, "stages": stages}
-    driver = Server(**nobody_asked, micro_batch=micro_batch).run(low_in="eager")
-    assert (driver.outgrown, driver.fewer_requests) == (True, 32 * stages)
-    fewer = driver.limits.with_requests(driver.fewer_requests)
-    assert (fewer.batch, fewer.penalized) == (32, 32)
-    assert not [phase for phase in phases.derive_phases(fewer) if phase.kind is PhaseKind.EAGER_DECODE]
+def test_a_stages_forwards_have_their_share_of_fewer_requests():
+    nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True, "stages": 2, "micro_batch": 1024}
+    driver = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked).run()
+    assert (driver.fewer_requests, driver.limits.batch) == (1024, 512)
+    assert "decode of one long request among 511 short ones" in driver.seconds
 
 
 @pytest.mark.parametrize(

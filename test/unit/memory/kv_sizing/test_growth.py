@@ -260,56 +260,54 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 
-MORE = {"stopped": True, "outgrown": True, "fewer_requests": 256, "slack": 9_000_000, "phases": {"a": 9_000_000}}
-"""Of a rehearsal in which more requests than may run at once have left little memory."""
-
-
-@pytest.mark.parametrize("grown", [False, True])
-def test_what_more_requests_took_than_may_run_is_forgotten_and_all_is_rehearsed_with_fewer(grown, monkeypatch, caplog):
-    """Else the KV cache pays for requests that never run at once."""
+@pytest.mark.parametrize(
+    ("spare_mb", "seen", "starts_over"),
+    [
+        ([-1, 700], {}, True),  # one token less than by the rule
+        ([9000, 9000], {"stopped": True}, True),  # of what has not run nothing is known
+        ([0, 0], {}, False),
+        ([-1, 700], {"fallback": 0}, False),  # nobody has run more than was asked for
+        ([-1, 700], {"failure": "no driver", "stopped": True}, False),
+    ],
+)
+def test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again_with_fewer(
+    spare_mb, seen, starts_over, monkeypatch, caplog
+):
+    """Once, in the first of three passes; what more requests took is forgotten, and they are not admitted any more."""
     monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
     ranks, limited = Ranks(monkeypatch, again=True), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
-    if grown:
-        ranks.measure(500, 500, slack=8_000_000)
-    ranks.measure(-900, -900, **MORE)
-    assert ranks.tokens() == (RULE,) * 3
-    assert [(start._fewer_requests, start._rehearsal.derive) for start in ranks.each] == [
-        (256, hooks.phases.derive_phases)
-    ] * 2
-    ranks.measure(500, 400, slack=4_000_000, phases={"b": 3_000_000}, seconds={"b": 1.0})
+    many = {"fallback": 256, "slack": 9_000_000, "phases": {"a": 9_000_000}, "free": 900_000_000}
+    ranks.measure(*spare_mb, **many | seen)
+    again = "rehearses again with 256 requests at once: with more, too little memory was left"
+    assert (again in caplog.text) == starts_over
+    if not starts_over:
+        assert all(start._rehearsal.derive != hooks.phases.derive_phases for start in ranks.each) or ranks.served
+        return
+    assert ranks.tokens()[0] == RULE
+    assert [start._rehearsal.derive for start in ranks.each] == [hooks.phases.derive_phases] * 2
+    few = {"slack": 4_000_000, "phases": {"b": 3_000_000}, "seconds": {"b": 1.0}}
+    ranks.measure(500, 400, **few, free=int(20 * GB - RULE * BYTES_PER_TOKEN) - 50_000_000)
     for tokens in (400, 300):  # the second of three and the third
         assert ranks.served == []
-        ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})
+        ranks.measure(900, 900, stopped=True, fallback=128, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
-    assert len(ranks.served) == 2
-    assert limited == [(256, 256)] * 2
-    assert "largest: b 3 MB;" in caplog.text
+    assert (len(ranks.served), limited, caplog.text.count(again)) == (2, [(256, 256)] * 2, 1)
+    assert "largest: b 3 MB; 50 MB went into" in caplog.text
     assert "keeps 4 MB beyond the most tensors" in caplog.text
-    assert caplog.text.count("rehearses again with 256 requests at once: with more, little memory was left") == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "untold", "starts_over", "limited"),
-    [
-        ([{}], 0, False, []),
-        ([MORE], 0, True, [(256, 256)]),
-        ([MORE | {"failure": "no driver"}], 0, False, [(256, 256)]),
-        ([MORE], RULE, False, [(256, 256)]),
-    ],
-)
-def test_where_more_requests_left_little_memory_they_are_not_admitted_beside_the_rules_tokens_either(
-    before, untold, starts_over, limited, monkeypatch
+@pytest.mark.parametrize(("spare_mb", "limited"), [([-1, -1], [(256, 256)] * 2), ([0, 0], [])])
+def test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_left_too_little(
+    spare_mb, limited, monkeypatch
 ):
     monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
-    ranks, found = Ranks(monkeypatch, untold=untold), list[tuple[int, int]]()
+    ranks, found = Ranks(monkeypatch), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
-    for seen in before:
-        ranks.measure(*([-900, -900] if seen else [0, 0]), **seen)
-    assert (ranks.served == []) == starts_over
-    if starts_over:
+    ranks.measure(*spare_mb, fallback=256)
+    if not ranks.served:
         ranks.measure(0, 0)
-    assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited * 2)
+    assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited)
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):

@@ -151,13 +151,15 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     assert not stopped or EAGER in found.missed
 
 
-def test_where_a_decode_of_more_requests_than_must_be_leaves_little_fewer_run_at_once(scheduler, monkeypatch):
+def test_where_a_decode_of_more_requests_than_must_be_leaves_little_it_is_known_how_many_would_have_done(
+    scheduler, monkeypatch
+):
     limits = replace(SMALL, requests=300, captured=150, default_requests=True)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.read = lambda: Memory(LOW if EAGER in made.did.phases else 9 * GB)
     found = rehearse(made)
-    assert (found.stopped, found.outgrown, found.fewer_requests) == (True, True, 150)
+    assert (found.stopped, found.fallback) == (True, 150)
 
 
 def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
