@@ -140,7 +140,7 @@ IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
 """1,280 x 720 pixels, and the tokens that Qwen3-VL makes of them."""
 RETRACTED = "KV cache pool is full. Retract"
 SERVER_ENDED = "server ended with exit code"
-"""Of what ``Server.check`` says."""
+"""What the error of a server that has ended contains (``Server.check``)."""
 #: Where what is compiled is kept for the next server, below one folder.
 COMPILED = {
     "TRITON_CACHE_DIR": "triton",
@@ -549,16 +549,28 @@ def _loads_besides(run: str, label: str, one: dict[str, Any]) -> Iterator[tuple[
     for key, words in LOADS.items():
         if (load := one.get(key)) is None:
             continue
-        errors = f"{len(load['errors'])}"
-        if any(SERVER_ENDED in error for error in load["errors"]):
-            errors = "the server ended"
-        if load["out_of_memory"]:
-            errors = "out of memory"
         same = ""
         if "answers" in load:
             same = servers.equal_answers({"stock": one, "then": load}, "then")
-        row = (run, label, words, f"{load['answered']:,}", f"{load['retractions']}", errors, _mb(load["lowest_free"]))
+        row = (
+            run,
+            label,
+            words,
+            f"{load['answered']:,}",
+            f"{load['retractions']}",
+            _what_failed(load),
+            _mb(load["lowest_free"]),
+        )
         yield (*row, f"{load['tokens']:,}" if "tokens" in load else "", _mb(load.get("given_back")), same)
+
+
+def _what_failed(load: dict[str, Any]) -> str:
+    """What ended the server, or else the number of errors."""
+    if load["out_of_memory"]:
+        return "out of memory"
+    if any(SERVER_ENDED in error for error in load["errors"]):
+        return "the server ended"
+    return f"{len(load['errors'])}"
 
 
 def _mb(size: int | None) -> str:

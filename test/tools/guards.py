@@ -429,7 +429,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("taken += graph_bytes(self.runner)", "pass"),
             ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],
-        "test_how_many_requests_would_have_done_is_known_wherever_a_rehearsal_ends": [
+        "test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends": [
             ("phase.kind is PhaseKind.EAGER_DECODE and phase", "phase"),
             ("and phase.bound.requests > self.limits.penalized\n", "\n"),
             (" and self.limits.stages == 1:", ":"),
@@ -441,7 +441,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "replace(self.limits, requests=self.fewer_requests)",
             )
         ],
-        "test_where_a_decode_of_more_requests_than_must_be_leaves_little_it_is_known_how_many_would_have_done": [
+        "test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_smaller_number_is_known": [
             ("fallback=driver.fallback if driver else 0", "fallback=0")
         ],
         "test_who_waits_is_stuck_when_nothing_has_run_for_long": [

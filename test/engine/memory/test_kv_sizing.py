@@ -203,9 +203,14 @@ def sized(name: str, model: Path, folder: Path, *arguments: str, limited: bool =
     made = server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
     made._arguments.remove("--disable-radix-cache")
     if not limited:
-        place = made._arguments.index("--max-total-tokens")
-        del made._arguments[place : place + 2]
+        leave_out(made, "--max-total-tokens")
     return made
+
+
+def leave_out(server: Server, argument: str) -> None:
+    """Start the server without an argument and its value."""
+    place = server._arguments.index(argument)
+    del server._arguments[place : place + 2]
 
 
 def info(running: Server) -> dict[str, Any]:
@@ -495,8 +500,7 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
     grown = sized("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
-    many = grown._arguments.index("--max-running-requests")
-    del grown._arguments[many : many + 2]
+    leave_out(grown, "--max-running-requests")
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
     with started(grown):
         assert not any("not reached" in line for line in said(grown))
@@ -521,8 +525,7 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
 def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_token(place: Path, checkpoint):
     leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
     grown = sized("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
-    many = grown._arguments.index("--max-running-requests")
-    del grown._arguments[many : many + 2]
+    leave_out(grown, "--max-running-requests")
     with started(grown):
         sizing, told = said(grown)[-2:]
         assert [line for line in said(grown) if line.startswith("rehearses again with 256 requests at once")]

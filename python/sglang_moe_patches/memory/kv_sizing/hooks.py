@@ -427,8 +427,8 @@ class ServerStart:
         self._serve()
 
     def _limit_requests(self, limits: phases.Limits) -> None:
-        """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized, or more
-        were seen to leave little memory."""
+        """Admit no more at once than was rehearsed, where nobody has said how many, and the KV cache was sized or more
+        would have cost some of the rule's tokens."""
         if not limits.default_requests or (self.pools.counts == self.pools.first and not self._started_over):
             return
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
@@ -443,7 +443,7 @@ class ServerStart:
 
     @property
     def _passes_left(self) -> bool:
-        return self._pass < sizing.MAX_PASSES + self._started_over
+        return self._pass - self._started_over < sizing.MAX_PASSES
 
     def _start_over(self, limits: phases.Limits) -> None:
         """After the first pass, in which the KV cache would have paid for requests that nobody asked for."""

@@ -90,8 +90,8 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param fewer_requests: as the driver has found; only the first rank knows.
-    :param fallback: as many requests as would have done, where more have run than anybody asked for; only the first
-        rank knows. 0: none have.
+    :param fallback: the next smaller number of requests at once, where more have run than anybody asked for; 0: no
+        more have. Only the first rank knows.
     """
 
     lowest: int = 0
@@ -203,13 +203,14 @@ def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
         arguments_of(scheduler.server_args) | in_force,
         server_facts(scheduler.tp_worker.model_runner),
         cache_tokens=scheduler.max_total_num_tokens,
-        requests=fewer_requests or scheduler.max_running_requests,
+        requests=scheduler.max_running_requests,
         input_tokens=scheduler.max_req_input_len - 1,  # the engine refuses a prompt of as many tokens as that
     )
+    if fewer_requests:
+        limits = limits.with_requests(fewer_requests)
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
-    limits = limits.with_requests(fewer_requests) if fewer_requests else limits
     return replace(limits, stop_token=stops, plants=can_plant(scheduler))
 
 
@@ -290,7 +291,7 @@ class LoadDriver:
         self.fewer_requests = 0
         """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
         self.fallback = self._most_requests = 0
-        """How many would have done, where more have run than anybody asked for; and the most that have."""
+        """The next smaller number of requests, and the largest that has run; 0: no more than anybody asked for."""
         self.missed: dict[str, PhaseKind] = {}
         """Of phases that were not reached, by their names."""
         self.over = False

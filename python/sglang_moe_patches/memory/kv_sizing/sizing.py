@@ -18,7 +18,8 @@ LOW_MARGIN_FRACTION = 0.5
 FRACTION_STEP = 0.0001
 """What a fraction is rounded down to: 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3
-"""Rehearsals in one start. With another number of tokens some forwards can be larger, or be reached at all."""
+"""Rehearsals in one start, but for a first one that began again. With another number of tokens some forwards can be
+larger, or be reached at all."""
 SHOWN_PHASES = 3
 """The largest phases, which the log names."""
 

@@ -261,7 +261,7 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
         ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
 )
-def test_how_many_requests_would_have_done_is_known_wherever_a_rehearsal_ends(changed, ends_in, fallback):
+def test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends(changed, ends_in, fallback):
     server = Server(**{"requests": 2048, "captured": 32, "default_requests": True} | changed)
     assert ends_in in [phase.name for phase in server.driver.phases]
 

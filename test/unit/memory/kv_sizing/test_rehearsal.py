@@ -151,7 +151,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     assert not stopped or EAGER in found.missed
 
 
-def test_where_a_decode_of_more_requests_than_must_be_leaves_little_it_is_known_how_many_would_have_done(
+def test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_smaller_number_is_known(
     scheduler, monkeypatch
 ):
     limits = replace(SMALL, requests=300, captured=150, default_requests=True)
