@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,17 @@ class Client:
         """Abort what was asked for; nothing happens where the server is gone: whoever watches it says so."""
         with suppress(Unanswered):
             self.post("/abort_request", {"rid": "", "abort_all": True}, patience_s=60)
+
+    def flush_cache(self, patience_s: float = 60.0) -> None:
+        """Have the server forget all prompts. It refuses while it has anything to do, so it is asked until it has not.
+
+        :raises Unanswered: no answer came, or it still refuses after ``patience_s``.
+        """
+        until = time.monotonic() + patience_s
+        while (answer := self.post("/flush_cache", {}, patience_s=patience_s)).status_code != 200:
+            if time.monotonic() > until:
+                raise Unanswered(TimeoutError(f"/flush_cache: {answer.text[:300]}"), False)
+            time.sleep(0.2)
 
     def post(self, path: str, body: Any, *, patience_s: float = LONGEST_S) -> httpx.Response:
         """Whatever the server answers.

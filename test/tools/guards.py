@@ -290,15 +290,17 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("max(self._need, without_forwards - seen.lowest)", "without_forwards - seen.lowest"),
             ("self._before or without_forwards", "without_forwards"),
         ],
-        "test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again_with_fewer": [
-            ("        self._need = self._before = self._slack = 0\n        self._phases", "        self._phases"),
-            ("        self._phases.clear()\n", ""),
-            ("        self._started_over = True\n", ""),
+        "test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again": [
             ("self._begin_next(phases.derive_phases)", "self._begin_next(lambda limits: [])"),
-            ("and self._pass == 1 and (tokens", "and (tokens"),
             ("(tokens < now or stopped)", "stopped"),
             ("(tokens < now or stopped)", "tokens < now"),
             ("(tokens < now or stopped) and not failed", "(tokens < now or stopped)"),
+        ],
+        "test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes": [
+            ("        self._need = self._before = self._slack = 0\n        self._phases", "        self._phases"),
+            ("        self._phases.clear()\n", ""),
+            ("        self._started_over = True\n", ""),
+            ("and self._pass == 1 and (tokens", "and (tokens"),
             ("limits=self._limits.with_requests(fewer)", "limits=self._limits"),
         ],
         "test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_left_too_little": [
@@ -470,6 +472,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_a_phase_begins_when_nothing_of_the_one_before_is_left": [
             ("while not (self._idle or self._ended):", "while False:")
+        ],
+        "test_what_attention_worked_on_in_the_last_forward_goes_with_one_more_if_there_is_time": [
+            ("if self.seconds and self._seconds_to_deadline() > 0:", "if False:"),
+            ("if self.seconds and self._seconds_to_deadline() > 0:", "if self.seconds:"),
+        ],
+        "test_a_rehearsal_ends_before_the_memory_of_any_rank_does": [
+            ("if self.seconds and self._seconds_to_deadline() > 0:", "if self._seconds_to_deadline() > 0:")
         ],
         "test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead": [
             ("            if not self._planted:", "            if False:")

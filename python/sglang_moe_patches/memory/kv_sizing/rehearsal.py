@@ -375,6 +375,8 @@ class LoadDriver:
                 not_reached, left = not_reached + left, []
             self.missed |= {each.name: each.kind for each in not_reached}
         self._phase = None
+        if self.seconds and self._seconds_to_deadline() > 0:
+            yield from self._displace()
 
     def _stopping(self) -> bool:
         return self._ended or self._seconds_to_deadline() < 0
@@ -416,6 +418,19 @@ class LoadDriver:
                 self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline() - self._grace_s)
             if self._ended or self._stuck:
                 break
+        yield from self._finish()
+
+    def _displace(self) -> Iterator[list[Any]]:
+        """Run one short prompt. What attention worked on in the last forward is held until the next: gigabytes after a
+        decode without a graph, which the flush could not free, and which the next rehearsal would begin with."""
+        prompt = self._own(SHORT_PROMPT_TOKENS, Tokens("last", self.limits.vocabulary))
+        yield self._requests([prompt], 1, self.phases[0])
+        while self._waiting and not (self._idle or self._stuck):
+            yield []
+        yield from self._finish()
+
+    def _finish(self) -> Iterator[list[Any]]:
+        """Abort what is still asked for, and wait until nothing of it is left."""
         if self._waiting and not self._idle:
             yield [self._abort()] if self._stuck else self.abort_all()
             while self._waiting and not self._idle:

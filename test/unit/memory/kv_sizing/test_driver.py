@@ -27,7 +27,7 @@ class Server:
     def __init__(
         self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, fits=lambda estimate: True, **changed
     ):
-        self.put, self.planted, self.aborts, self.refuses, self.loses = [], [], 0, refuses, loses
+        self.put, self.last, self.planted, self.aborts, self.refuses, self.loses = [], [], [], 0, refuses, loses
         self.plants, limits = plants, replace(LIMITS, **changed, plants=plants is not None)
 
         def derive(limits):
@@ -46,6 +46,10 @@ class Server:
                 self.planted.append(each.tokens)
                 self.driver.planted(self.plants)
         new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
+        if new and not self.driver.phase_name:
+            self.last += new
+            self.answer(new)
+            return self.step(idle, stuck)
         self.put += new
         return new
 
@@ -69,6 +73,21 @@ class Server:
     def answer(self, requests):
         for each in requests:
             self.driver.answered(each.name)
+
+
+@pytest.mark.parametrize(("taken_s", "ends", "last"), [(1, True, 1), (1, False, 1), (1000, False, 0)])
+def test_what_attention_worked_on_in_the_last_forward_goes_with_one_more_if_there_is_time(taken_s, ends, last):
+    left = [300.0]
+    server = Server(only=PhaseKind.EAGER_DECODE, requests=256, captured=0, left_s=lambda: left[0])
+
+    def pass_time(requests):
+        left[0] -= taken_s if requests else 0
+        if ends:
+            server.driver.end()
+
+    server.run(pass_time)
+    assert server.put
+    assert [(len(each.prompt), each.new) for each in server.last] == [(phases.SHORT_PROMPT_TOKENS, 1)] * last
 
 
 def test_a_phase_begins_when_nothing_of_the_one_before_is_left():

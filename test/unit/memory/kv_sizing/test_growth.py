@@ -68,6 +68,7 @@ def test_the_three_largest_phases_are_named():
 
 RULE, TOP, MARGIN = 1000, 9000, 2 * GB
 BYTES_PER_TOKEN = 1_000_000.0
+DEFAULT_REQUESTS = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +193,9 @@ class Ranks:
                 for one in self.each:
                     one.obey(order)
 
+    def rehearsals(self):
+        return [start._rehearsal for start in self.each]
+
     def tokens(self):
         """What both ranks believe in, have mapped and have told."""
         one, other = [
@@ -248,11 +252,10 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
 
 def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(monkeypatch):
     """Also where another one could not begin its last rehearsal, or has no memory to grow."""
-    limits = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
-    monkeypatch.setattr(Rehearsal, "limits", limits)
+    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), []
-    for one in ranks.each:  # by which it judges how many have room
-        assert (one._rehearsal.more["bytes_per_token"], one._rehearsal.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
+    for one in ranks.rehearsals():  # by which it judges how many have room
+        assert (one.more["bytes_per_token"], one.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
     ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
@@ -260,8 +263,11 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 
+AGAIN = "rehearses again with 256 requests at once: with more, too little memory was left"
+
+
 @pytest.mark.parametrize(
-    ("spare_mb", "seen", "starts_over"),
+    ("spare_mb", "seen", "begins_again"),
     [
         ([-1, 700], {}, True),  # one token less than by the rule
         ([9000, 9000], {"stopped": True}, True),  # of what has not run nothing is known
@@ -270,29 +276,31 @@ def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(
         ([-1, 700], {"failure": "no driver", "stopped": True}, False),
     ],
 )
-def test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again_with_fewer(
-    spare_mb, seen, starts_over, monkeypatch, caplog
+def test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again(
+    spare_mb, seen, begins_again, monkeypatch, caplog
 ):
-    """Once, in the first of three passes; what more requests took is forgotten, and they are not admitted any more."""
-    monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
+    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
+    ranks = Ranks(monkeypatch, again=True)
+    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: None)
+    ranks.measure(*spare_mb, **{"fallback": 256} | seen)
+    whole = [not one.ended and one.derive == hooks.phases.derive_phases for one in ranks.rehearsals()]
+    assert (AGAIN in caplog.text, whole) == (begins_again, [begins_again] * 2)
+    assert not begins_again or ranks.tokens()[0] == RULE
+
+
+def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
+    """What more requests took is forgotten, and they are not admitted any more."""
+    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
-    many = {"fallback": 256, "slack": 9_000_000, "phases": {"a": 9_000_000}, "free": 900_000_000}
-    ranks.measure(*spare_mb, **many | seen)
-    again = "rehearses again with 256 requests at once: with more, too little memory was left"
-    assert (again in caplog.text) == starts_over
-    if not starts_over:
-        assert all(start._rehearsal.derive != hooks.phases.derive_phases for start in ranks.each) or ranks.served
-        return
-    assert ranks.tokens()[0] == RULE
-    assert [start._rehearsal.derive for start in ranks.each] == [hooks.phases.derive_phases] * 2
+    ranks.measure(-1, 700, fallback=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
     few = {"slack": 4_000_000, "phases": {"b": 3_000_000}, "seconds": {"b": 1.0}}
     ranks.measure(500, 400, **few, free=int(20 * GB - RULE * BYTES_PER_TOKEN) - 50_000_000)
     for tokens in (400, 300):  # the second of three and the third
         assert ranks.served == []
         ranks.measure(900, 900, stopped=True, fallback=128, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
-    assert (len(ranks.served), limited, caplog.text.count(again)) == (2, [(256, 256)] * 2, 1)
+    assert (len(ranks.served), limited, caplog.text.count(AGAIN)) == (2, [(256, 256)] * 2, 1)
     assert "largest: b 3 MB; 50 MB went into" in caplog.text
     assert "keeps 4 MB beyond the most tensors" in caplog.text
 
@@ -301,7 +309,7 @@ def test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all
 def test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_left_too_little(
     spare_mb, limited, monkeypatch
 ):
-    monkeypatch.setattr(Rehearsal, "limits", Limits(2048, 8192, 40_000, 2000, 256, default_requests=True))
+    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, found = Ranks(monkeypatch), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
     ranks.measure(*spare_mb, fallback=256)
@@ -329,7 +337,7 @@ def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
     """The first has failed to begin its second: no load comes, and the others' does not end by itself."""
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500)
-    begun = [one._rehearsal for one in ranks.each]
+    begun = ranks.rehearsals()
     ranks.each[0]._tell_need(RankNeed(failure="it cannot"))
     assert [each.ended for each in begun] == [False] * 2
     ranks.obey()  # it has waited long enough
