@@ -279,7 +279,7 @@ def test_loads_besides_have_rows_of_their_own():
     ]
 
 
-def test_a_server_that_leaves_a_file_of_ours_in_its_home_is_refused(monkeypatch, tmp_path):
+def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_home_is_refused(monkeypatch, tmp_path):
     class Started:
         def __init__(self, name, arguments, environment, log, **more):
             self.environment, self.startup_s, self.url, self.name = environment, 1.0, "http://here", name
@@ -297,8 +297,20 @@ def test_a_server_that_leaves_a_file_of_ours_in_its_home_is_refused(monkeypatch,
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
     monkeypatch.setattr(serving, "Server", Started)
     monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
-    monkeypatch.setattr(serving.servers, "generate", lambda *asked, **how: {"tokens": [1], "logprobs": [-0.5]})
+    asked, answers = [], iter([400, 200, 200])  # it refuses while it has anything to do
+
+    def post(client, path, body, **how):
+        asked.append((path, status := next(answers)))
+        return SimpleNamespace(status_code=status, text="")
+
+    def generate(*given, **how):
+        asked.append("a question")
+        return {"tokens": [1], "logprobs": [-0.5]}
+
+    monkeypatch.setattr(serving.Client, "post", post)
+    monkeypatch.setattr(serving.servers, "generate", generate)
     with pytest.raises(serving.Failed, match=r"left files in its home: \.cache/sglang-moe-patches"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
+    assert asked[:3] == [("/flush_cache", 400), ("/flush_cache", 200), "a question"]
     monkeypatch.setattr(Started, "__enter__", lambda server: None)
     assert serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)["tokens"] == 5
