@@ -125,7 +125,8 @@ class Scheduler:
             if each == "flush":
                 self.send_to_tokenizer.send_output(FlushCacheReqOutput(self.flushes))
             elif each != "abort":
-                self.did.phases.append(each.phase.name)
+                if each.phase.name:
+                    self.did.phases.append(each.phase.name)
                 self.tp_worker.model_runner.forward(at_its_bound(each.phase))
                 answer = SimpleNamespace(rids=[each.name], finished_reasons=[{"type": "length"}])
                 self.send_to_detokenizer.send_output(answer)

@@ -30,6 +30,7 @@ from sglang_moe_patches.core.patch import Patcher, one_line_error
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
+    SAMPLED,
     SHORT_PROMPT_TOKENS,
     Batch,
     Estimate,
@@ -370,13 +371,13 @@ class LoadDriver:
                 self.seconds[phase.name] = began - self._seconds_to_deadline()
                 if self._reached:
                     break
+            if phase.name in self.seconds and phase.bound.modes == DECODES and not phase.bound.graph:
+                yield from self._displace(phase)
             not_reached = [] if self._reached else [phase]
             if self._stopping():
                 not_reached, left = not_reached + left, []
             self.missed |= {each.name: each.kind for each in not_reached}
         self._phase = None
-        if self.seconds and self._seconds_to_deadline() > 0:
-            yield from self._displace()
 
     def _stopping(self) -> bool:
         return self._ended or self._seconds_to_deadline() < 0
@@ -418,19 +419,26 @@ class LoadDriver:
                 self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline() - self._grace_s)
             if self._ended or self._stuck:
                 break
-        yield from self._finish()
+        yield from self._end_requests()
 
-    def _displace(self) -> Iterator[list[Any]]:
-        """Run one short prompt. What attention worked on in the last forward is held until the next: gigabytes after a
-        decode without a graph, which the flush could not free, and which the next rehearsal would begin with."""
+    def _displace(self, phase: Phase) -> Iterator[list[Any]]:
+        """Run one short request after a decode that may have had no graph.
+
+        What attention worked on in such a decode, gigabytes for hundreds of requests, and what its requests were
+        sampled with, are held until others take their place. The next phase would begin with them, and the flush would
+        not free them.
+        """
+        while not self._idle:  # else it is merged into that batch
+            yield []
+        plain = replace(phase, name="", sampling=SAMPLED, output_logprobs=False)
         prompt = self._own(SHORT_PROMPT_TOKENS, Tokens("last", self.limits.vocabulary))
-        yield self._requests([prompt], 1, self.phases[0])
+        yield self._requests([prompt], 2, plain)
         while self._waiting and not (self._idle or self._stuck):
             yield []
-        yield from self._finish()
+        yield from self._end_requests()
 
-    def _finish(self) -> Iterator[list[Any]]:
-        """Abort what is still asked for, and wait until nothing of it is left."""
+    def _end_requests(self) -> Iterator[list[Any]]:
+        """Abort those that are still waited for, and wait until nothing of them is left."""
         if self._waiting and not self._idle:
             yield [self._abort()] if self._stuck else self.abort_all()
             while self._waiting and not self._idle:

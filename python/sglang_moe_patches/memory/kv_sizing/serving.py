@@ -216,8 +216,9 @@ class Serving:
 
     def _longest_request(self) -> int:
         """Tokens that have to be there for the longest request to be admitted, and to come to its end."""
-        longest = longest_request(self._scheduler)
-        return longest + self._beside if longest else 0
+        requests = requests_of(self._scheduler)
+        lengths = [len(each.origin_input_ids) + int(each.sampling_params.max_new_tokens or 0) for each in requests]
+        return max(lengths) + self._beside if lengths else 0
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
         """At least so many tokens."""
@@ -280,14 +281,6 @@ def requests_of(scheduler: Any) -> Iterator[Any]:
         yield from getattr(batch, "reqs", None) or ()
     if (chunked := getattr(scheduler, "chunked_req", None)) is not None:
         yield chunked
-
-
-def longest_request(scheduler: Any) -> int:
-    """Tokens that the longest of a scheduler's requests may come to: the KV cache must stay as large."""
-    return max(
-        (len(each.origin_input_ids) + int(each.sampling_params.max_new_tokens or 0) for each in requests_of(scheduler)),
-        default=0,
-    )
 
 
 def least_tokens(scheduler: Any, pools: ElasticPools) -> int:

@@ -46,7 +46,7 @@ class Server:
                 self.planted.append(each.tokens)
                 self.driver.planted(self.plants)
         new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
-        if new and not self.driver.phase_name:
+        if [each.phase.name for each in new] == [""]:
             self.last += new
             self.answer(new)
             return self.step(idle, stuck)
@@ -75,19 +75,26 @@ class Server:
             self.driver.answered(each.name)
 
 
-@pytest.mark.parametrize(("taken_s", "ends", "last"), [(1, True, 1), (1, False, 1), (1000, False, 0)])
-def test_what_attention_worked_on_in_the_last_forward_goes_with_one_more_if_there_is_time(taken_s, ends, last):
-    left = [300.0]
-    server = Server(only=PhaseKind.EAGER_DECODE, requests=256, captured=0, left_s=lambda: left[0])
-
-    def pass_time(requests):
-        left[0] -= taken_s if requests else 0
-        if ends:
-            server.driver.end()
-
-    server.run(pass_time)
-    assert server.put
-    assert [(len(each.prompt), each.new) for each in server.last] == [(phases.SHORT_PROMPT_TOKENS, 1)] * last
+@pytest.mark.parametrize(
+    ("kind", "captured", "ends", "short"),
+    [
+        (PhaseKind.EAGER_DECODE, 0, False, 1),
+        (PhaseKind.EAGER_DECODE, 0, True, 1),
+        (PhaseKind.PENALTIES, 256, False, 1),  # nobody knows whether a graph ran
+        (PhaseKind.CAPTURED_DECODE, 256, False, 0),
+        (PhaseKind.VARIED, 256, False, 0),
+    ],
+)
+def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(kind, captured, ends, short):
+    """Before the next phase, and before the flush where the rehearsal ends with this one."""
+    server = Server(only=kind, requests=256, captured=captured)
+    server.serve(server.step())
+    if ends:
+        server.driver.end()
+    assert (server.step(), server.last) == ([], [])  # what has ended is still in its batch
+    server.step(idle=True)
+    asked = [(len(each.prompt), each.new, each.phase.sampling) for each in server.last]
+    assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLED)] * short
 
 
 def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
@@ -313,3 +320,4 @@ def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_f
     assert next(iter(driver.missed)) == too_large.name
     assert "prompts of many lengths" in driver.missed
     assert too_large not in [each.phase for each in server.put]
+    assert too_large.bound not in [each.phase.bound for each in server.last]
