@@ -99,7 +99,7 @@ def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(k
 
 def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
     """The engine merges what comes into the batch of those that have just ended, penalties and all."""
-    server = Server(only=PhaseKind.PENALTIES, requests=256, captured=256)
+    server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
     assert [server.step(), server.step()] == [[], []]
