@@ -428,10 +428,10 @@ class LoadDriver:
         sampled with, are held until others take their place. The next phase would begin with them, and the flush would
         not free them.
         """
-        while not self._idle:  # else it is merged into that batch
+        while not self._idle:  # else it is merged into the decode's batch
             yield []
         plain = replace(phase, name="", sampling=SAMPLED, output_logprobs=False)
-        prompt = self._own(SHORT_PROMPT_TOKENS, Tokens("last", self.limits.vocabulary))
+        prompt = self._own(SHORT_PROMPT_TOKENS, Tokens(f"behind {phase.name}", self.limits.vocabulary))
         yield self._requests([prompt], 2, plain)
         while self._waiting and not (self._idle or self._stuck):
             yield []

@@ -27,7 +27,7 @@ class Server:
     def __init__(
         self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, fits=lambda estimate: True, **changed
     ):
-        self.put, self.last, self.planted, self.aborts, self.refuses, self.loses = [], [], [], 0, refuses, loses
+        self.put, self.short, self.planted, self.aborts, self.refuses, self.loses = [], [], [], 0, refuses, loses
         self.plants, limits = plants, replace(LIMITS, **changed, plants=plants is not None)
 
         def derive(limits):
@@ -46,8 +46,8 @@ class Server:
                 self.planted.append(each.tokens)
                 self.driver.planted(self.plants)
         new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
-        if [each.phase.name for each in new] == [""]:
-            self.last += new
+        if [each.phase.name for each in new] == [""]:  # the short request behind a decode
+            self.short += new
             self.answer(new)
             return self.step(idle, stuck)
         self.put += new
@@ -91,9 +91,9 @@ def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(k
     server.serve(server.step())
     if ends:
         server.driver.end()
-    assert (server.step(), server.last) == ([], [])  # what has ended is still in its batch
+    assert (server.step(), server.short) == ([], [])  # what has ended is still in its batch
     server.step(idle=True)
-    asked = [(len(each.prompt), each.new, each.phase.sampling) for each in server.last]
+    asked = [(len(each.prompt), each.new, each.phase.sampling) for each in server.short]
     assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLED)] * short
 
 
@@ -320,4 +320,4 @@ def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_f
     assert next(iter(driver.missed)) == too_large.name
     assert "prompts of many lengths" in driver.missed
     assert too_large not in [each.phase for each in server.put]
-    assert too_large.bound not in [each.phase.bound for each in server.last]
+    assert too_large.bound not in [each.phase.bound for each in server.short]
