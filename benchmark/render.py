@@ -84,11 +84,10 @@ SEGMENTS = under(
 SERVING: tuple[str, ...] = under(
     "serving",
     *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-30b-h200", "qwen3-30b-mixed-h200"),
-    *("qwen3-30b-mixed-h200-again", "qwen3-235b-fp8"),
+    *("qwen3-30b-mixed-h200-again", "qwen3-30b-h200-again", "qwen3-235b-fp8"),
     *("qwen3-vl-30b-h200", "qwen3-vl-30b-h200-again", "qwen3-next-80b", "qwen3-next-80b-again"),
     *("qwen3-30b-ngram-h200", "qwen3-30b-dp-attention", "qwen3-30b-pipeline", "kimi-k2.5-13-layers-h200"),
-    *("kimi-k2.5-13-layers-moe-workspace-h200", "kimi-k2.5-13-layers-moe-workspace-h200-again"),
-    *("kimi-k2.5-13-layers", "kimi-k2.5-13-layers-again"),
+    *("kimi-k2.5-13-layers-moe-workspace-h200", "kimi-k2.5-13-layers", "kimi-k2.5-13-layers-again"),
     *("gpt-oss-120b", "gpt-oss-120b-30-layers"),
     *("gpt-oss-120b-30-layers-0.5.17", "gpt-oss-120b-8-layers"),
     *("qwen3-30b-h100", "qwen3-30b-0.5.17", "qwen3-30b-0.5.17-256", "qwen3-30b-0.5.17-256-h200"),

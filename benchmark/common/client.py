@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,8 @@ if TYPE_CHECKING:
 
 LONGEST_S = 900.0
 """Seconds that an answer may take: a prefill of the longest context is slow."""
+IDLE_WITHIN_S = 60.0
+"""Seconds in which a server is to have nothing more to do, so that it can flush its cache."""
 
 
 class Unanswered(RuntimeError):
@@ -82,16 +83,14 @@ class Client:
         with suppress(Unanswered):
             self.post("/abort_request", {"rid": "", "abort_all": True}, patience_s=60)
 
-    def flush_cache(self, patience_s: float = 60.0) -> None:
-        """Have the server forget all prompts. It refuses while it has anything to do, so it is asked until it has not.
+    def flush_cache(self) -> None:
+        """Have the server forget all prompts, as soon as it has nothing to do.
 
-        :raises Unanswered: no answer came, or it still refuses after ``patience_s``.
+        :raises Unanswered: no answer came, or it still had something to do after ``IDLE_WITHIN_S``.
         """
-        until = time.monotonic() + patience_s
-        while (answer := self.post("/flush_cache", {}, patience_s=patience_s)).status_code != 200:
-            if time.monotonic() > until:
-                raise Unanswered(TimeoutError(f"/flush_cache: {answer.text[:300]}"), False)
-            time.sleep(0.2)
+        answer = self.post(f"/flush_cache?timeout={IDLE_WITHIN_S:g}", {}, patience_s=2 * IDLE_WITHIN_S)
+        if answer.status_code != 200:
+            raise Unanswered(TimeoutError(f"/flush_cache: {answer.text[:300]}"), False)
 
     def post(self, path: str, body: Any, *, patience_s: float = LONGEST_S) -> httpx.Response:
         """Whatever the server answers.

@@ -176,7 +176,8 @@ class InProcess:
         """Heads of keys and values, and their size; heads are 0 where the cache holds latents (MLA)."""
         if hasattr(config, "kv_lora_rank"):
             return 0, config.kv_lora_rank
-        return config.num_key_value_heads, config.head_dim
+        heads = config.num_attention_heads
+        return config.num_key_value_heads, getattr(config, "head_dim", config.hidden_size // heads)
 
     def _cache(self, config: Any) -> Any:
         """The KV cache for a model, as the engine makes it."""

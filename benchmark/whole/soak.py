@@ -295,7 +295,8 @@ class Driven:
             self.record.probes += 1
 
     def flush(self) -> None:
-        self._post("/flush_cache?timeout=60", None)
+        self.server.check()
+        self._client.flush_cache()
         self.record.flushes += 1
 
     def update(self) -> None:

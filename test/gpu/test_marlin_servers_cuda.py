@@ -31,6 +31,7 @@ from tiny_moe.export import QUESTIONS, shipped_bf16  # noqa: E402
 from tiny_moe.mutations import SHIPPED  # noqa: E402
 from tiny_moe.train import SPEC  # noqa: E402
 
+BENCHMARK = Path(__file__).parents[2] / "benchmark"
 ASKED, AT_LEAST = 200, 0.85
 SERVED = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
@@ -84,7 +85,8 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     servers = {}
     with ExitStack() as stack:
         for name, select in (("stock", "none"), ("stock-again", "none"), ("patched", "all")):
-            paths = [str(plugin), *([str(forced)] if name == "patched" else []), os.environ.get("PYTHONPATH", "")]
+            paths = [str(plugin), *([str(forced)] if name == "patched" else []), str(BENCHMARK)]
+            paths += filter(None, [os.environ.get("PYTHONPATH")])
             variables = {
                 **{**os.environ, **environment.variables(), SELECT_VARIABLE: select},
                 **{"PYTHONPATH": os.pathsep.join(paths), forwards.VARIABLE: str(tmp_path / f"{name}.jsonl")},
@@ -109,6 +111,7 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
         for name, given in answers.items()
     }
     print(f"right of {ASKED}: {right}; answers that differ from the stock server's: {differ}")
+    assert acted["stock"]
     assert all(one.untouched for one in acted["stock"])
     moe_layers = SPEC.layers - SPEC.dense_layers
     captured = [one.slices for one in acted["patched"] if one.tokens is None]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import dummy_weights, growth, kinds
+from common.client import Unanswered
 from memory import serving
 from tokenizers import Tokenizer
 
@@ -297,11 +298,11 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
     monkeypatch.setattr(serving, "Server", Started)
     monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
-    asked, answers = [], iter([400, 200, 200])  # it refuses while it has anything to do
+    asked, answers = [], iter([400, 200, 200])  # at first it has something to do for too long
 
     def post(client, path, body, **how):
-        asked.append((path, status := next(answers)))
-        return SimpleNamespace(status_code=status, text="")
+        asked.append(path)
+        return SimpleNamespace(status_code=next(answers), text="it has requests")
 
     def generate(*given, **how):
         asked.append("a question")
@@ -309,8 +310,10 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
 
     monkeypatch.setattr(serving.Client, "post", post)
     monkeypatch.setattr(serving.servers, "generate", generate)
+    with pytest.raises(Unanswered, match=r"/flush_cache: it has requests"):
+        serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
     with pytest.raises(serving.Failed, match=r"left files in its home: \.cache/sglang-moe-patches"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
-    assert asked[:3] == [("/flush_cache", 400), ("/flush_cache", 200), "a question"]
+    assert asked[:3] == [*["/flush_cache?timeout=60"] * 2, "a question"]
     monkeypatch.setattr(Started, "__enter__", lambda server: None)
     assert serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)["tokens"] == 5
