@@ -176,8 +176,8 @@ class InProcess:
         """Heads of keys and values, and their size; heads are 0 where the cache holds latents (MLA)."""
         if hasattr(config, "kv_lora_rank"):
             return 0, config.kv_lora_rank
-        heads = config.num_attention_heads
-        return config.num_key_value_heads, getattr(config, "head_dim", config.hidden_size // heads)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_key_value_heads, size
 
     def _cache(self, config: Any) -> Any:
         """The KV cache for a model, as the engine makes it."""
