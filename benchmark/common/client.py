@@ -86,11 +86,11 @@ class Client:
     def flush_cache(self) -> None:
         """Have the server forget all prompts, as soon as it has nothing to do.
 
-        :raises Unanswered: no answer came, or it still had something to do after ``IDLE_WITHIN_S``.
+        :raises Unanswered: no answer came, or it refuses, as where it has something to do after ``IDLE_WITHIN_S``.
         """
         answer = self.post(f"/flush_cache?timeout={IDLE_WITHIN_S:g}", {}, patience_s=2 * IDLE_WITHIN_S)
         if answer.status_code != 200:
-            raise Unanswered(TimeoutError(f"/flush_cache: {answer.text[:300]}"), False)
+            raise Unanswered(RuntimeError(f"/flush_cache: HTTP {answer.status_code}: {answer.text[:300]}"), False)
 
     def post(self, path: str, body: Any, *, patience_s: float = LONGEST_S) -> httpx.Response:
         """Whatever the server answers.

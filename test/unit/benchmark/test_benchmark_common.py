@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from common import timing
+from common.in_process import InProcess
 from common.shapes import MODELS, TINY, Layout, Rank
 from sglang_moe_patches.lab.predict.config import served_models
 
@@ -25,6 +28,20 @@ def test_experts_are_grouped_as_in_the_models_own_configuration(source, name):
     configs = {model["source"]: model["config"] for model in served_models()}
     own = configs[source].get("text_config", configs[source])
     assert MODELS[name].groups == (own["n_group"], own["topk_group"])
+
+
+@pytest.mark.parametrize(
+    ("config", "cached"),
+    [
+        ({"kv_lora_rank": 512}, (0, 512)),
+        ({"num_key_value_heads": 2, "head_dim": 32}, (2, 32)),
+        ({"num_key_value_heads": 2, "hidden_size": 64, "num_attention_heads": 4}, (2, 16)),
+        ({"num_key_value_heads": 2, "head_dim": None, "hidden_size": 64, "num_attention_heads": 4}, (2, 16)),
+    ],
+    ids=["latents", "the config says it", "it does not say it", "it says None"],
+)
+def test_the_size_of_a_cached_head(config, cached):
+    assert InProcess._cached(SimpleNamespace(**config)) == cached
 
 
 def test_versions_run_in_turn_and_every_other_round_backwards():

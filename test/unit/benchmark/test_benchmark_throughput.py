@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import dummy_weights, growth, kinds
-from common.client import Unanswered
+from common.client import IDLE_WITHIN_S, Unanswered
 from memory import serving
 from tokenizers import Tokenizer
 
@@ -300,8 +300,9 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
     monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
     asked, answers = [], iter([400, 200, 200])  # at first it has something to do for too long
 
-    def post(client, path, body, **how):
+    def post(client, path, body, patience_s):
         asked.append(path)
+        assert patience_s > IDLE_WITHIN_S
         return SimpleNamespace(status_code=next(answers), text="it has requests")
 
     def generate(*given, **how):
@@ -310,7 +311,7 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
 
     monkeypatch.setattr(serving.Client, "post", post)
     monkeypatch.setattr(serving.servers, "generate", generate)
-    with pytest.raises(Unanswered, match=r"/flush_cache: it has requests"):
+    with pytest.raises(Unanswered, match=r"/flush_cache: HTTP 400: it has requests"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
     with pytest.raises(serving.Failed, match=r"left files in its home: \.cache/sglang-moe-patches"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
