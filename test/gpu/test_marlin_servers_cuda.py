@@ -8,7 +8,6 @@ so that in the patched server they are forced, of every tensor: in each prefill,
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: Marlin does not run on the CPU", allow_module_level=True)
 
-from common import forwards, plugins  # noqa: E402
+from common import forwards, plugins, processes  # noqa: E402
 from common.weights import INT4_GROUP, int4_config  # noqa: E402
 from sglang_moe_patches.core.patch import SELECT_VARIABLE  # noqa: E402
 from sglang_moe_patches.lab.regress import gsm8k  # noqa: E402
@@ -85,11 +84,10 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     servers = {}
     with ExitStack() as stack:
         for name, select in (("stock", "none"), ("stock-again", "none"), ("patched", "all")):
-            paths = [str(plugin), *([str(forced)] if name == "patched" else []), str(BENCHMARK)]
-            paths += filter(None, [os.environ.get("PYTHONPATH")])
             variables = {
-                **{**os.environ, **environment.variables(), SELECT_VARIABLE: select},
-                **{"PYTHONPATH": os.pathsep.join(paths), forwards.VARIABLE: str(tmp_path / f"{name}.jsonl")},
+                **processes.variables(plugin, *([forced] if name == "patched" else []), BENCHMARK),
+                **{**environment.variables(), SELECT_VARIABLE: select},
+                forwards.VARIABLE: str(tmp_path / f"{name}.jsonl"),
             }
             server = Server(name, arguments, variables, tmp_path / f"{name}.log", timeout=900)
             servers[name] = stack.enter_context(server), variables
