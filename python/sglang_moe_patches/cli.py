@@ -55,7 +55,7 @@ def require_engine() -> None:
         fail("SGLang is not installed in this environment; pip install sglang")
     if not engine.has_plugin_framework():
         fail(f"SGLang {version} has no plugin framework ({engine.PLUGIN_MODULE}); install SGLang 0.5.11 or newer")
-    if not engine.loads_us():
+    if not engine.is_plugin_registered():
         fail("the engine does not find this package; pip install it into the engine's environment")
 
 

@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    names = patch.selected(CHANGES)
+    names = patch.selected_names(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
             wrapt.register_post_import_hook(functools.partial(_run_launcher_hook, change.name, hook), module)
@@ -108,12 +108,12 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     global _plans
     if _plans is not None:
         return _plans
-    plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
+    plans = patch.apply(CHANGES, patch.selected_names(CHANGES), server_args)
     is_unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())
     if is_unsupported and variables.STRICT.read():
         raise patch.PatchError(f"{variables.STRICT.name}=1 and a change cannot be applied. {summary}")
-    for line in patch.unread(CHANGES):
+    for line in patch.describe_unread_variables(CHANGES):
         log.logger.warning(f"{log.PREFIX}{line}")
     level = log.logger.warning if is_unsupported else log.logger.info
     level(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")

@@ -469,7 +469,7 @@ def nans(*shape):
 
 def output_into_dead_input():
     """What deferred-shared-experts does to the sequence."""
-    return patched_by(takers.triton())
+    return patched_by(takers.probe_triton())
 
 
 @pytest.mark.usefixtures("small")

@@ -361,7 +361,7 @@ def test_the_output_lies_in_the_dead_input_and_in_no_other_memory(module, ran, m
     before = buffer.clone()
     with patched(), channel.moe_output_buffer_ctx(buffer):
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
-        assert channel.offered() is (buffer if offered == "to a whole call" else None)
+        assert channel.offered_buffer() is (buffer if offered == "to a whole call" else None)
     assert [len(slices) for slices in ran] == ([] if offered == "to a whole call" else [4])
     assert (ours.data_ptr() == buffer.data_ptr()) == (offered == "a dead input")
     assert same(stock, ours)

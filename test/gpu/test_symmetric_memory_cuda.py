@@ -63,7 +63,7 @@ def variants(engine: Any) -> dict[str, Any]:
     @contextmanager
     def without_the_mend() -> Any:
         with patched(), pytest.MonkeyPatch.context() as undone:
-            undone.setattr(runners.SymmetricMemory, "for_an_output", lambda self: nullcontext())
+            undone.setattr(runners.SymmetricMemory, "output_context", lambda self: nullcontext())
             undone.setattr(runners.SymmetricMemory, "is_on", property(lambda self: False))
             yield
 

@@ -87,7 +87,7 @@ def _resolve(recipe: dict[str, Any]) -> dict[str, Any]:
             model = ModelConfig.from_server_args(server_args)
         except (SystemExit, Exception) as error:  # a draft that is not at hand, too
             return {"refused": f"{type(error).__name__}: {error}"}
-    view = engine.resolved(server_args)
+    view = engine.resolve_arguments(server_args)
     return {
         "tokens": view.chunked_prefill_size,
         "tp": view.tp_size,

@@ -73,7 +73,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("lambda buf: nullcontext()", "lambda buf: original(buf)")
         ],
         "test_stock_and_patched_answer_alike_and_patched_uses_one_buffer": [
-            ("channel.exchange(tensor.detach())", "channel.exchange(None)")
+            ("channel.replace_offer(tensor.detach())", "channel.replace_offer(None)")
         ],
     },
     OURS + "core/dead_input/takers.py": {
@@ -188,7 +188,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "lab/doctor.py": {
         "test_doctor_says_what_a_server_of_this_environment_says": [
-            ("if engine.is_left_out():", "if False:"),
+            ("if engine.is_plugin_left_out():", "if False:"),
             ("_arguments_without_flags() if change.name in names else None", "None"),
         ],
     },
@@ -535,7 +535,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/eligibility.py": {
-        "test_nothing_is_hooked_where_it_is_not_asked_for": [(", switchable=not asked", "")],
+        "test_nothing_is_hooked_where_it_is_not_asked_for": [(", can_be_enabled=not asked", "")],
         "test_every_store_of_prompts_that_a_scheduler_may_make_is_named": [
             ('a.get("enable_lmcache")', 'a.get("enable_lm_cache")')
         ],

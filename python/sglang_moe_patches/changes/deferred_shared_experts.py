@@ -40,7 +40,7 @@ from sglang_moe_patches.core.dead_input import counts, probe, takers
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import (
     SHARED_LAST,
-    Built,
+    BuiltModel,
     Change,
     Count,
     Decision,
@@ -155,7 +155,7 @@ def _init(
     with best_effort(f"the order of experts in {type(self).__name__}"):
         reason = reason_to_run_first(
             inplace=self.experts.moe_runner_config.inplace,
-            leaves_input_alone=runners.leaves_its_input_alone(self.experts),
+            leaves_input_alone=runners.preserves_input(self.experts),
             overlapped=self._fuse_shared_experts_inside_sbo,
             fused=self.num_fused_shared_experts > 0,
             present=getattr(self, "shared_experts", None) is not None,
@@ -187,7 +187,7 @@ def _plan() -> Plan:
     engine.require_mentions(
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
-    offers, install_triton_output = probe.offers(), takers.triton()
+    offers, install_triton_output = probe.probe_offers(), takers.probe_triton()
     engine.require(not offers.note, offers.note)
     defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
     if not defers_itself:
@@ -198,10 +198,10 @@ def _plan() -> Plan:
             "final_hidden_states += shared_output" in engine.source(forward),
             "forward_normal does not add the shared experts' output in place",
         )
-    behind_trtllm = engine.sets(engine.require_unpatched(experts, "__init__"), "inplace")
+    behind_trtllm = engine.sets_attribute(engine.require_unpatched(experts, "__init__"), "inplace")
     is_compiling = torch.compiler.is_compiling
     clear_while_deferring = functools.partial(
-        runners.out_of_place_while, asked=lambda: not is_compiling() and _deferring.get()
+        runners.disable_inplace_while, asked=lambda: not is_compiling() and _deferring.get()
     )
 
     def is_native(routed: Any) -> bool:
@@ -227,7 +227,7 @@ def _plan() -> Plan:
     return Plan(status, "; ".join(filter(None, [reason, offers.note])), install)
 
 
-def decide(built: Built) -> Decision:
+def decide(built: BuiltModel) -> Decision:
     """What each of the layers decided when it was built."""
     orders = {getattr(module, _ORDER) for module in built.model.modules() if hasattr(module, _ORDER)}
     if "" in orders:

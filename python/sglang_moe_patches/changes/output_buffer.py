@@ -42,25 +42,25 @@ from sglang_moe_patches.core.dead_input import counts, probe, takers
 from sglang_moe_patches.core.patch import (
     INPUTS_DROPPED,
     OUTPUT_IN_DEAD_INPUT,
-    Built,
+    BuiltModel,
     Change,
     Count,
     Decision,
     Install,
     Plan,
     Status,
-    together,
+    combine_installs,
 )
 
 
 def _plan() -> Plan:
-    offers = probe.offers()
-    if probe.engine_offers():
+    offers = probe.probe_offers()
+    if probe.has_engine_offer():
         return Plan(Status.HARDENED, offers.note, offers.install)
     installs = [_probe_attention_inputs()]
     if engine.has_module("flashinfer"):
-        installs += [takers.trtllm(), offers.install]
-    return Plan(Status.APPLIED, offers.note, together(*installs))
+        installs += [takers.probe_trtllm(), offers.install]
+    return Plan(Status.APPLIED, offers.note, combine_installs(*installs))
 
 
 def _probe_attention_inputs() -> Install:
@@ -95,12 +95,12 @@ def _probe_attention_inputs() -> Install:
     return lambda patcher: patcher.wrap(attention, "forward", wrap)
 
 
-def decide(built: Built) -> Decision:
+def decide(built: BuiltModel) -> Decision:
     """Which layers offer their input to a runner that takes it as its output, and whether attention's are dropped."""
     offering, reasons = probe.find_offers(built.model)
     taking = [experts for experts in offering if runners.runner_of(experts) in runners.TRTLLM]
     effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
-    if not probe.engine_offers() and _has_attention_inputs(built.model):
+    if not probe.has_engine_offer() and _has_attention_inputs(built.model):
         effects.append(INPUTS_DROPPED)
     used = ", ".join(sorted({str(runners.runner_of(experts)) for experts in runners.layers_of(built.model)}))
     takes_none = f"what {used} runs here takes no output buffer"

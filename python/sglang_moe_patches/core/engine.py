@@ -43,12 +43,12 @@ def version() -> str | None:
         return None
 
 
-def loads_us() -> bool:
+def is_plugin_registered() -> bool:
     """Whether the engine will find this package: it must be installed, being importable is not enough."""
     return any(e.name == PLUGIN_NAME for e in metadata.entry_points(group=PLUGIN_MODULE))
 
 
-def is_left_out(environ: Mapping[str, str] = os.environ) -> bool:
+def is_plugin_left_out(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ``SGLANG_PLUGINS`` names plugins, and not this one: then no process of the engine's loads us."""
     named = environ.get("SGLANG_PLUGINS", "")
     return bool(named) and PLUGIN_NAME not in (name.strip() for name in named.split(","))
@@ -74,7 +74,7 @@ def require(condition: object, reason: str) -> None:
         raise Unsupported(reason)
 
 
-def resolved(server_args: Any) -> Any:
+def resolve_arguments(server_args: Any) -> Any:
     """A server's arguments as the engine resolved them: from 0.5.20 on its own object holds what was given."""
     return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
 
@@ -187,13 +187,13 @@ def source(function: Callable[..., Any]) -> str:
     return textwrap.dedent(inspect.getsource(function))
 
 
-def calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
+def find_calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
     """Every call of ``dotted`` (such as ``torch.empty``) in the source of ``function``."""
     tree = ast.parse(source(function))
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted]
 
 
-def uses(function: Callable[..., Any], name: str) -> set[str]:
+def find_uses(function: Callable[..., Any], name: str) -> set[str]:
     """What the source of ``function`` does with a local variable: the expressions and statements right around it."""
     return {
         ast.unparse(parent)
@@ -203,7 +203,7 @@ def uses(function: Callable[..., Any], name: str) -> set[str]:
     }
 
 
-def defined(owner: ModuleType, name: str) -> FunctionType:
+def load_definition(owner: ModuleType, name: str) -> FunctionType:
     """The function that a module's source defines by that name, where a decorator keeps it from being found there.
 
     Made again from the module's code: it has no defaults.
@@ -232,14 +232,14 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}.union(*inner)
 
 
-def sets(function: Callable[..., Any], attribute: str) -> bool:
+def sets_attribute(function: Callable[..., Any], attribute: str) -> bool:
     """Whether a function's code assigns to an attribute of that name, of any object."""
     return any(
         i.opname == "STORE_ATTR" and i.argval == attribute for i in dis.get_instructions(inspect.unwrap(function))
     )
 
 
-def only_a_global(function: Callable[..., Any], name: str) -> bool:
+def is_only_a_global(function: Callable[..., Any], name: str) -> bool:
     """Whether ``name`` in the function's code is never an attribute or an import of that name."""
     return all(i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(function) if i.argval == name)
 

@@ -10,7 +10,7 @@ PREFIX = "sglang-moe-patches: "
 _logged: set[str] = set()
 
 
-def of(change: str, message: str) -> str:
+def format_line(change: str, message: str) -> str:
     """A change's message, begun as all of ours are."""
     return f"{PREFIX}{change}: {message}"
 

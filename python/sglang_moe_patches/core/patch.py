@@ -21,7 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.variables import OWN, RETIRED, STRICT, Variable, WrongValue
+from sglang_moe_patches.core.variables import OWN_VARIABLES, RETIRED_VARIABLES, STRICT, Variable, WrongValue
 
 # --- What a change states --------------------------------------------------------------------------------------------
 
@@ -55,11 +55,11 @@ ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
 class Skip:
     """That a server never reaches a change, and why.
 
-    :param switchable: a variable of ours turns it on: the change is off, and may be of use here.
+    :param can_be_enabled: a variable of ours turns it on: the change is off, and may be of use here.
     """
 
     reason: str
-    switchable: bool = False
+    can_be_enabled: bool = False
 
 
 Install = Callable[["Patcher"], None]
@@ -90,7 +90,7 @@ class Plan:
 
     @classmethod
     def skipped(cls, skip: Skip) -> Plan:
-        return cls(Status.OFF if skip.switchable else Status.NOT_NEEDED, skip.reason)
+        return cls(Status.OFF if skip.can_be_enabled else Status.NOT_NEEDED, skip.reason)
 
     @classmethod
     def unsupported(cls, reason: str) -> Plan:
@@ -101,7 +101,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model as the engine built it with the changes in place, of as many layers as show each kind.
 
     :param model: its weights need not be there: tensors of PyTorch's ``meta`` device or fake ones do.
@@ -116,7 +116,7 @@ class Built:
     tiles: Callable[[Any], Mapping[str, int] | None] = lambda experts: None
 
 
-def together(*parts: Install | None) -> Install:
+def combine_installs(*parts: Install | None) -> Install:
     """What installs all of these that there are, in this order."""
 
     def install(patcher: Patcher) -> None:
@@ -203,7 +203,7 @@ class Change:
     skip: Callable[[Any], Skip | None] = lambda server_args: None
     variables: tuple[Variable[Any], ...] = ()
     counts: tuple[Count, ...] = ()
-    decide: Callable[[Built], Decision] | None = None
+    decide: Callable[[BuiltModel], Decision] | None = None
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
 
 
@@ -237,7 +237,7 @@ def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
     return Variable(SELECT_VARIABLE, "which are applied: `all`, `none`, or names with commas", parse, default="all")
 
 
-def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
+def selected_names(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
     """The names that ``SGLANG_MOE_PATCHES`` selects: ``all`` (the default), ``none``, or a comma-separated list.
 
     :raises ValueError: a name is unknown; the message lists the valid ones.
@@ -249,7 +249,7 @@ def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
     """Every environment variable that this package and ``changes`` read, each with who reads it."""
     changes = tuple(changes)
     theirs = [(change.name, variable) for change in changes for variable in change.variables]
-    return [("all changes", _selection(changes)), *OWN, *theirs]
+    return [("all changes", _selection(changes)), *OWN_VARIABLES, *theirs]
 
 
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
@@ -261,16 +261,16 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
     :raises ValueError: one line that names the variable and its valid values, or what replaces it.
     """
     changes = tuple(changes)
-    not_selected = {change.name for change in changes} - selected(changes, environ)
+    not_selected = {change.name for change in changes} - selected_names(changes, environ)
     for reader, variable in variables(changes):
-        if reader not in not_selected and not variable.is_engines:
+        if reader not in not_selected and not variable.is_engine_variable:
             variable.read(environ)
-    for name, (reader, instead) in RETIRED.items():
+    for name, (reader, instead) in RETIRED_VARIABLES.items():
         if reader not in not_selected and environ.get(name, "").strip():
             raise ValueError(f"{name}: {instead}")
 
 
-def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
+def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
     """A line for each variable that is set, is called like one of ours, and that no code reads: a typing error."""
     known = [variable.name for _, variable in variables(changes)]
     lines = []
@@ -293,7 +293,7 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
 
     :returns: what became of every change, in order. One whose installation failed was undone and is *unsupported*.
     """
-    return {change.name: _apply_one(change, names, server_args) for change in changes}
+    return {change.name: _apply_change(change, names, server_args) for change in changes}
 
 
 def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
@@ -305,7 +305,7 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
     try:
-        skip = None if server_args is None else change.skip(engine.resolved(server_args))
+        skip = None if server_args is None else change.skip(engine.resolve_arguments(server_args))
     except WrongValue:
         raise
     except Exception as error:
@@ -313,7 +313,7 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     return Plan.skipped(skip) if skip else probe(change)
 
 
-def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
+def _apply_change(change: Change, names: set[str], server_args: Any) -> Plan:
     plan = plan_for(change, names, server_args)
     if plan.install is None:
         return plan
@@ -419,7 +419,7 @@ def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
     return make_wrapper
 
 
-def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
+def replace_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
     """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
 
     The replacements get names of their own in the module, and the function's code is made to ask for those: finding

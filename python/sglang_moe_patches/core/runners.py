@@ -22,7 +22,7 @@ OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 for all of them."""
 
 
-def skip_without(*runners: str) -> Callable[[Any], Skip | None]:
+def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
     """The ``skip`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
 
     ``auto`` may still become one of them.
@@ -83,7 +83,7 @@ def layers_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, experts)]
 
 
-def leaves_its_input_alone(experts: Any) -> bool:
+def preserves_input(experts: Any) -> bool:
     """Whether the runner of a ``FusedMoE`` layer does not write into its input, or does not once it is told so.
 
     Others write into it, or free it as DeepGEMM does, even then, or are not known.
@@ -119,7 +119,7 @@ def server_setting(context: str, name: str) -> Any:
     return getattr(settings, name, None)
 
 
-def without_flashinfer() -> Plan | None:
+def plan_without_flashinfer() -> Plan | None:
     """The plan of a change about FlashInfer's kernels where there is no FlashInfer (AMD, CPU); else ``None``."""
     if engine.has_module("flashinfer"):
         return None
@@ -143,24 +143,24 @@ class SymmetricMemory:
     def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._module = module
         self._pool = pool
-        self.holds = remembering(lambda tensor: getattr(module, IN_POOL)(tensor))
+        self.contains = remember_pool_addresses(lambda tensor: getattr(module, IN_POOL)(tensor))
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether the server has it."""
         return bool(self._module.is_symmetric_memory_enabled())
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_active(self) -> bool:
         """Whether what is made now comes from the pool."""
         return self._module._active_symmetric_memory_context is not None
 
-    def for_an_output(self) -> AbstractContextManager[Any]:
+    def output_context(self) -> AbstractContextManager[Any]:
         """Within it, an output comes from the pool where one that is written over its input would lie there."""
-        return nullcontext() if self.is_asked_for or not self.is_on else self._pool()
+        return nullcontext() if self.is_active or not self.is_enabled else self._pool()
 
 
-def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
     """The engine's question whether a tensor lies in the pool, asked until an address does: it walks a snapshot of the
     pool, too slow for every layer.
 
@@ -185,7 +185,7 @@ def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor]
     return is_tensor_in_symmetric_mempool
 
 
-def symmetric_memory() -> SymmetricMemory:
+def probe_symmetric_memory() -> SymmetricMemory:
     """The engine's.
 
     :raises engine.Unsupported: it does not go by the expected names.
@@ -220,7 +220,7 @@ def is_in_place(experts: Any) -> bool:
     )
 
 
-def out_of_place_while(config: Any, asked: Callable[[], bool]) -> None:
+def disable_inplace_while(config: Any, asked: Callable[[], bool]) -> None:
     """Have a runner's configuration say ``inplace`` as it does, but not while ``asked``.
 
     Forwards in many contexts read one configuration: it cannot be set back and forth.

@@ -27,14 +27,15 @@ class Variable(Generic[T]):
 
         :raises ValueError: saying what is expected, and what was got.
     :param default: the text that an unset or empty variable stands for.
-    :param is_engines: the engine has it, too, and starts with any value: a wrong one is refused where it is used.
+    :param is_engine_variable: the engine reads the variable, too. It starts with any value, so a wrong value is refused
+        where the variable is used.
     """
 
     name: str
     meaning: str
     parse: Callable[[str], T]
     default: str = ""
-    is_engines: bool = False
+    is_engine_variable: bool = False
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
         """The variable's value.
@@ -47,14 +48,14 @@ class Variable(Generic[T]):
             raise WrongValue(f"{self.name}: {error}") from None
 
 
-def zero_or_one(text: str) -> bool:
+def parse_zero_or_one(text: str) -> bool:
     """``parse`` of a variable that is 0 or 1."""
     if text not in ("0", "1"):
         raise ValueError(f"expected 0 or 1, got {text!r}")
     return text == "1"
 
 
-def positive_number(of: str) -> Callable[[str], int | None]:
+def positive_number_parser(of: str) -> Callable[[str], int | None]:
     """``parse`` of a variable that is a number of something, from 1 on; unset: ``None``."""
 
     def parse(text: str) -> int | None:
@@ -67,7 +68,7 @@ def positive_number(of: str) -> Callable[[str], int | None]:
     return parse
 
 
-RETIRED: Mapping[str, tuple[str, str]] = {
+RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
     "SGLANG_MOE_PATCHES_KV_RECORD": (
         "kv-sizing",
         "no record is kept any more, each start measures and grows; to start without that, pin the "
@@ -77,13 +78,13 @@ RETIRED: Mapping[str, tuple[str, str]] = {
 """Variables of earlier versions, by name: the change that read each, and what replaces it."""
 
 STRICT = Variable(
-    "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", zero_or_one, "0"
+    "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", parse_zero_or_one, "0"
 )
 OBSERVE = Variable(
     "SGLANG_MOE_PATCHES_OBSERVE", "folder for what each model process observes of itself; `regress` sets it", str
 )
 
-OWN: tuple[tuple[str, Variable[Any]], ...] = (
+OWN_VARIABLES: tuple[tuple[str, Variable[Any]], ...] = (
     ("all changes", STRICT),
     ("observers", OBSERVE),
 )

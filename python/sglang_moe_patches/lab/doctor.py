@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
 def _examine_here() -> dict[str, Any]:
     import torch
 
-    names = patch.selected(CHANGES)
+    names = patch.selected_names(CHANGES)
     ours = [variable.name for _, variable in patch.variables(CHANGES)]
     plans = [(change, _plan_of_a_server(change, names), patch.plan_for(change, names)) for change in CHANGES]
     return {
@@ -74,13 +74,13 @@ def _examine_here() -> dict[str, Any]:
             for change, plan, probed in plans
         ],
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
-        "unread": patch.unread(CHANGES),
+        "unread": patch.describe_unread_variables(CHANGES),
     }
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
     """What becomes of a change in a server of this environment, started without flags on a GPU."""
-    if engine.is_left_out():
+    if engine.is_plugin_left_out():
         reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} has the engine load other plugins alone"
         return patch.Plan(patch.Status.NOT_SELECTED, reason)
     return patch.plan_for(change, names, _arguments_without_flags() if change.name in names else None)

@@ -212,8 +212,8 @@ def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, che
 def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoint, monkeypatch):
     """The shared experts may still read the MoE input when the routed ones have written their output."""
     taken = []
-    take = channel.take
-    monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    take = channel.take_output
+    monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
     with engine.arguments(**large_enough()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         given = dispatched(layer, 0)

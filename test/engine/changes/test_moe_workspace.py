@@ -117,7 +117,7 @@ def test_slices_leave_an_input_alone_that_another_stream_may_read(engine, monkey
 
     config = Config()
     if is_asked:
-        runners.out_of_place_while(config, lambda: False)
+        runners.disable_inplace_while(config, lambda: False)
     layer = SimpleNamespace(quant_method=UnquantizedFusedMoEMethod(), moe_runner_config=config)
     topk = StandardTopKOutput(torch.ones(8, 2), torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2))
     monkeypatch.setenv(VARIABLE, "2")

@@ -88,7 +88,7 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(
     for path in (first_is_dense, first_is_moe):
         assert same(patched(engine, path), stock(path))
     # The guard removed: the engine's own offer stands beside ours.
-    monkeypatch.setattr(offer, "make_no_offer", lambda original: original)
+    monkeypatch.setattr(offer, "make_empty_offer", lambda original: original)
     assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
 
 
@@ -97,9 +97,11 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(
 def test_ours_is_the_only_offer(engine, checkpoint, kernels, monkeypatch):
     """In every layer the engine's own is withheld. Without a residual nothing is on offer; in every other layer our own
     is, and taken."""
-    meanwhile, make = [], offer.make_no_offer
+    meanwhile, make = [], offer.make_empty_offer
     monkeypatch.setattr(
-        offer, "make_no_offer", lambda engines: lambda buf: meanwhile.append(channel.offered()) or make(engines)(buf)
+        offer,
+        "make_empty_offer",
+        lambda engines: lambda buf: meanwhile.append(channel.offered_buffer()) or make(engines)(buf),
     )
     with installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
@@ -116,7 +118,7 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
     with installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
         offered = []
-        kernels.at_entry = lambda: offered.append(channel.offered())
+        kernels.at_entry = lambda: offered.append(channel.offered_buffer())
         for layer in model.model.layers:
             setattr(layer, offer._MIN_OFFER_BYTES, 0)
         engine.generate(model, PROMPTS[:1], 0)

@@ -53,7 +53,7 @@ def experts(self: Any, dispatch_output: Any) -> Any:
 
     given = dispatch_output.hidden_states
     channel.withhold_if_shared(given)
-    buffer = channel.take(given.shape, given.dtype, given.device)
+    buffer = channel.take_output(given.shape, given.dtype, given.device)
     TAKEN.append(buffer is not None)
     if buffer is not None:
         buffer.fill_(float("nan"))

@@ -314,8 +314,8 @@ def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine,
 def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, monkeypatch):
     if probe(cutedsl_sizing.CHANGE).install is None:
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
-    taken, take = [], channel.take
-    monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    taken, take = [], channel.take_output
+    monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
     with engine.arguments(moe_runner_backend="flashinfer_cutedsl"):
         stock = run(path)
         assert taken == []
@@ -386,8 +386,8 @@ def taken(monkeypatch):
 
         monkeypatch.setattr(channel, name, poisoned)
 
-    watch("take", "output")
-    watch("take_memory", "scratch")
+    watch("take_output", "output")
+    watch("take_scratch", "scratch")
     return found
 
 

@@ -436,7 +436,7 @@ def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
     runner = seen.module("sglang.srt.model_executor.model_runner").ModelRunner
     if hasattr(runner, "kernel_warmup"):
         steps = [f"self.{name}" for name in ("init_memory_pool", "kernel_warmup", "init_device_graphs")]
-        lines = [min(call.lineno for call in seen.calls(runner.initialize, step)) for step in steps]
+        lines = [min(call.lineno for call in seen.find_calls(runner.initialize, step)) for step in steps]
         assert lines == sorted(lines)
         tunes = [runner.kernel_warmup]
     else:
@@ -555,10 +555,10 @@ def test_the_pools_that_are_known_are_the_engines():
     found = {name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in OF_SEVERAL.items()}
     assert {"SWAKVPool", "HybridLinearKVPool"} <= set(found) & pools.KNOWN_POOLS
     for name in ("SWAKVPool", "HybridLinearKVPool"):
-        assert seen.sets(found[name].__init__, "mem_usage")
-    assert seen.sets(found["SWAKVPool"].__init__, "size_swa")
+        assert seen.sets_attribute(found[name].__init__, "mem_usage")
+    assert seen.sets_attribute(found["SWAKVPool"].__init__, "size_swa")
     assert "mamba_pool" in seen.source(found["HybridReqToTokenPool"])
-    assert seen.sets(found["MambaPool"].__init__, "mem_usage")
+    assert seen.sets_attribute(found["MambaPool"].__init__, "mem_usage")
     assert pools.hybrid(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == pools.WINDOWS
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.log import logger
-from sglang_moe_patches.core.variables import Variable, WrongValue, zero_or_one
+from sglang_moe_patches.core.variables import Variable, WrongValue, parse_zero_or_one
 from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.lab.without_gpu import UnusableEnvironment
 
@@ -34,7 +34,7 @@ def whole_number(text: str) -> int:
 PLUGIN_NAME = "moe_reference"
 """The name of this distribution's entry point."""
 KERNELS = Variable(
-    "SGLANG_MOE_REFERENCE_KERNELS", "1: plain PyTorch in the place of FlashInfer's kernels", zero_or_one, "0"
+    "SGLANG_MOE_REFERENCE_KERNELS", "1: plain PyTorch in the place of FlashInfer's kernels", parse_zero_or_one, "0"
 )
 SWITCH = KERNELS.name
 WORKSPACE_MB = Variable(

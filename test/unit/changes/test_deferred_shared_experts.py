@@ -18,7 +18,7 @@ from sglang_moe_patches.changes.deferred_shared_experts import (
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import takers
 from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
-from sglang_moe_patches.core.patch import SHARED_LAST, Built
+from sglang_moe_patches.core.patch import SHARED_LAST, BuiltModel
 
 FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
 
@@ -55,7 +55,7 @@ class _Layer(torch.nn.Module):
 )
 def test_what_each_layer_decided_is_what_is_said(orders, effects, reason) -> None:
     model = torch.nn.Sequential(*(_Layer(order) for order in orders))
-    decision = deferred_shared_experts.decide(Built(model, tokens=1))
+    decision = deferred_shared_experts.decide(BuiltModel(model, tokens=1))
     assert (decision.effects, decision.reason) == (effects, reason)
 
 
@@ -122,7 +122,7 @@ class OtherExperts:
 def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
     kind, leaves_it_alone, defers, monkeypatch, caplog
 ):
-    monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
+    monkeypatch.setattr(runners, "preserves_input", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = kind.__new__(kind)
     clear = deferred_shared_experts._clear_inplace
@@ -144,7 +144,7 @@ def test_a_runner_is_out_of_place_for_those_that_ask_for_it_alone():
     """Forwards in many contexts read one configuration. While a graph is traced nobody asks."""
     waiting = ContextVar("waiting", default=False)
     config, other = Config(), Config()
-    runners.out_of_place_while(config, waiting.get)
+    runners.disable_inplace_while(config, waiting.get)
     elsewhere = copy_context()
     waiting.set(True)
     assert (config.inplace, other.inplace, elsewhere.run(lambda: config.inplace)) == (False, True, True)
@@ -230,10 +230,10 @@ def test_runners_that_leave_their_input_alone(layer, asked, expected, monkeypatc
     for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe", moe)
-    assert runners.leaves_its_input_alone(layer) == expected
+    assert runners.preserves_input(layer) == expected
 
 
 def test_on_amd_triton_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7")
     monkeypatch.setattr(runners, "runner_of", lambda experts: "triton")
-    assert not runners.leaves_its_input_alone(experts(UnknownMethod()))
+    assert not runners.preserves_input(experts(UnknownMethod()))

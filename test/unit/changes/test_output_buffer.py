@@ -18,7 +18,7 @@ from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import channel, offer, probe, proofs, takers
 from sglang_moe_patches.core.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.core.dead_input.offer import may_offer
-from sglang_moe_patches.core.patch import with_globals
+from sglang_moe_patches.core.patch import replace_globals
 
 CPU = torch.device("cpu")
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -77,7 +77,7 @@ def run(symmetric_memory, patcher):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
     allocator = takers.TrtllmTorch(torch, runners.SymmetricMemory(symmetric_memory))
     runner: Any = runner_of_the_engine
-    into_buffer = with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
+    into_buffer = replace_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
     return takers.make_trtllm_runner(runner, into_buffer, torch.compiler.is_compiling)
 
 
@@ -96,24 +96,24 @@ def test_one_offer_serves_one_kernel_as_a_new_tensor(run):
 def test_the_offer_ends_with_its_block_also_after_an_error(run):
     with pytest.raises(ZeroDivisionError), moe_output_buffer_ctx(torch.empty(2, 3)):
         raise ZeroDivisionError
-    assert channel.offered() is None
+    assert channel.offered_buffer() is None
 
 
 def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_asked_for_it_yet(symmetric_memory):
     """The engine's contexts do not nest."""
     entered = nullcontext()
     memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)
-    assert memory.for_an_output() is not entered
+    assert memory.output_context() is not entered
     symmetric_memory.is_symmetric_memory_enabled = lambda: True
-    assert memory.for_an_output() is entered
+    assert memory.output_context() is entered
     symmetric_memory._active_symmetric_memory_context = object()
-    assert memory.for_an_output() is not entered
+    assert memory.output_context() is not entered
 
 
 def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
     monkeypatch.setattr(runners, "_MAX_ADDRESSES", 2)
     lookups = []
-    asks = runners.remembering(lambda tensor: lookups.append(tensor) is None)
+    asks = runners.remember_pool_addresses(lambda tensor: lookups.append(tensor) is None)
     tensors = [torch.empty(1) for _ in range(3)]
     assert all(asks(tensor) for tensor in (*tensors, tensors[2], tensors[0]))
     assert len(lookups) == 4  # the first one twice
@@ -122,7 +122,7 @@ def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monke
 def test_what_was_outside_the_pool_may_be_inside_later():
     """A rank that went on as if it were not would take from the pool what no other rank takes."""
     answers = [False, False, True]
-    asks = runners.remembering(lambda tensor: answers.pop(0))
+    asks = runners.remember_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)
     assert [asks(tensor) for _ in range(4)] == [False, False, True, True]
 
@@ -145,9 +145,9 @@ def test_a_name_that_is_more_than_a_global_is_noticed():
 
         return torch
 
-    assert engine.only_a_global(runner_of_the_engine, "torch_of_the_runner")
-    assert not engine.only_a_global(attribute, "torch_of_the_runner")
-    assert not engine.only_a_global(imported, "torch")
+    assert engine.is_only_a_global(runner_of_the_engine, "torch_of_the_runner")
+    assert not engine.is_only_a_global(attribute, "torch_of_the_runner")
+    assert not engine.is_only_a_global(imported, "torch")
 
 
 def test_offers_stay_in_their_own_context():
@@ -155,8 +155,8 @@ def test_offers_stay_in_their_own_context():
     seen: list[Any] = []
 
     def elsewhere():
-        seen.append(channel.offered())
-        seen.append(channel.take((2, 3), torch.float32, CPU))
+        seen.append(channel.offered_buffer())
+        seen.append(channel.take_output((2, 3), torch.float32, CPU))
 
     empty_context, mine = copy_context(), torch.empty(2, 3)
     with moe_output_buffer_ctx(mine):
@@ -164,7 +164,7 @@ def test_offers_stay_in_their_own_context():
         thread.start()
         thread.join()
         empty_context.run(elsewhere)
-        assert channel.offered() is mine
+        assert channel.offered_buffer() is mine
     assert seen == [None] * 4
 
 
@@ -193,9 +193,9 @@ class PPMissingLayer:
 
 def test_the_layers_of_a_stage_are_its_own():
     layers = [PPMissingLayer(), "a", "b", "c", "d", PPMissingLayer()]
-    assert offer.of_this_stage(SimpleNamespace(layers=layers, start_layer=1, end_layer=5)) == ["a", "b", "c", "d"]
-    assert offer.of_this_stage(SimpleNamespace(layers=layers)) == ["a", "b", "c", "d"]
-    assert offer.of_this_stage(SimpleNamespace(layers=layers, start_layer=2, end_layer=4)) == ["b", "c"]
+    assert offer.stage_layers(SimpleNamespace(layers=layers, start_layer=1, end_layer=5)) == ["a", "b", "c", "d"]
+    assert offer.stage_layers(SimpleNamespace(layers=layers)) == ["a", "b", "c", "d"]
+    assert offer.stage_layers(SimpleNamespace(layers=layers, start_layer=2, end_layer=4)) == ["b", "c"]
 
 
 class NvFp4Method(SimpleNamespace):
@@ -220,11 +220,11 @@ def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
     config = SimpleNamespace(inplace=inplace)
     for kind in (NvFp4Method, Fp8Method):
         layer, method = SimpleNamespace(), kind(runner=backend)
-        offer.mark(layer, None, SimpleNamespace(moe_runner_config=config, quant_method=method))
+        offer.mark_offering(layer, None, SimpleNamespace(moe_runner_config=config, quant_method=method))
         # Of TRT-LLM's kernels those for NVFP4 alone take it.
         takes = kind is NvFp4Method or runner not in runners.TRTLLM
         assert getattr(layer, offer._MIN_OFFER_BYTES, None) == (least if takes else None)
-        assert offer.offers(layer) == (takes and least is not None)
+        assert offer.is_offering(layer) == (takes and least is not None)
     scheme = SimpleNamespace(moe_runner_config=config, quant_method=Fp8Method(runner=backend), scheme=NvFp4Method())
     assert runners.is_nvfp4(scheme)
 
@@ -236,7 +236,7 @@ def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_
         seen.append(model)
         raise AttributeError("no layers")
 
-    built = offer.initialize(fails, lambda config: f"a model of {config}", config="some size")
+    built = offer.initialize_and_probe(fails, lambda config: f"a model of {config}", config="some size")
     assert seen == [built] == ["a model of some size"]
     assert "the dead input of str's layers is left alone: AttributeError" in caplog.text
 
@@ -283,11 +283,11 @@ class Run:
     """Runs a layer's wrapped forward once, with an offer of the engine's in it, and says what was on offer."""
 
     def __init__(self, **how):
-        withheld = offer.make_no_offer(moe_output_buffer_ctx)
+        withheld = offer.make_empty_offer(moe_output_buffer_ctx)
 
         def forward(layer, positions, hidden_states, forward_batch, residual):
             with withheld(hidden_states):
-                self.seen = channel.offered()
+                self.seen = channel.offered_buffer()
 
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
@@ -296,7 +296,7 @@ class Run:
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
-        assert channel.offered() is None
+        assert channel.offered_buffer() is None
         assert self.seen is None or shares_storage(self.seen, getattr(hidden, "tensor", hidden))
         return self.seen is not None
 
@@ -320,7 +320,7 @@ def test_a_layer_offers_its_input_where_it_is_dead():
 @pytest.mark.parametrize("where", ["layer", "producer", "everywhere"])
 def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, kind, caplog):
     layer, producer = (torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(2))
-    offer.mark(layer, producer, None)
+    offer.mark_offering(layer, producer, None)
     run = Run()
     assert run.offers(layer)
     registers = {
@@ -352,7 +352,7 @@ def test_of_a_sum_that_is_still_owed_the_tensor_is_offered_where_the_engine_find
 
 
 def test_an_offer_that_is_withheld_can_be_traced():
-    withheld = offer.make_no_offer(moe_output_buffer_ctx)
+    withheld = offer.make_empty_offer(moe_output_buffer_ctx)
 
     def forward(hidden):
         with withheld(hidden):
@@ -588,7 +588,7 @@ class ToyExperts(torch.nn.Module):
 
     def forward(self, x):
         channel.withhold_if_shared(x)
-        return torch.mul(x, 3, out=channel.take(x.shape, x.dtype, x.device))
+        return torch.mul(x, 3, out=channel.take_output(x.shape, x.dtype, x.device))
 
 
 class ToyAttention(torch.nn.Module):
@@ -658,7 +658,7 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 def toy_answer(layer, patched):
     """What a layer makes of ones; its input is dead in every one but for what the proofs must refuse."""
     forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
-    offer.mark(layer, layer, None)
+    offer.mark_offering(layer, layer, None)
     result, residual = forward(layer, torch.full((1, 1), 5.0), torch.ones(1, 1), None, torch.ones(1, 1))
     return (result + residual).item()
 

@@ -97,8 +97,8 @@ def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
 
 
 def test_assigning_is_told_from_reading():
-    assert engine.sets(template, "mark")
-    assert not engine.sets(template, "shape")
+    assert engine.sets_attribute(template, "mark")
+    assert not engine.sets_attribute(template, "shape")
 
 
 def test_parameters_are_a_start_or_all_of_them():

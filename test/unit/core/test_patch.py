@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.patch import Change, Patcher, PatchError, Plan, Skip, Status
-from sglang_moe_patches.core.variables import RETIRED, STRICT, Variable, zero_or_one
+from sglang_moe_patches.core.variables import RETIRED_VARIABLES, STRICT, Variable, parse_zero_or_one
 from sglang_moe_patches.registry import CHANGES
 
 
@@ -36,7 +36,7 @@ THREE = (change("one"), change("two"), change("three"))
     ],
 )
 def test_selected(value, expected):
-    assert patch.selected(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
+    assert patch.selected_names(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
 
 
 def asked_in_vain(server_args):
@@ -76,7 +76,7 @@ def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_uns
         ),
         (
             {"a", "b"},
-            lambda server_args: Skip("A_VARIABLE is unset", switchable=True),
+            lambda server_args: Skip("A_VARIABLE is unset", can_be_enabled=True),
             Plan(Status.OFF, "A_VARIABLE is unset"),
         ),
         ({"a", "b"}, asked_in_vain, Plan.unsupported("A_VARIABLE=on, but --device is cpu")),
@@ -124,7 +124,7 @@ def test_an_installation_that_fails_half_way_is_undone_and_unsupported():
 # --- Variables -------------------------------------------------------------------------------------------------------
 
 
-SWITCH = Variable("A_SWITCH", "on or off", zero_or_one, default="0")
+SWITCH = Variable("A_SWITCH", "on or off", parse_zero_or_one, default="0")
 
 
 def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else():
@@ -151,7 +151,7 @@ def test_every_variable_that_the_code_names_is_in_the_table():
         for name in re.findall(r"\b(SGLANG_MOE_PATCHES(?:_[A-Z]+)*)\b", file.read_text())
     }
     read = {v.name for _, v in patch.variables(CHANGES) if v.name.startswith(patch.SELECT_VARIABLE)}
-    assert named == read | set(RETIRED)
+    assert named == read | set(RETIRED_VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_every_variable_that_the_code_names_is_in_the_table():
 )
 def test_a_name_like_ours_that_nobody_reads_is_said(name, words):
     said = [f"{name} is set, and nothing reads it{hint}" for hint in words or ()]
-    assert patch.unread(CHANGES, {name: "1"}) == said
+    assert patch.describe_unread_variables(CHANGES, {name: "1"}) == said
 
 
 # --- The patcher -----------------------------------------------------------------------------------------------------
@@ -216,6 +216,6 @@ def test_undo_restores_in_reverse_and_takes_away_what_was_added():
     ],
 )
 def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
-    found = runners.skip_without(*runners.TRTLLM)(SimpleNamespace(**server))
+    found = runners.skip_unless_runner(*runners.TRTLLM)(SimpleNamespace(**server))
     assert (found is None) == needed
     assert needed or "triton" in found.reason

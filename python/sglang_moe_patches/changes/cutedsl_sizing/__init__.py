@@ -33,10 +33,10 @@ from sglang_moe_patches.changes.cutedsl_sizing import wrapper
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, extend_server_args
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import probe
-from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SHARED_BUFFERS, Built, Change, Count, Decision
+from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SHARED_BUFFERS, BuiltModel, Change, Count, Decision
 
 
-def decide(built: Built) -> Decision:
+def decide(built: BuiltModel) -> Decision:
     """Which layers CuteDSL runs, and whether they offer it their input as its output."""
     if not any(runners.runner_of(experts) == runners.CUTEDSL for experts in runners.layers_of(built.model)):
         return Decision(reason="no layer runs on CuteDSL")
@@ -49,7 +49,7 @@ CHANGE = Change(
     name="cutedsl-sizing",
     summary="CuteDSL buffers that fit every forward, allocated once for all layers",
     plan=wrapper.plan,
-    skip=runners.skip_without(runners.CUTEDSL),
+    skip=runners.skip_unless_runner(runners.CUTEDSL),
     variables=(BUDGET,),
     counts=(
         Count(

@@ -34,7 +34,7 @@ BUDGET = Variable(
     "tokens per rank that FlashInfer's all-to-all dispatcher takes; unset: 1024 up to 0.5.12.post1, then the largest "
     "prefill that the engine expects, at least 4096",
     _parse_budget,
-    is_engines=True,
+    is_engine_variable=True,
 )
 
 

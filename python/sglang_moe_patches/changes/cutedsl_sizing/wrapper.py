@@ -19,7 +19,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.patch import Patcher, Plan, Status, around, with_globals
+from sglang_moe_patches.core.patch import Patcher, Plan, Status, around, replace_globals
 
 if TYPE_CHECKING:
     import torch
@@ -84,18 +84,18 @@ class SharedMoE:
         flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
         if self._is_capturing():
             message = f"a CUDA graph of {tokens} tokens does not fit buffers for {size}"
-            raise ValueError(log.of("cutedsl-sizing", f"{message}; raise {flag} or lower --cuda-graph-max-bs"))
+            raise ValueError(log.format_line("cutedsl-sizing", f"{message}; raise {flag} or lower --cuda-graph-max-bs"))
         if not self._warned:
             self._warned = True
             message = f"a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower but "
             message += f"with the same result. Start with {flag} to avoid that."
-            log.logger.warning(log.of("cutedsl-sizing", message))
+            log.logger.warning(log.format_line("cutedsl-sizing", message))
 
 
 def _allocate_output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     import torch
 
-    buffer = None if torch.compiler.is_compiling() else channel.take(shape, dtype, device)
+    buffer = None if torch.compiler.is_compiling() else channel.take_output(shape, dtype, device)
     return torch.empty(shape, dtype=dtype, device=device) if buffer is None else buffer
 
 
@@ -146,11 +146,11 @@ def _class_without_output(real: Any, patcher: Patcher) -> Any:
     import torch
 
     allocate = vars(real).get(_BUFFERS)
-    if not isinstance(allocate, FunctionType) or not engine.only_a_global(allocate, "torch"):
+    if not isinstance(allocate, FunctionType) or not engine.is_only_a_global(allocate, "torch"):
         return real
     made = [
         (ast.unparse(call.args[0]), ast.unparse(word.value))
-        for call in engine.calls(allocate, "torch.empty")
+        for call in engine.find_calls(allocate, "torch.empty")
         for word in call.keywords
         if word.arg == "dtype"
     ]
@@ -159,7 +159,7 @@ def _class_without_output(real: Any, patcher: Patcher) -> Any:
     if outputs != [("(self.max_num_tokens, self.hidden_size)", "self.output_dtype")]:
         return real
     kept = {getattr(torch, name) for name in others}
-    stand_in = with_globals(allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch, kept))
+    stand_in = replace_globals(allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch, kept))
     return type(real.__name__, (real,), {"__module__": real.__module__, _BUFFERS: stand_in})
 
 
@@ -193,7 +193,7 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     shared = SharedMoE(wrapper, ranks, is_capturing)
     if shares:
         message = f"one set of buffers, for {wrapper.max_num_tokens} tokens, serves all layers"
-        log.logger.info(log.of("cutedsl-sizing", message))
+        log.logger.info(log.format_line("cutedsl-sizing", message))
         _shared[key] = shared
     return shared
 
@@ -248,7 +248,7 @@ def keeps_buffers(wrapper_class: Any) -> bool:
 
 def plan() -> Plan:
     """:raises engine.Unsupported: the engine is not what this expects."""
-    if absent := runners.without_flashinfer():
+    if absent := runners.plan_without_flashinfer():
         return absent
     modelopt = engine.module("sglang.srt.layers.quantization.modelopt_quant")
     server_args_module = engine.module("sglang.srt.server_args")
@@ -265,7 +265,7 @@ def plan() -> Plan:
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
     ensure = engine.require_unpatched(runner, "ensure_cutedsl_wrapper")
     engine.require_parameters(ensure, ["layer"])
-    constructions = engine.calls(ensure, "CuteDslMoEWrapper")
+    constructions = engine.find_calls(ensure, "CuteDslMoEWrapper")
     keywords = {k.arg for call in constructions for k in call.keywords}
     engine.require(
         len(constructions) == 1 and {"use_cuda_graph", "max_num_tokens"} <= keywords,

@@ -49,7 +49,7 @@ from typing import Any
 
 from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, around, best_effort, together
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, around, best_effort, combine_installs
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -296,7 +296,8 @@ def _probe_marlin() -> Install | None:
     create_moe_runner = engine.require_unpatched(method, "create_moe_runner")
     engine.require_parameters(create_moe_runner, ["self", "layer", "moe_runner_config"], exactly=True)
     engine.require(
-        engine.sets(create_moe_runner, "_moe_runner_backend") and "_moe_runner_backend" in engine.source(process),
+        engine.sets_attribute(create_moe_runner, "_moe_runner_backend")
+        and "_moe_runner_backend" in engine.source(process),
         "create_moe_runner does not decide by which kernels a layer runs",
     )
     read = [engine.require_unpatched(engine.module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
@@ -375,18 +376,18 @@ def _plan() -> Plan:
     unread, repack, nvfp4 = _probe_unread(), _probe_repack(), _plan_nvfp4()
     if unread is None and repack is None:
         return nvfp4
-    return Plan.applied(together(unread, repack, nvfp4.install))
+    return Plan.applied(combine_installs(unread, repack, nvfp4.install))
 
 
 def _plan_nvfp4() -> Plan:
-    if absent := runners.without_flashinfer():
+    if absent := runners.plan_without_flashinfer():
         return absent
     marlin = _probe_marlin()
     if _serves_by_marlin_alone():
         if marlin is None:
             return Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
         return Plan.applied(marlin)
-    return Plan.applied(together(_probe_shuffle(), _probe_placeholders(), marlin))
+    return Plan.applied(combine_installs(_probe_shuffle(), _probe_placeholders(), marlin))
 
 
 def _freed(result: int, *args: Any, **kwargs: Any) -> int:
@@ -397,7 +398,7 @@ CHANGE = Change(
     name="fp4-weights",
     summary="FP4 expert weights are laid out in place, and keep no scales that nobody reads",
     plan=_plan,
-    skip=runners.skip_without(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
+    skip=runners.skip_unless_runner(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
     counts=(
         Count(
             "shuffled",

@@ -414,7 +414,9 @@ def _shuffle_scales(scales: torch.Tensor, permutation: RowPermutation, uploaded:
 
 @functools.lru_cache(maxsize=8)  # once per process and reason, not once per layer
 def _warn_no_kernel(name: str, reason: str) -> None:
-    log.logger.warning(log.of("fp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), name, reason)
+    log.logger.warning(
+        log.format_line("fp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), name, reason
+    )
 
 
 def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:

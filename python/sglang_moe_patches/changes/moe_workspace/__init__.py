@@ -42,7 +42,7 @@ from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import counts, probe
 from sglang_moe_patches.core.patch import (
-    Built,
+    BuiltModel,
     Change,
     Count,
     Decision,
@@ -52,8 +52,8 @@ from sglang_moe_patches.core.patch import (
     Skip,
     Status,
     best_effort,
+    combine_installs,
     error_reason,
-    together,
 )
 from sglang_moe_patches.core.variables import STRICT
 
@@ -101,7 +101,7 @@ def _plan() -> Plan:
     parts = [offer, triton_plan.install, marlin_plan.install, streams.probe(look_at)]
     if max_tokens is not None:
         parts.append(token_slices.plan(max_tokens).install)
-    return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), together(*parts))
+    return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), combine_installs(*parts))
 
 
 def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
@@ -113,7 +113,9 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     with best_effort("moe-workspace: which runners a model has"):
         used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
     for runner in sorted(unsupported.keys() & used):
-        message = log.of("moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}")
+        message = log.format_line(
+            "moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}"
+        )
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}")
         log.once(logging.WARNING, f"unsupported {runner}", "%s", message)
@@ -130,7 +132,7 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
 def _offer_dead_input() -> tuple[Install | None, str]:
     """What offers the dead input, and a note on what does not; columns work without."""
     try:
-        offers = probe.offers()
+        offers = probe.probe_offers()
     except engine.Unsupported as error:
         return None, f"no dead input is scratch memory: {error}"
     return offers.install, offers.note
@@ -155,7 +157,7 @@ def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> st
     )
 
 
-def decide(built: Built) -> Decision:
+def decide(built: BuiltModel) -> Decision:
     """What the layers of a model do (:mod:`.decision`)."""
     from sglang_moe_patches.changes.moe_workspace import decision
 

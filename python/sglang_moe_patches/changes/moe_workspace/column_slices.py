@@ -13,13 +13,13 @@ from math import ceil, gcd, isqrt, lcm
 from typing import NamedTuple
 
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.variables import Variable, positive_number
+from sglang_moe_patches.core.variables import Variable, positive_number_parser
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
     "MB (10^6 bytes) that Triton or Marlin may hold, where columns can; unset: what costs at most an estimated 2 % of "
     "the time",
-    positive_number("MB"),
+    positive_number_parser("MB"),
 )
 
 # Limits that hold unless MOE_WORKSPACE_MB is set.
@@ -378,7 +378,9 @@ def min_packed_tensor_bytes(max_bytes: int | None) -> int:
 
 def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
     """Log once for each runner of this process that its layers are cut."""
-    message = log.of("moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices")
+    message = log.format_line(
+        "moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices"
+    )
     log.once(logging.INFO, f"cut {runner}", message, runner, tensor_bytes / 1e6, slices)
 
 

@@ -11,10 +11,10 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, M
 from sglang_moe_patches.changes.moe_workspace.deferred_tensor import DeferredTensor, FusedMoeCall, SecondGemm
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, probe
-from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT, Built, Decision
+from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT, BuiltModel, Decision
 
 
-def decide(built: Built) -> Decision:
+def decide(built: BuiltModel) -> Decision:
     """What a layer decides that runs on Triton or Marlin, and offers its input if any does: others are alike."""
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
@@ -30,7 +30,7 @@ def decide(built: Built) -> Decision:
     return Decision(reason=f"the routed experts run on {', '.join(others)}")
 
 
-def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
+def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
     """As :mod:`.triton` and :mod:`.deferred_tensor` decide."""
     import torch
 
@@ -76,7 +76,7 @@ def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
     return _decide_width(sizes, column_slices.slice_width, max_bytes, cut=used, uncut=used)
 
 
-def _decide_marlin(experts: Any, built: Built, *, offered: bool) -> Decision:
+def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
     """As :mod:`.marlin` decides, of weights as it will have them packed."""
     import torch
 

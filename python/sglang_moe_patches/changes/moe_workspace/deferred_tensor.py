@@ -180,7 +180,7 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
     sizes = describe(deferred, output)
     hidden = deferred.shape[2]
     if isinstance(sizes, str):
-        message = log.of("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
+        message = log.format_line("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.once(logging.INFO, f"columns {sizes}", message, sizes)
         return [(0, hidden)]
     return column_slices.split_columns(hidden, column_slices.slice_width(*sizes, current_call.get().max_bytes))

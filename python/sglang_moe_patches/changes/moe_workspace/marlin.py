@@ -25,7 +25,7 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, M
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
-from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
+from sglang_moe_patches.core.patch import Patcher, Plan, replace_globals
 
 MODULE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
 NAME = "fused_marlin_moe"
@@ -179,7 +179,7 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
     sizes = describe(arguments)
     hidden = arguments["hidden_states"].shape[1]
     if isinstance(sizes, str):
-        message = log.of("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
+        message = log.format_line("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.once(logging.INFO, f"marlin {sizes}", message, sizes)
         return [(0, hidden)]
     return column_slices.split_columns(hidden, column_slices.packed_slice_width(*sizes, max_bytes))
@@ -200,7 +200,7 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
         weight_bytes=w1.nbytes + arguments["w1_scale"].nbytes + second_bytes,
         local_row_fraction=triton.local_row_fraction(arguments["expert_map"] is not None),
     )
-    buffer = channel.offered()
+    buffer = channel.offered_buffer()
     output_fits = buffer is not None and channel.fits(
         buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device
     )
@@ -308,8 +308,8 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     def sum_(expert_outputs: DeferredOutput, output: Any, scale: float) -> Any:
         return gemm_and_sum(expert_outputs, output, scale, gemm=getattr(module, GEMM), sum_and_copy=sum_and_copy)
 
-    stand_in = _MarlinTorch(torch, runners.symmetric_memory(), sum_)
-    by_columns = with_globals(function, module, patcher, torch=stand_in, **{GEMM: gemm, SUM: sum_})
+    stand_in = _MarlinTorch(torch, runners.probe_symmetric_memory(), sum_)
+    by_columns = replace_globals(function, module, patcher, torch=stand_in, **{GEMM: gemm, SUM: sum_})
     names, defaults = engine.parameters(function), function.__defaults__ or ()
     default_arguments = dict(zip(names[-len(defaults) :], defaults, strict=True))
     is_compiling = torch.compiler.is_compiling
@@ -360,7 +360,7 @@ def find_function(module: ModuleType) -> FunctionType:
 
     called = engine.get(module, NAME)
     if called is getattr(torch.ops.sglang, NAME, None):
-        function = engine.defined(module, NAME)
+        function = engine.load_definition(module, NAME)
         arguments = getattr(torch.ops.sglang, NAME).default._schema.arguments
         function.__defaults__ = tuple(a.default_value for a in arguments if a.has_default_value())
     else:
@@ -382,18 +382,18 @@ def plan() -> Plan:
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     engine.get(module, SUM)
     for name in ("torch", GEMM, SUM):
-        require(engine.only_a_global(function, name), f"in {NAME}, {name} is not only a global of its module")
+        require(engine.is_only_a_global(function, name), f"in {NAME}, {name} is not only a global of its module")
     for name, expected in _EXPECTED_USES.items():
-        uses = {use for use in engine.uses(function, name) if not use.startswith(f"{GEMM}(")}
+        uses = {use for use in engine.find_uses(function, name) if not use.startswith(f"{GEMM}(")}
         require(uses <= expected, f"{NAME} has another use for {name}: {', '.join(sorted(uses - expected))}")
-    allocations = [call for name in ("empty", "zeros") for call in engine.calls(function, f"torch.{name}")]
+    allocations = [call for name in ("empty", "zeros") for call in engine.find_calls(function, f"torch.{name}")]
     sizes = [ast.unparse(call.args[0]) for call in allocations]
     both = [size for size in sizes if size.endswith(",)")]
     require(
         len(both) == 1 and all("max(" in size and size.endswith("K),)") for size in both),
         f"{NAME} allocates {', '.join(sizes)}",
     )
-    outputs = [ast.unparse(call.args[1]) for call in engine.calls(function, GEMM)]
+    outputs = [ast.unparse(call.args[1]) for call in engine.find_calls(function, GEMM)]
     require(outputs == [_FIRST, _SECOND], f"{NAME} has {GEMM} write {', '.join(outputs)}")
-    runners.symmetric_memory()
+    runners.probe_symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, function=function))

@@ -14,7 +14,7 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace import streams
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Patcher, PatchError, Plan, around
-from sglang_moe_patches.core.variables import STRICT, Variable, positive_number
+from sglang_moe_patches.core.variables import STRICT, Variable, positive_number_parser
 
 _LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
 _DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"
@@ -43,7 +43,7 @@ ROW_BY_ROW_SCHEMES = frozenset({"CompressedTensorsWNA16MoE", "CompressedTensorsW
 MAX_MOE_TOKENS: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS",
     "the most tokens that a routed-experts kernel gets at once",
-    positive_number("tokens"),
+    positive_number_parser("tokens"),
 )
 
 
@@ -186,7 +186,7 @@ def _report_skip_reason(reason: str) -> None:
 
     :raises PatchError: ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
-    message = log.of(
+    message = log.format_line(
         "moe-workspace", f"{MAX_MOE_TOKENS.name}: a routed-experts kernel gets all tokens at once, because {reason}"
     )
     if STRICT.read():

@@ -24,7 +24,7 @@ from sglang_moe_patches.changes.moe_workspace.deferred_tensor import (
 from sglang_moe_patches.core import engine, fused_moe_call, runners
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
-from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
+from sglang_moe_patches.core.patch import Patcher, Plan, replace_globals
 
 FUSED_MOE = fused_moe_call.NAME
 COMBINE = "moe_combine_topk"
@@ -68,7 +68,7 @@ class _FusedMoeTorch(takers.OutputTorch):
             return DeferredTensor(size, device, dtype)
         call = deferred_tensor.current_call.get()
         if call.inplace and size[1] == call.gate_columns // 2:
-            memory = channel.take_memory(size, dtype, device)
+            memory = channel.take_scratch(size, dtype, device)
             if memory is not None:
                 call.dead_input_address = memory.data_ptr()
                 return memory
@@ -101,7 +101,7 @@ def local_row_fraction(filter_expert: Any) -> float:
 def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     """Wrap the engine's fused-MoE function, of ``module``, whose GEMM is of ``kernels``."""
     original: FunctionType = engine.require_unpatched(module, FUSED_MOE)
-    symmetric_memory = runners.symmetric_memory()
+    symmetric_memory = runners.probe_symmetric_memory()
     by_columns = _fused_moe_in_columns(original, patcher, module, kernels, symmetric_memory)
     max_bytes = column_slices.read_max_bytes()
     names = engine.parameters(original)
@@ -116,8 +116,8 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         # An uncut call goes to the engine's own function, but for three cases that by_columns serves: a dead input on
         # offer, which holds the activation or the output; a tensor that the engine never writes (no_combine); an output
         # that must lie in the pool of symmetric memory.
-        needs_pool = not inplace and symmetric_memory.is_on
-        if channel.offered() is None and not kwargs.get("no_combine") and not needs_pool:
+        needs_pool = not inplace and symmetric_memory.is_enabled
+        if channel.offered_buffer() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
@@ -195,7 +195,7 @@ def _fused_moe_in_columns(
 
     gemm = getattr(kernels, INVOKE)
     quantizers = {name: make_quantizer(name) for name in sorted(_QUANTIZERS & set(gemm.__code__.co_names))}
-    invoke_quantized = with_globals(gemm, kernels, patcher, **quantizers)
+    invoke_quantized = replace_globals(gemm, kernels, patcher, **quantizers)
 
     def invoke(activations: Any, weights: Any, bias: Any, output: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(output, DeferredTensor):
@@ -222,9 +222,9 @@ def _fused_moe_in_columns(
 
     stand_ins = {"torch": _FusedMoeTorch(torch, symmetric_memory), INVOKE: invoke}
     if SUM in original.__code__.co_names:
-        return with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
-    combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
-    return with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
+        return replace_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
+    combine = replace_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
+    return replace_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
 
 
 # --- Probing the engine ----------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _fused_moe_in_columns(
 def _require_globals(function: Any, *names: str) -> None:
     for name in names:
         require(
-            name in function.__code__.co_names and engine.only_a_global(function, name),
+            name in function.__code__.co_names and engine.is_only_a_global(function, name),
             f"in {function.__name__}, {name} is not a global of its module and nothing else",
         )
 
@@ -261,10 +261,10 @@ def plan() -> Plan:
         {"config", "down_config"} <= set(engine.parameters(fused_moe)),
         f"{FUSED_MOE} takes no config, or no down_config",
     )
-    uses = engine.uses(fused_moe, "intermediate_cache3") | engine.uses(summing, "intermediate_cache3")
+    uses = engine.find_uses(fused_moe, "intermediate_cache3") | engine.find_uses(summing, "intermediate_cache3")
     unknown = ", ".join(sorted(uses - _EXPECTED_USES))
     require(not unknown, f"{FUSED_MOE} has another use for its tensor: {unknown}")
-    allocated = [ast.unparse(call.args[0]) for call in engine.calls(fused_moe, "torch.empty")]
+    allocated = [ast.unparse(call.args[0]) for call in engine.find_calls(fused_moe, "torch.empty")]
     three_dimensional = [size for size in allocated if size.count(",") > 1]
     require(
         "(total_tokens, N // 2)" in allocated
@@ -272,5 +272,5 @@ def plan() -> Plan:
         and len(set(three_dimensional)) == 1,
         f"{FUSED_MOE} allocates {', '.join(allocated)}",
     )
-    runners.symmetric_memory()
+    runners.probe_symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, kernels=kernels))

@@ -42,7 +42,7 @@ def _skip(server_args: Any) -> Skip | None:
     if server_args.moe_a2a_backend != "mori":
         return Skip(f"--moe-a2a-backend is {server_args.moe_a2a_backend}")
     if not (LIMIT.read() or BOUND.read()):
-        return Skip(f"neither {LIMIT.name} nor {BOUND.name} is set", switchable=True)
+        return Skip(f"neither {LIMIT.name} nor {BOUND.name} is set", can_be_enabled=True)
     return None
 
 

@@ -49,7 +49,9 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     buffer_rows = dispatched.hidden_states.shape[0]
     if policy.unproven_layout:
         message = "neither %s nor %s is applied: MoRI's InterNode kernels are not known to put what arrives first"
-        log.once(logging.WARNING, "mori layout", log.of("mori-input-truncation", message), LIMIT.name, BOUND.name)
+        log.once(
+            logging.WARNING, "mori layout", log.format_line("mori-input-truncation", message), LIMIT.name, BOUND.name
+        )
         return _cut_to(dispatched, buffer_rows)
     counts = None
     if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
@@ -77,7 +79,7 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
                 f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it"
             )
             within = dispatched.num_recv_tokens_per_expert <= rows
-            torch._assert_async(within, log.of("mori-input-truncation", message))
+            torch._assert_async(within, log.format_line("mori-input-truncation", message))
     return _cut_to(dispatched, rows)
 
 
@@ -106,7 +108,7 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
             "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
             "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens."
         )
-    log.once(logging.WARNING, f"mori {kind}", log.of("mori-input-truncation", message), *arguments)
+    log.once(logging.WARNING, f"mori {kind}", log.format_line("mori-input-truncation", message), *arguments)
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
@@ -186,7 +188,7 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
     if _RECV_CAP in dispatched._fields:
         engine.require_mentions(function, _RECV_CAP)
         return lambda patcher: None
-    reads = [ast.unparse(call) for call in engine.calls(function, "get_int_env_var")]
+    reads = [ast.unparse(call) for call in engine.find_calls(function, "get_int_env_var")]
     engine.require(any(LIMIT.name in call for call in reads), f"{_RUNNER_FUNCTION} does not read {LIMIT.name}")
     for name in ("get_int_env_var", *([_ENGINE_BOUND] if hasattr(runner, _ENGINE_BOUND) else [])):
         engine.require_unpatched(runner, name)

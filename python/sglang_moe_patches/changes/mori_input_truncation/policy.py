@@ -36,14 +36,14 @@ LIMIT = Variable(
     "rows to which MoRI's receive buffer is cut, raised to what can arrive; 0: no limit",
     _parse_rows,
     default="0",
-    is_engines=True,
+    is_engine_variable=True,
 )
 BOUND = Variable(
     "SGLANG_MORI_RECV_BOUND",
     "1: cut MoRI's receive buffer to what can arrive, without a limit",
     _parse_switch,
     default="0",
-    is_engines=True,
+    is_engine_variable=True,
 )
 
 

@@ -27,8 +27,8 @@ class Channel(NamedTuple):
     set: Callable[[torch.Tensor | None], Any]
 
 
-_offered: ContextVar[torch.Tensor | None] = ContextVar("moe_output_buffer", default=None)
-_channel = Channel(_offered.get, _offered.set)
+_offered_buffer: ContextVar[torch.Tensor | None] = ContextVar("moe_output_buffer", default=None)
+_channel = Channel(_offered_buffer.get, _offered_buffer.set)
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -70,21 +70,21 @@ def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
 
     :param buffer: [tokens, hidden]; no later code reads what it holds now. ``None`` withholds one.
     """
-    before = exchange(buffer)
+    before = replace_offer(buffer)
     try:
         yield
     finally:
-        exchange(before)
+        replace_offer(before)
 
 
-def exchange(buffer: torch.Tensor | None) -> torch.Tensor | None:
+def replace_offer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     """Put ``buffer`` on offer in this context, or nothing; returns what was on offer before."""
     before = _channel.get()
     _channel.set(buffer)
     return before
 
 
-def offered() -> torch.Tensor | None:
+def offered_buffer() -> torch.Tensor | None:
     """The buffer on offer in this context, which stays on offer; ``None`` without one."""
     return _channel.get()
 
@@ -96,7 +96,9 @@ def withhold_if_shared(moe_input: torch.Tensor) -> None:
         _channel.set(None)
 
 
-def take(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **conditions: Any) -> torch.Tensor | None:
+def take_output(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **conditions: Any
+) -> torch.Tensor | None:
     """The offered buffer as a new tensor, if it fits; a second call in the same offer gets ``None``.
 
     :param conditions: the keyword arguments of :func:`fits`.
@@ -111,10 +113,10 @@ def take(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **con
     return buffer.detach()
 
 
-def take_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+def take_scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """The memory of the offered buffer as a tensor of another shape and dtype, if it is enough; for scratch.
 
-    A second call in the same offer, and :func:`take`, get ``None`` from then on.
+    A second call in the same offer, and :func:`take_output`, get ``None`` from then on.
     """
     buffer = _channel.get()
     needed = math.prod(shape) * dtype.itemsize

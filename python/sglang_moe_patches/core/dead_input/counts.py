@@ -8,7 +8,7 @@ from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.patch import Count
 
 
-def _something(result: Any, *args: Any, **conditions: Any) -> int:
+def _count_taken(result: Any, *args: Any, **conditions: Any) -> int:
     return int(result is not None)
 
 
@@ -16,9 +16,11 @@ OFFERED = Count(
     "offered",
     "offered the dead input",
     channel.__name__,
-    "exchange",
+    "replace_offer",
     lambda before, buffer: buffer is not None,
     before_layer=True,
 )
-AS_OUTPUT = Count("as output", "wrote the output into the dead input", channel.__name__, "take", _something)
-AS_SCRATCH = Count("as scratch", "took the dead input as scratch memory", channel.__name__, "take_memory", _something)
+AS_OUTPUT = Count("as output", "wrote the output into the dead input", channel.__name__, "take_output", _count_taken)
+AS_SCRATCH = Count(
+    "as scratch", "took the dead input as scratch memory", channel.__name__, "take_scratch", _count_taken
+)

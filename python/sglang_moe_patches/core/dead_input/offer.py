@@ -83,34 +83,34 @@ def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending
-    return stream.residual if pending is not None and adds_plainly(pending.update) else None
+    return stream.residual if pending is not None and is_plain_addition(pending.update) else None
 
 
-def adds_plainly(update: Any) -> bool:
+def is_plain_addition(update: Any) -> bool:
     """Whether an update of the residual adds to it and does no more, as the engine says by one name or the other."""
     return bool(getattr(update, "is_plain_add", False) or getattr(update, "adds_plainly", False))
 
 
-def norms_plainly(read: Any) -> bool:
+def is_plain_norm(read: Any) -> bool:
     """Whether a stage reads the residual's norm, with the sum before it in one kernel, or none of its own."""
     return bool(getattr(read, "is_plain_norm", False) or getattr(read, "norms_plainly", False))
 
 
-def the_input_itself(hidden_states: Any) -> Any:
+def return_unchanged(hidden_states: Any) -> Any:
     """The tensor of a layer's input, where that is one."""
     return hidden_states
 
 
-LAYERS_TAKE = ("positions", "hidden_states", "forward_batch", "residual")
+USUAL_PARAMETERS = ("positions", "hidden_states", "forward_batch", "residual")
 """What most decoder layers take, in this order."""
 
 
 def make_layer_forward(
     original: Callable[..., Any],
     is_compiling: Callable[[], bool],
-    takes: Sequence[str] = LAYERS_TAKE,
+    takes: Sequence[str] = USUAL_PARAMETERS,
     residual_of: Callable[[Any, Any], Any] = residual_argument,
-    tensor_of: Callable[[Any], Any] = the_input_itself,
+    tensor_of: Callable[[Any], Any] = return_unchanged,
 ) -> Callable[..., Any]:
     """Offer the layer's input where it is dead.
 
@@ -132,7 +132,7 @@ def make_layer_forward(
             hidden_states = args[input_at] if input_at < by_place else kwargs.get("hidden_states")
             batch = args[batch_at] if batch_at < by_place else kwargs.get("forward_batch")
             residual = args[residual_at] if residual_at < by_place else kwargs.get("residual")
-            tensor: Any = hidden_states if tensor_of is the_input_itself else tensor_of(hidden_states)
+            tensor: Any = hidden_states if tensor_of is return_unchanged else tensor_of(hidden_states)
             if (
                 getattr(tensor, "nbytes", 0) >= min_bytes
                 and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
@@ -141,17 +141,17 @@ def make_layer_forward(
                 and not has_hooks(self)
             ):
                 # A new tensor object: a runner may return the one that it is given, with the marks that are on it.
-                before = channel.exchange(tensor.detach())
+                before = channel.replace_offer(tensor.detach())
                 try:
                     return original(self, *args, **kwargs)
                 finally:
-                    channel.exchange(before)
+                    channel.replace_offer(before)
         return original(self, *args, **kwargs)
 
     return forward
 
 
-def initialize(built: Callable[[Any], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def initialize_and_probe(built: Callable[[Any], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a model, and probe it.
 
     :param built: is given the model.
@@ -162,13 +162,13 @@ def initialize(built: Callable[[Any], None], original: Callable[..., Any], *args
     return model
 
 
-def of_this_stage(stack: Any) -> list[Any]:
+def stage_layers(stack: Any) -> list[Any]:
     """The layers of a stack that run in this stage of the pipeline, in order."""
     layers, start, end = stack.layers, getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
     return [layer for layer in list(layers)[start:end] if type(layer).__name__ != "PPMissingLayer"]
 
 
-def mark(layer: Any, producer: Any, experts: Any) -> None:
+def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
     """From now on a layer offers its input, if its runner may take it.
 
     :param producer: the layer before it.
@@ -182,11 +182,11 @@ def mark(layer: Any, producer: Any, experts: Any) -> None:
     setattr(layer, _MIN_OFFER_BYTES, MIN_SCRATCH_BYTES if in_large_forwards else 0)
 
 
-def offers(layer: Any) -> bool:
-    """Whether a decoder layer offers its input where it is dead (:func:`mark`)."""
+def is_offering(layer: Any) -> bool:
+    """Whether a decoder layer offers its input where it is dead (:func:`mark_offering`)."""
     return hasattr(layer, _MIN_OFFER_BYTES)
 
 
-def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
+def make_empty_offer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Withhold the engine's own offer, in every layer: it does not ask whether the input is dead. Ours does."""
     return functools.wraps(original)(lambda buf: nullcontext())

@@ -67,31 +67,31 @@ class Offers:
         patcher.add(sys.modules[__name__], "_installed", self)
         if self.channel is not None:
             patcher.add(channel, "_channel", self.channel)
-            for module in _holders(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
-                patcher.wrap(module, ENGINE_OFFER, offer.make_no_offer)
+            for module in _modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
+                patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
             # Its runner asks this of every buffer that we offer, in layers too where it has none of its own.
             pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
-            asks = runners.remembering(getattr(pool, runners.IN_POOL))
-            for module in _asking():
+            asks = runners.remember_pool_addresses(getattr(pool, runners.IN_POOL))
+            for module in _pool_query_modules():
                 patcher.replace(module, runners.IN_POOL, asks)
         built = functools.partial(probe_model, patcher=patcher, wrapped=set())
-        for module in _holders(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
-            patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize, built)))
+        for module in _modules_exposing(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
+            patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize_and_probe, built)))
 
 
-def engine_offers() -> bool:
+def has_engine_offer() -> bool:
     """Whether the engine itself offers inputs in some layers, and has a channel of its own."""
     return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
 
 
-def offers() -> Offers:
+def probe_offers() -> Offers:
     """What can be offered on this engine, or what another change has found already.
 
     :raises engine.Unsupported: the engine builds its models in another way, or its own channel is not as expected.
     """
     if _installed is not None:
         return _installed
-    engines_channel = _engines_channel() if engine_offers() else None
+    engines_channel = _engines_channel() if has_engine_offer() else None
     engine.require_unpatched(engine.module(LOADER), INITIALIZE)
     try:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
@@ -111,13 +111,13 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
     :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
     """
     for stack, dead in probe_stacks(model):
-        stage = offer.of_this_stage(stack)
+        stage = offer.stage_layers(stack)
         producers = {layer: producer for producer, layer in itertools.pairwise(stage)}
         for layer, facts, experts in dead.layers:
             if facts.layer not in wrapped:
                 patcher.wrap(facts.layer, "forward", make_offering(facts))
                 wrapped.add(facts.layer)
-            offer.mark(layer, producers[layer], experts)
+            offer.mark_offering(layer, producers[layer], experts)
         if dead.skip_reasons:
             name, reasons = type(stack).__name__, "; ".join(dead.skip_reasons)
             message = f"{log.PREFIX}layers of {name} do not offer their dead input: {reasons}"
@@ -130,7 +130,7 @@ def find_offers(model: Any) -> tuple[list[Any], list[str]]:
     offering: list[Any] = []
     reasons: dict[str, None] = {}
     for _, dead in probe_stacks(model):
-        offering += [experts for layer, _, experts in dead.layers if offer.offers(layer)]
+        offering += [experts for layer, _, experts in dead.layers if offer.is_offering(layer)]
         reasons |= dict.fromkeys(dead.skip_reasons)
     return offering, list(reasons)
 
@@ -171,7 +171,7 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     for stack in list(model.modules()):
         if not isinstance(getattr(stack, "layers", None), ModuleList):
             continue
-        stage = offer.of_this_stage(stack)
+        stage = offer.stage_layers(stack)
         sparse = [
             (producer, layer, experts)
             for producer, layer in itertools.pairwise(stage)
@@ -191,7 +191,9 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackF
         except Exception as error:
             return error
 
-    own_parts = functools.cache(functools.partial(require_own_parts, own_methods=functools.cache(require_own_methods)))
+    own_parts = functools.cache(
+        functools.partial(require_unpatched_parts, own_methods=functools.cache(require_unpatched_methods))
+    )
     try:
         require_loop(type(stack))
     except Exception as error:
@@ -272,11 +274,11 @@ def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, expe
 _returns_own = functools.cache(proofs.returns_own_memory)
 
 
-def require_own_parts(layer: Any, own_methods: Callable[[type], None]) -> None:
+def require_unpatched_parts(layer: Any, own_methods: Callable[[type], None]) -> None:
     """Prove that nobody else sees what a layer is given, computes and returns: another plugin's wrapper around a norm
     may keep the memory in which the layer's input lies.
 
-    :param own_methods: :func:`require_own_methods`, which may remember the classes that it has seen.
+    :param own_methods: :func:`require_unpatched_methods`, which may remember the classes that it has seen.
     :raises engine.Unsupported: a module of the layer, or what moves its data between ranks, has code that is not the
         engine's own.
     """
@@ -293,7 +295,7 @@ def require_own_parts(layer: Any, own_methods: Callable[[type], None]) -> None:
 _HANDLES_TENSORS = ("layer_communicator", "attn_boundary", "ffn_boundary", "quant_method")
 
 
-def require_own_methods(kind: type) -> None:
+def require_unpatched_methods(kind: type) -> None:
     """:raises engine.Unsupported: a class of the engine's, or of PyTorch's, has methods that are not their own."""
     for base in kind.__mro__:
         engine.require(_home(base) in _HOMES, f"{kind.__name__} is {base.__module__}.{base.__qualname__}")
@@ -325,7 +327,7 @@ def _sums_plainly(layer: Any) -> bool:
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:
-        return offer.norms_plainly(boundary.declaration.read)
+        return offer.is_plain_norm(boundary.declaration.read)
     communicators = engine.module("sglang.srt.layers.communicator")
     prepare = engine.require_unpatched(engine.require_unpatched(communicators, "LayerCommunicator"), "prepare_attn")
     return engine.require_unpatched(type(layer.layer_communicator), "prepare_attn") is prepare
@@ -360,7 +362,7 @@ def _find_tensor(forward: Any) -> Callable[[Any], Any]:
     """
     access, name = proofs.TENSOR_OF_HANDLE.split(".")
     if not engine.mentions(forward, access, name):
-        return offer.the_input_itself
+        return offer.return_unchanged
     return engine.require_unpatched(forward.__globals__[access], name)
 
 
@@ -375,7 +377,7 @@ def _engines_channel() -> Channel:
     """
     base = engine.module(ENGINE_MODULE)
     engine.require_unpatched(base, ENGINE_OFFER)
-    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_asking()):
+    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_pool_query_modules()):
         engine.require_unpatched(module, runners.IN_POOL)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
@@ -385,12 +387,12 @@ def _engines_channel() -> Channel:
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
 
-def _holders(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
+def _modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
     """The modules in which a function of the engine's goes by its name: its own, and those that imported it."""
     return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
-def _asking() -> list[Any]:
+def _pool_query_modules() -> list[Any]:
     """The engine's modules that ask whether a tensor lies in the pool of NCCL symmetric memory."""
     engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
     return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]

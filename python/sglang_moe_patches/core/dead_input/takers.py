@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_moe_patches.core import engine, fused_moe_call, runners
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.dead_input.channel import shares_storage
-from sglang_moe_patches.core.patch import Install, Patcher, with_globals
+from sglang_moe_patches.core.patch import Install, Patcher, replace_globals
 from sglang_moe_patches.core.runners import SymmetricMemory
 
 if TYPE_CHECKING:
@@ -40,17 +40,17 @@ class OutputTorch:
         return value
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._symmetric_memory.for_an_output():
+        with self._symmetric_memory.output_context():
             buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
             return self._torch.empty_like(tensor) if buffer is None else buffer
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        return channel.take(
+        return channel.take_output(
             shape,
             dtype,
             device,
-            needs_symmetric_memory=self._symmetric_memory.is_asked_for,
-            in_symmetric_memory=self._symmetric_memory.holds,
+            needs_symmetric_memory=self._symmetric_memory.is_active,
+            in_symmetric_memory=self._symmetric_memory.contains,
         )
 
 
@@ -70,7 +70,7 @@ def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_com
     def run(dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(dispatch_output, *args, **kwargs)
-        buffer = channel.offered()
+        buffer = channel.offered_buffer()
         # The shared experts, and the kernel itself, still read the MoE input while the output is being written.
         if buffer is None or shares_storage(buffer, dispatch_output.hidden_states):
             return original(dispatch_output, *args, **kwargs)
@@ -79,21 +79,21 @@ def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_com
     return run
 
 
-def trtllm() -> Install:
+def probe_trtllm() -> Install:
     """The NVFP4 TRT-LLM runner takes the offered buffer.
 
     :raises engine.Unsupported: the engine is not what this expects.
     """
     import torch
 
-    symmetric_memory = runners.symmetric_memory()
+    symmetric_memory = runners.probe_symmetric_memory()
     fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
     function = engine.require_unpatched(runner, TRTLLM_RUNNER)
     engine.require_parameters(function, ["dispatch_output", "quant_info", "runner_config"])
     allocations = [
-        call for name in ("empty", "empty_like", "zeros") for call in engine.calls(function, f"torch.{name}")
+        call for name in ("empty", "empty_like", "zeros") for call in engine.find_calls(function, f"torch.{name}")
     ]
     engine.require(
         [{k.arg for k in call.keywords} for call in allocations] == [{"dtype", "device"}],
@@ -101,13 +101,13 @@ def trtllm() -> Install:
         "device=)",
     )
     engine.require(
-        engine.only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
+        engine.is_only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
     )
     experts = runners.probe_inplace(fused_moe)
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:
-        into_buffer = with_globals(function, runner, patcher, torch=TrtllmTorch(torch, symmetric_memory))
+        into_buffer = replace_globals(function, runner, patcher, torch=TrtllmTorch(torch, symmetric_memory))
         patcher.wrap(runner, TRTLLM_RUNNER, lambda original: make_trtllm_runner(original, into_buffer, is_compiling))
         runners.clear_inplace(experts, patcher)
 
@@ -128,12 +128,12 @@ def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: Symmetr
             return None
         # The kernels still read the MoE input while the output is being written, and the shared experts after that.
         channel.withhold_if_shared(hidden_states)
-        return into_buffer if channel.offered() is not None or symmetric_memory.is_on else None
+        return into_buffer if channel.offered_buffer() is not None or symmetric_memory.is_enabled else None
 
     return route
 
 
-def triton() -> Install:
+def probe_triton() -> Install:
     """The Triton runner writes into the offered buffer where it is not in place.
 
     :raises engine.Unsupported: the engine is not what this expects.
@@ -141,15 +141,15 @@ def triton() -> Install:
     import torch
 
     module, function = fused_moe_call.probe()
-    name, symmetric_memory = function.__name__, runners.symmetric_memory()
-    outputs = [ast.unparse(call) for call in engine.calls(function, "torch.empty_like")]
+    name, symmetric_memory = function.__name__, runners.probe_symmetric_memory()
+    outputs = [ast.unparse(call) for call in engine.find_calls(function, "torch.empty_like")]
     engine.require(
         outputs == ["torch.empty_like(hidden_states)"], f"{name} allocates {', '.join(outputs) or 'no output'}"
     )
-    engine.require(engine.only_a_global(function, "torch"), f"in {name}, torch is not only the module's global")
+    engine.require(engine.is_only_a_global(function, "torch"), f"in {name}, torch is not only the module's global")
 
     def install(patcher: Patcher) -> None:
-        into_buffer = with_globals(function, module, patcher, torch=OutputTorch(torch, symmetric_memory))
+        into_buffer = replace_globals(function, module, patcher, torch=OutputTorch(torch, symmetric_memory))
         fused_moe_call.add_route(patcher, make_triton_route(into_buffer, symmetric_memory))
 
     return install

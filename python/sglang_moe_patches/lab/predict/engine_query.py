@@ -246,7 +246,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     from sglang_moe_patches.core.dead_input import probe
 
     server_args, given = _resolve_arguments(arguments)
-    view = engine.resolved(server_args)
+    view = engine.resolve_arguments(server_args)
     # A copy: some releases resolve into an object that is read-only.
     resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
@@ -279,7 +279,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         # Data-parallel ranks bring a chunk each.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
         if layer is not None:
-            built = patch.Built(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
+            built = patch.BuiltModel(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
             asked = [change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE]
             decisions = {change.name: asdict(change.decide(built)) for change in asked if change.decide}
     except Refused as error:
@@ -299,7 +299,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             "unknown": fit.unknown if fit else unknown,
         },
         "fit": fit and asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction},
-        "engine_drops": probe.engine_offers(),
+        "engine_drops": probe.has_engine_offer(),
         "float_logits": _has_float_logits(),
         "prefill_graphs": _prefill_graphs(resolved),
     }
@@ -582,14 +582,14 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 def _has_float_logits() -> bool:
     """Whether DeepSeek's router puts out float32 for a prefill: what the last of its ways does."""
     gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
-    named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.calls(gate, name)]
+    named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
     return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
 
 
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
     """What becomes of each change on this server. Those that decide for layers are applied, as where one is built."""
-    selected = patch.selected(CHANGES)
+    selected = patch.selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {
         change.name: applied.get(change.name) or patch.plan_for(change, selected, server_args) for change in CHANGES

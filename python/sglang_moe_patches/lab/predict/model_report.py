@@ -23,7 +23,7 @@ from sglang_moe_patches.core.patch import (
     SHARED_LAST,
     Change,
     Decision,
-    unread,
+    describe_unread_variables,
 )
 from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.lab.predict import config, forward
@@ -228,7 +228,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         raise CannotAdvise(f"--gpu {gpu} is unknown; known: {', '.join(GPUS)}")
     if any(argument.split("=")[0] in ("--model", "--model-path") for argument in arguments):
         raise CannotAdvise("give --model before the `--`")
-    if misspelt := unread(CHANGES):
+    if misspelt := describe_unread_variables(CHANGES):
         raise CannotAdvise("; ".join(misspelt))
     content, path = config.load_model(model)
     sizes = config.read(content, model)

@@ -108,7 +108,7 @@ def check_model(model: str) -> None:
 
 def check_plugins(environ: Mapping[str, str]) -> None:
     """:raises ValueError: the engine would not load this package."""
-    if engine.is_left_out(environ):
+    if engine.is_plugin_left_out(environ):
         raise ValueError(
             f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} keeps the engine from loading this package; add {PLUGIN_NAME}"
         )

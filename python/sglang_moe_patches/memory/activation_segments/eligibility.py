@@ -102,7 +102,7 @@ def skip(asked: bool | None, environ: Mapping[str, str], pytorch: str, server_ar
     :param server_args: the engine's ``ServerArgs``, resolved; ``None``: what holds for all servers of this environment.
     """
     if asked is False:
-        return Skip(f"{SEGMENTS.name} is off", switchable=True)
+        return Skip(f"{SEGMENTS.name} is off", can_be_enabled=True)
     if server_args is not None and server_args.device != "cuda":
         return Skip(f"--device is {server_args.device}")
     for name in CONFIGURATIONS:
@@ -118,5 +118,5 @@ def skip(asked: bool | None, environ: Mapping[str, str], pytorch: str, server_ar
     if server_args is not None and environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true"):
         unseen.append(VIT_GRAPHS)
     if unseen and not asked:
-        return Skip(f"{unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on", switchable=True)
+        return Skip(f"{unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on", can_be_enabled=True)
     return None

@@ -72,7 +72,7 @@ class Switch:
             self._set(setting or (OFF if self._holding else ON))
         except Exception as error:
             self._on = False
-            log.logger.warning(log.of("activation-segments", "the allocator cannot be set: %s"), error)
+            log.logger.warning(log.format_line("activation-segments", "the allocator cannot be set: %s"), error)
 
 
 # --- The allocator ---------------------------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
     except Exception as error:
         works, failed = False, f"the ranks cannot agree, {type(error).__name__}: {error}"
     if works:
-        log.logger.info(log.of("activation-segments", "on from here"))
+        log.logger.info(log.format_line("activation-segments", "on from here"))
         return
     switch.turn_off()
-    log.logger.warning(log.of("activation-segments", "off: %s"), failed)
+    log.logger.warning(log.format_line("activation-segments", "off: %s"), failed)
 
 
 # --- Where it is turned ----------------------------------------------------------------------------------------------

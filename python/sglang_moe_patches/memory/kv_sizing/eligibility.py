@@ -152,7 +152,7 @@ SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 
 def arguments_of(server_args: Any) -> dict[str, Any]:
     """A server's arguments, as resolved."""
-    return dict(vars(engine.resolved(server_args)))
+    return dict(vars(engine.resolve_arguments(server_args)))
 
 
 def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
@@ -193,7 +193,7 @@ def skip(server_args: Any) -> Skip | None:
     """:func:`skip_reason` of a server's own arguments, in this process's environment."""
     asked = KV_SIZING.read()
     reason = skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
-    return Skip(reason, switchable=not asked) if reason else None
+    return Skip(reason, can_be_enabled=not asked) if reason else None
 
 
 # --- Whether the fraction was given ----------------------------------------------------------------------------------

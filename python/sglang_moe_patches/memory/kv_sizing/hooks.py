@@ -126,7 +126,7 @@ class ServerStart:
     def log(self, message: str, *, warn: bool = False) -> None:
         """Log on the first rank alone."""
         if self.leads:
-            (log.logger.warning if warn else log.logger.info)("%s", log.of("kv-sizing", message))
+            (log.logger.warning if warn else log.logger.info)("%s", log.format_line("kv-sizing", message))
 
     # --- 1. Reserve ----------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class ServerStart:
         try:
             self.board.publish(key, told)
         except Exception as error:
-            log.logger.warning(log.of("kv-sizing", "what a rank has to tell is lost: %s"), error)
+            log.logger.warning(log.format_line("kv-sizing", "what a rank has to tell is lost: %s"), error)
 
     def _tell_need(self, need: RankNeed) -> None:
         self._tell_first("measured", need, self._order_for, self.pools.counts.tokens)

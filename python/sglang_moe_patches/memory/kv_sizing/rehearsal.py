@@ -548,7 +548,7 @@ class Rehearsal:
             try:
                 self._undo.pop()()
             except Exception as error:
-                log.logger.warning(log.of("kv-sizing", "not all is what it was: %s"), error)
+                log.logger.warning(log.format_line("kv-sizing", "not all is what it was: %s"), error)
 
     def _meanwhile(self, owner: Any, name: str, value: Any) -> None:
         """An attribute of one object, until the end."""

@@ -117,7 +117,7 @@ class Metrics:
                 names = (*self._labels, *labels)
                 self._gauges[name] = Gauge(name, says, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
-            log.logger.warning(log.of("kv-sizing", "no metrics: %s"), error)
+            log.logger.warning(log.format_line("kv-sizing", "no metrics: %s"), error)
             self._gauges = {}
 
     def show(self, name: str, value: float, **labels: str) -> None:
@@ -173,7 +173,7 @@ class Serving:
                 step()
             except Exception as error:
                 self._failed.add(what)
-                log.logger.warning(log.of("kv-sizing", "%s any more: %s"), what, error)
+                log.logger.warning(log.format_line("kv-sizing", "%s any more: %s"), what, error)
 
     def _sample(self) -> None:
         if not self._memory.is_due():
@@ -259,7 +259,7 @@ class Serving:
         try:
             self._given_back += self._pools.unmap_from(retirement.backed())
         except Exception as error:  # the other ranks go on taking slots out, and so must this one
-            log.logger.warning(log.of("kv-sizing", "memory is not given back: %s"), error)
+            log.logger.warning(log.format_line("kv-sizing", "memory is not given back: %s"), error)
         self._shown.show(GIVEN_BACK, self._given_back)
         self._shown.show(TOKENS, retirement.in_use().tokens)
         if not retirement.done:
@@ -268,7 +268,7 @@ class Serving:
         if self._leads:
             tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._began_with:,}"
             given_back = f"{megabytes(self._given_back)} given back until now"
-            log.logger.warning(log.of("kv-sizing", "memory was short: %s; %s"), tokens, given_back)
+            log.logger.warning(log.format_line("kv-sizing", "memory was short: %s; %s"), tokens, given_back)
 
 
 def requests_of(scheduler: Any) -> Iterator[Any]:
@@ -327,7 +327,7 @@ def evict_prefixes(prefixes: Any, tokens: int) -> None:
 
         prefixes.evict(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
     except Exception as error:
-        log.logger.warning(log.of("kv-sizing", "prefixes keep what is to be given back: %s"), error)
+        log.logger.warning(log.format_line("kv-sizing", "prefixes keep what is to be given back: %s"), error)
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------

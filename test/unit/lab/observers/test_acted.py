@@ -71,14 +71,14 @@ def test_what_is_done_is_sorted_by_layer_and_only_what_is_done_counts(tally: act
 
 def test_what_is_offered_before_a_layer_s_experts_run_counts_for_them(tally: acted.Tally) -> None:
     buffer = torch.empty(5, 64)
-    before = channel.exchange(buffer)
+    before = channel.replace_offer(buffer)
 
     def takes() -> None:
-        assert channel.take_memory((5,), torch.float32, buffer.device) is not None
-        assert channel.take((5, 64), torch.float32, buffer.device) is None  # taken already
+        assert channel.take_scratch((5,), torch.float32, buffer.device) is not None
+        assert channel.take_output((5, 64), torch.float32, buffer.device) is None  # taken already
 
     FusedMoE(7, takes).run_moe_core(dispatched(5))
-    channel.exchange(before)
+    channel.replace_offer(before)
     FusedMoE(8).run_moe_core(dispatched(5))
     assert tally.acted.acts == (Act("offered", 7, False, 1, 1, 1), Act("as scratch", 7, False, 1, 1, 1))
     assert tally.acted.layers == (7, 8)

@@ -219,9 +219,9 @@ def test_what_the_changes_did_is_written_when_it_is_something_new(process, monke
     def layers(hidden_states):
         for layer in range(taken["layers"]):
             process.layer.layer_id = layer
-            before = channel.exchange(torch.empty(3, 4))
+            before = channel.replace_offer(torch.empty(3, 4))
             process.layer.run_moe_core(SimpleNamespace(hidden_states=hidden_states))
-            channel.exchange(before)
+            channel.replace_offer(before)
 
     process.layers = layers
     for taken["layers"] in (1, 1, 2, 2):

@@ -105,9 +105,9 @@ def test_nothing_is_hooked_where_it_is_not_asked_for(patcher, monkeypatch):
     assert vars(Resolving)["__post_init__"] is before
     change = next(each for each in CHANGES if each.name == "kv-sizing")
     skip = change.skip(Resolving())
-    assert ("turns it on" in skip.reason, skip.switchable) == (True, True)
+    assert ("turns it on" in skip.reason, skip.can_be_enabled) == (True, True)
     monkeypatch.setenv(NAME, "auto")
-    assert not change.skip(Resolving(device="cpu")).switchable
+    assert not change.skip(Resolving(device="cpu")).can_be_enabled
 
 
 def test_a_fraction_that_was_given_is_told_from_the_engines_own(patcher, monkeypatch):
