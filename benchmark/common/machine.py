@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 
@@ -24,6 +25,7 @@ def conditions() -> dict[str, Any]:
     known: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": hardware(),
+        "commit": commit(),
         "engine": version("sglang"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -43,6 +45,17 @@ def conditions() -> dict[str, Any]:
             "driver": _driver(),
         }
     return known
+
+
+def commit() -> str | None:
+    """Commit of this repository: of the variable ``BENCHMARK_COMMIT``, else of git; ``None`` if both are missing.
+
+    A machine that received a copy of the files has no git history, so whoever copies them sets the variable.
+    """
+    if named := os.environ.get("BENCHMARK_COMMIT"):
+        return named
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    return _first_line(command)
 
 
 def hardware() -> str:
@@ -80,13 +93,13 @@ def _cpus() -> set[int] | range:
 
 
 def _driver() -> str | None:
+    return _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+
+
+def _first_line(command: list[str]) -> str | None:
+    """First line that a command prints; ``None`` if the command fails or does not exist."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.split("\n")[0].strip()

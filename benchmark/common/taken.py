@@ -23,17 +23,19 @@ LEAVE_FRACTION = 0.4
 STEP_BYTES = 256 << 20
 """Taken at once, on each GPU; a neighbour grows, it does not jump."""
 EVERY_S = 0.25
+NEIGHBOUR_TIMEOUT_S = 60.0
+"""Seconds within which the process of :func:`neighbour` allocates its memory."""
 GIVEN_BACK_TIMEOUT_S = 60.0
 """Within which a server gives memory back after the load has ended, when nobody holds its slots any more."""
-TAKER = f"""
+TAKER = """
 import sys, time
 import torch
-leave = int(sys.argv[1])
+leave, step, every_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 held, full = [], set()
 while len(full) < torch.cuda.device_count():
     for gpu in set(range(torch.cuda.device_count())) - full:
         with torch.cuda.device(gpu):
-            size = min({STEP_BYTES}, torch.cuda.mem_get_info()[0] - leave)
+            size = min(step, torch.cuda.mem_get_info()[0] - leave)
             if size < 4 << 20:
                 full.add(gpu)
                 continue
@@ -41,7 +43,7 @@ while len(full) < torch.cuda.device_count():
                 held.append(torch.empty(size, dtype=torch.uint8, device=gpu))
             except torch.cuda.OutOfMemoryError:  # the server was quicker
                 continue
-    time.sleep({EVERY_S})
+    time.sleep(every_s)
 print(sum(each.numel() for each in held), flush=True)
 time.sleep(3600)
 """
@@ -52,16 +54,39 @@ STAND_IN = "SHORT"
 
 
 @contextmanager
-def taker(leave: int) -> Iterator[list[int]]:
-    """In the block, a process takes memory of each visible GPU until so many bytes are free there, and keeps it.
+def taker(leave: int, step: int = STEP_BYTES, every_s: float = EVERY_S) -> Iterator[list[int]]:
+    """Run a process that allocates memory of each visible GPU, until ``leave`` bytes are free, for the ``with`` block.
 
-    :returns: what it has taken, once it has.
+    :param step: bytes of one allocation.
+    :param every_s: seconds between two allocations.
+    :returns: a list that receives the allocated bytes, as soon as ``leave`` bytes are free.
     """
     took: list[int] = []
-    process = subprocess.Popen([sys.executable, "-c", TAKER, str(leave)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", TAKER, str(leave), str(step), str(every_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     with processes.reading(process, lambda line: took.append(int(line))):
         yield took
+
+
+@contextmanager
+def neighbour(leave_mib: int) -> Iterator[None]:
+    """Leave ``leave_mib`` MiB of each visible GPU free for the ``with`` block; another process holds the rest.
+
+    A GPU with more memory than another then has the other one's free memory. 0 starts no process.
+
+    :raises TimeoutError: the process has not allocated the memory within a minute.
+    """
+    if not leave_mib:
+        yield
+        return
+    with taker(leave_mib << 20, step=4 << 30, every_s=0.0) as took:
+        deadline = time.monotonic() + NEIGHBOUR_TIMEOUT_S
+        while not took:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no process could leave {leave_mib} MiB free within {NEIGHBOUR_TIMEOUT_S:.0f} s")
+            time.sleep(0.1)
+        yield
 
 
 @contextmanager

@@ -24,7 +24,10 @@ after each server; with the same --json a later or a second run adds its servers
 After the load: --overfill asks for more than the KV cache holds, --penalized for so many requests at once with
 penalties and a logit bias; with --record it is said which tensors these took. --take has another process take memory
 while clients ask, until less than half of kv-sizing's margin is free: the server is to give KV cache back and to go on
-answering.
+answering. --sweep repeats the load with other numbers of requests.
+
+--leave-free starts the servers on a GPU of which another process holds all but so many MiB: 80943 give an H200 the free
+memory of an H100.
 """
 
 from __future__ import annotations
@@ -304,6 +307,23 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     }
 
 
+SWEPT = ("duration", "total_throughput", "concurrency", "median_ttft_ms", "median_tpot_ms", "retractions")
+"""Figures that a result keeps of each load of ``--sweep``."""
+
+
+def sweep(server: Server, options: Any, model: Path, work: Path) -> list[dict[str, Any]]:
+    """Repeat the load with each number of requests of ``--sweep``, one load after the other.
+
+    :returns: one row a load: ``prompts``, and the figures of ``SWEPT``.
+    """
+    rows = []
+    for prompts in options.sweep:
+        found = loaded(server, argparse.Namespace(**{**vars(options), "prompts": prompts}), model, work)
+        rows.append({"prompts": prompts} | {name: found[name] for name in SWEPT if name in found})
+        print(f"  {server.name}: {prompts} requests: {found['total_throughput']:,.0f} tokens/s", flush=True)
+    return rows
+
+
 def left_out(found: dict[str, Any], options: Any) -> str:
     """What is missing in a load, by the client's own result; "": nothing.
 
@@ -430,6 +450,8 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             warm(client, options, vocabulary)
             found |= loaded(server, options, model, work)
+            if options.sweep:
+                found["sweep"] = sweep(server, options, model, work)
             for load, outcome in after_the_load(server, options, info, vocabulary, ask, grows=kind.grows):
                 found[load] = outcome
                 if failures(found):
@@ -602,6 +624,12 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=768, help="new tokens of each")
     parser.add_argument("--images", type=int, default=0, help=f"of {IMAGE_SIZE} in each, besides (qwen3-vl-30b)")
     parser.add_argument(
+        "--sweep", type=output.numbers, default=(), metavar="N,...", help="then the load again with so many requests"
+    )
+    parser.add_argument(
+        "--leave-free", type=int, default=0, metavar="MIB", help="another process holds the rest of the GPU's memory"
+    )
+    parser.add_argument(
         "--overfill", type=float, default=0, metavar="SECONDS", help="then more than the KV cache holds"
     )
     parser.add_argument(
@@ -625,7 +653,7 @@ def main() -> None:
         parser.error("--record tells of the load of --penalized, on a GPU")
     described_by = (
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
-        *("arguments", *(["images"] if options.images else [])),
+        *("arguments", *(["images"] if options.images else []), *(["leave_free"] if options.leave_free else [])),
     )
     figures = served.described(options, described_by)
     figures["servers"] = earlier(options.json, figures)
@@ -637,7 +665,8 @@ def main() -> None:
         try:
             for name in options.servers:
                 try:
-                    figures["servers"][name] = found = serve(name, options, work, model)
+                    with taken.neighbour(options.leave_free):
+                        figures["servers"][name] = found = serve(name, options, work, model)
                 except Exception as error:  # what the other servers were seen to do is worth keeping
                     print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                     failed.append(name)

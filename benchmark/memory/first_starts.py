@@ -1,0 +1,156 @@
+"""Run the servers of the README's table: each stock and patched, one after the other, in one call on one machine.
+
+    python benchmark memory/first_starts --list
+    python benchmark memory/first_starts --results benchmark/results/first-starts
+    python benchmark memory/first_starts --rows qwen3-30b,kimi-k2.5 --work work --results results
+    python benchmark memory/first_starts --quick  # a tiny model, CPU: does it run?
+
+Every server is a first start with the engine's defaults and random weights. `memory/serving` runs each row; its result
+file also has the commit of this repository. Two calls on two GPUs may share the rows: `--rows` names those of a call.
+A row that fails does not end the call.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import output
+
+ROOT = Path(__file__).parents[1]
+H100_FREE_MIB = 80_943
+"""MiB of GPU memory that are free on an H100 when a server starts (81,559 MiB in all)."""
+H100_FRACTION = 0.83
+"""``--mem-fraction-static`` that the engine computes on an H100 for a chunk of 8,192 tokens (0.5.12.post1)."""
+
+
+class Row(NamedTuple):
+    """One server of the table.
+
+    :param server: model and GPUs, as the table names them.
+    :param as_run: part of the model that runs; "whole" if nothing was left out.
+    :param load: requests of the load.
+    :param arguments: arguments of ``memory/serving``.
+    :param server_arguments: arguments of the server, beyond those that ``memory/serving`` gives every server.
+    :param predicted_tokens: KV cache sizes of the stock and the patched server, predicted before the run.
+    """
+
+    server: str
+    as_run: str
+    load: str
+    arguments: tuple[str, ...]
+    server_arguments: tuple[str, ...] = ("--sampling-backend", "flashinfer")
+    predicted_tokens: tuple[int | None, int | None] = (None, None)
+
+
+def model(name: str, layers: int, *, shard: int = 1, context: int = 65_536) -> tuple[str, ...]:
+    """Arguments of ``memory/serving`` that choose a model, its engine defaults, and a chunk of 8,192 tokens."""
+    sizes = ("--shard", str(shard), "--layers", str(layers), "--context", str(context))
+    return ("--model", name, *sizes, "--chunk", "8192", "--requests", "0")
+
+
+def load(requests: int, tokens: str, new_tokens: int) -> tuple[str, ...]:
+    return ("--prompts", str(requests), "--input", tokens, "--output", str(new_tokens))
+
+
+LIKE_AN_H100 = ("--leave-free", str(H100_FREE_MIB))
+H100_ARGUMENTS = ("--mem-fraction-static", str(H100_FRACTION), "--sampling-backend", "flashinfer")
+QWEN3 = (*model("qwen3-30b", 48, context=40_960), *load(200, "1000,3000", 512))
+GPT_OSS = (*model("gpt-oss-120b-mxfp4", 36, context=131_072), *load(100, "1000,3000", 256))
+
+ROWS = {
+    "qwen3-30b-h100-memory": Row(
+        *("Qwen3-30B-A3B, 1 x H200 with an H100's free memory", "whole", "200 requests"),
+        (*QWEN3, *LIKE_AN_H100, "--sweep", "25,50,100"),
+        H100_ARGUMENTS,
+        (88_763, 155_000),
+    ),
+    "gpt-oss-120b-h100-memory": Row(
+        *("gpt-oss-120b, 1 x H200 with an H100's free memory", "whole", "100 requests"),
+        (*GPT_OSS, *LIKE_AN_H100),
+        H100_ARGUMENTS,
+        (None, 122_000),
+    ),
+    "qwen3-30b": Row("Qwen3-30B-A3B, 1 x H200", "whole", "200 requests", QWEN3, predicted_tokens=(750_511, 790_000)),
+    "gpt-oss-120b": Row(
+        *("gpt-oss-120b, 1 x H200", "whole", "100 requests", GPT_OSS), predicted_tokens=(800_000, 1_060_000)
+    ),
+    "qwen3-next-80b": Row(
+        *("Qwen3-Next-80B-A3B, 1 x H200", "one rank of TP=4", "200 requests"),
+        (*model("qwen3-next-80b", 48, shard=4, context=262_144), *load(200, "1000,3000", 512)),
+        predicted_tokens=(4_046_163, 4_640_000),
+    ),
+    "qwen3-vl-30b": Row(
+        *("Qwen3-VL-30B-A3B, 1 x H200", "whole", "120 requests, two images each"),
+        (*model("qwen3-vl-30b", 48, context=262_144), *load(120, "100,2000", 256), "--images", "2"),
+        ("--sampling-backend", "flashinfer", "--mm-attention-backend", "triton_attn"),
+        (639_684, 676_000),
+    ),
+    "kimi-k2.5": Row(
+        *("Kimi-K2.5 in BF16, 1 x H200", "13 of 61 layers, one rank of TP=8", "200 requests"),
+        (*model("kimi-k2.5", 13, shard=8), *load(200, "3000,9000", 768)),
+        predicted_tokens=(5_161_292, 5_480_000),
+    ),
+    "deepseek-r1-recipe": Row(
+        *("DeepSeek-R1 in FP8, 1 x H200, published recipe", "one rank of TP=8", "256 requests"),
+        (
+            *("--model", "deepseek-r1", "--shard", "8", "--layers", "61", "--context", "10240", "--chunk", "32768"),
+            *("--requests", "512", *load(256, "2000,6000", 256)),
+        ),
+        ("--mem-fraction-static", "0.82", "--fp8-gemm-backend", "triton"),
+        (466_960, 568_000),
+    ),
+}
+"""Servers of the table by the names of their result files. The first rows matter most if time runs out."""
+
+
+def command(row: Row, work: Path, result: Path, servers: str) -> list[str]:
+    """Command that runs ``memory/serving`` for a row."""
+    options = ["--work", str(work), "--json", str(result), "--servers", servers]
+    return [sys.executable, str(ROOT), "memory/serving", *row.arguments, *options, "--", *row.server_arguments]
+
+
+def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
+    """Run both servers of a row. The log of the row is ``NAME.log`` beside its result.
+
+    :returns: exit code of ``memory/serving``.
+    """
+    started = time.monotonic()
+    print(f"{name}: {row.server}, {row.as_run}: started; log: {results / name}.log", flush=True)
+    with (results / f"{name}.log").open("w") as log:
+        called = command(row, work / name, results / f"{name}.json", servers)
+        code = subprocess.run(called, stdout=log, stderr=subprocess.STDOUT).returncode
+    print(f"{name}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
+    return code
+
+
+def rows_chosen(options: Any) -> dict[str, Row]:
+    if options.quick:
+        return {"quick": Row("a tiny model, CPU", "whole", "6 requests", ("--quick",), ())}
+    return {name: ROWS[name] for name in options.rows}
+
+
+def main() -> int:
+    parser = output.parser(__doc__, quick={"rows": []})
+    parser.add_argument("--rows", type=output.choice_of(ROWS), default=list(ROWS), metavar="NAME,...")
+    parser.add_argument("--servers", default="stock,grown", help="of memory/serving (%(default)s)")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep models and compiled kernels there")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="folder of the result files and logs")
+    parser.add_argument("--list", action="store_true", help="print the rows and their commands, run nothing")
+    options = output.parse(parser)
+    with tempfile.TemporaryDirectory(prefix="first-starts-") as scratch:
+        work, results = options.work or Path(scratch), options.results or Path(scratch)
+        if options.list:
+            for name, row in rows_chosen(options).items():
+                print(f"{name}: {' '.join(command(row, work / name, results / f'{name}.json', options.servers)[2:])}")
+            return 0
+        for folder in (work, results):
+            folder.mkdir(parents=True, exist_ok=True)
+        codes = [
+            run(name, row, work.absolute(), results, options.servers) for name, row in rows_chosen(options).items()
+        ]
+    return max(codes, default=0)
