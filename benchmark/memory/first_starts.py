@@ -109,9 +109,15 @@ ROWS = {
 
 
 def command(row: Row, work: Path, result: Path, servers: str) -> list[str]:
-    """Command that runs ``memory/serving`` for a row."""
-    options = ["--work", str(work), "--json", str(result), "--servers", servers]
+    """Command that runs ``memory/serving`` for a row. It keeps the servers' logs in a folder beside the result."""
+    logs = str(result.with_suffix(""))
+    options = ["--work", str(work), "--json", str(result), "--servers", servers, "--logs", logs]
     return [sys.executable, str(ROOT), "memory/serving", *row.arguments, *options, "--", *row.server_arguments]
+
+
+def work_folder(row: Row, work: Path) -> Path:
+    """Folder of a row's model and compiled kernels. Rows of one model share it, and must not run at the same time."""
+    return work / "-".join(row.arguments[:2]).strip("-")
 
 
 def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
@@ -122,7 +128,7 @@ def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
     started = time.monotonic()
     print(f"{name}: {row.server}, {row.as_run}: started; log: {results / name}.log", flush=True)
     with (results / f"{name}.log").open("w") as log:
-        called = command(row, work / name, results / f"{name}.json", servers)
+        called = command(row, work_folder(row, work), results / f"{name}.json", servers)
         code = subprocess.run(called, stdout=log, stderr=subprocess.STDOUT).returncode
     print(f"{name}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
     return code
