@@ -149,14 +149,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the rows and their commands, run nothing")
     options = output.parse(parser)
     with tempfile.TemporaryDirectory(prefix="first-starts-") as scratch:
-        work, results = options.work or Path(scratch), options.results or Path(scratch)
+        work, results = (options.work or Path(scratch)).absolute(), options.results or Path(scratch)
+        rows = rows_chosen(options).items()
         if options.list:
-            for name, row in rows_chosen(options).items():
-                print(f"{name}: {' '.join(command(row, work / name, results / f'{name}.json', options.servers)[2:])}")
+            for name, row in rows:
+                called = command(row, work_folder(row, work), results / f"{name}.json", options.servers)
+                print(f"{name}: {' '.join(called[2:])}")
             return 0
         for folder in (work, results):
             folder.mkdir(parents=True, exist_ok=True)
-        codes = [
-            run(name, row, work.absolute(), results, options.servers) for name, row in rows_chosen(options).items()
-        ]
+        codes = [run(name, row, work, results, options.servers) for name, row in rows]
     return max(codes, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -36,7 +37,7 @@ def test_nothing_lies_outside_the_drawing_and_no_texts_overlap() -> None:
     assert {text for _, _, text in texts} >= {"does not start", "another < server", "relative to stock's"}
     assert all(left + len(text) * charts.CHARACTER_WIDTH <= width and top < height for left, top, text in texts)
     rows = sorted(top for left, top, _ in texts if left < 20)
-    assert all(below - above >= 14 for above, below in zip(rows, rows[1:], strict=False))
+    assert all(below - above >= 14 for above, below in itertools.pairwise(rows))
 
 
 def test_a_chart_has_colours_for_light_and_dark_themes() -> None:
