@@ -28,7 +28,6 @@ from common.shapes import MODELS  # noqa: E402
 from common.weights import Served  # noqa: E402
 from mismatch import Asked  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
-from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 
 #: A rank's share, of TP=4; of DeepSeek-V3's, of TP=8.
@@ -60,7 +59,6 @@ class Case:
     """An endpoint to call before the prompts."""
     lora: str = ""
     """Target: ``attention`` or ``experts``."""
-    variables: tuple[tuple[str, str], ...] = ()
     whole: bool = False
     """The tensor stays whole, because somebody reads it."""
     ranks: int = 1
@@ -88,8 +86,6 @@ EAGLE = (
 )
 #: Less than the runner holds with any of these prompts. By default the tensor stays whole with tuned tiles.
 WORKSPACE_MB = "200"
-#: No multiple of 128, and no divisor of the prompts.
-MOST = 5000
 CASES = {
     "Qwen3-MoE": Case(GRAPHS),
     "GLM-4-MoE": Case(GRAPHS, "glm-4.5"),
@@ -100,7 +96,6 @@ CASES = {
     "EPLB recorder": Case((*EAGER, *RECORDER), before="start_expert_distribution_record"),
     "LoRA on attention": Case(lora="attention", request={"lora_path": "adapter"}),
     "LoRA on experts": Case(lora="experts", whole=True, request={"lora_path": "adapter"}),
-    "token slices": Case(variables=((MAX_MOE_TOKENS.name, str(MOST)),), scattered=True),
     "two ranks": Case(TWO_RANKS, gpus=2, ranks=2),
     "two ranks of DeepSeek-V3": Case((*TWO_RANKS, "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2),
     "two ranks of GLM-4-MoE": Case(TWO_RANKS, "glm-4.5", gpus=2, ranks=2),
@@ -214,7 +209,6 @@ def ask(server: Server, case: Case) -> list[mismatch.Answer]:
 def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
     """Variables of each server."""
     own = (
-        *case.variables,
         (MOE_WORKSPACE_MB.name, WORKSPACE_MB),
         (forwards.UNTIMED, "1"),
         # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.

@@ -250,11 +250,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_what_is_not_known_is_named_and_nothing_of_ours_stays": [("if fixed & ours:", "if False:")],
     },
-    OURS + "changes/moe_workspace/token_slices.py": {
-        "test_slices_leave_an_input_alone_that_another_stream_may_read": [
-            ("streams.has_concurrent_reader and inplace", "False")
-        ],
-    },
     OURS + "core/runners.py": {
         "test_what_was_outside_the_pool_may_be_inside_later": [
             ("        if found:\n            if", "        if True:\n            if")

@@ -53,7 +53,11 @@ def test_registering_imports_neither_torch_nor_the_engine():
             "'nvfp4-weights'; nvfp4-weights is now fp4-weights; valid: ",
         ),
         ("SGLANG_MOE_PATCHES", " , ,", "SGLANG_MOE_PATCHES: ', ,' names no change; none selects none"),
-        ("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4k", "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS: expected a positive number"),
+        (
+            "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
+            "4k",
+            "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB: expected a positive number",
+        ),
         ("SGLANG_MOE_PATCHES_STRICT", "maybe", "SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'maybe'"),
     ],
 )

@@ -74,6 +74,11 @@ RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
         "no record is kept any more, each start measures and grows; to start without that, pin the "
         "--mem-fraction-static of its log line",
     ),
+    "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS": (
+        "moe-workspace",
+        "removed; unset it and set --chunked-prefill-size to this number of tokens instead: this lowers the memory of "
+        "the whole forward pass, and the experts' weights are read as often",
+    ),
 }
 """Variables of earlier versions, by name: the change that read each, and what replaces it."""
 

@@ -1,4 +1,4 @@
-"""Token slices in the engine's own model, on the CPU with the reference kernels.
+"""moe-workspace in the engine's own model, on the CPU with the reference kernels.
 
 The Triton runner's sequence, which columns are about, never runs on a CPU server: it is tried in Triton's interpreter
 (test/unit/changes/test_moe_workspace.py) and on a GPU (test/gpu/test_moe_workspace_cuda.py).
@@ -7,7 +7,6 @@ The Triton runner's sequence, which columns are about, never runs on a CPU serve
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -17,117 +16,11 @@ from conftest import DEFAULT_ENGINE_ONLY, installed
 from harness import experts_of, load_unquantized, run_experts
 from patching import patched_by
 from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace
-from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
+from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.engine import Unsupported
 from sglang_moe_patches.core.patch import PatchError, Plan, plan_for
 from sglang_moe_patches.core.variables import STRICT
-
-VARIABLE = token_slices.MAX_MOE_TOKENS.name
-TOKENS = 130
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """How many tokens each routed-experts kernel gets."""
-    sizes = []
-    run = token_slices.run_slices
-
-    def counted(core, dispatch, max_tokens, keeps_input):
-        def core_seen(part):
-            sizes.append(len(part.hidden_states))
-            return core(part)
-
-        return run(core_seen, dispatch, max_tokens, keeps_input)
-
-    monkeypatch.setattr(token_slices, "run_slices", counted)
-    return sizes
-
-
-def prompt(seed, tokens=TOKENS):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 200, (tokens,), generator=generator).tolist()
-
-
-@pytest.mark.parametrize("most", [129, 50])
-def test_the_answers_of_slices_are_those_of_the_whole(engine, checkpoint, monkeypatch, seen, most):
-    model = engine.load(checkpoint())
-    tokens, logits = engine.generate(model, [prompt(1)], 3)
-    assert seen == []
-    monkeypatch.setenv(VARIABLE, str(most))
-    with installed(moe_workspace.CHANGE):
-        sliced_tokens, sliced_logits = engine.generate(model, [prompt(1)], 3)
-    assert max(seen) <= most
-    assert len(seen) % -(-TOKENS // most) == 0
-    assert sliced_tokens == tokens
-    assert torch.equal(sliced_logits, logits)
-
-
-@pytest.mark.every_release
-def test_layers_that_cannot_be_cut_end_a_strict_server_at_its_first_forward(engine, checkpoint, monkeypatch, caplog):
-    """However small that is: the first large one comes when the server serves."""
-    monkeypatch.setattr(token_slices, "ROW_BY_ROW", frozenset())
-    monkeypatch.setenv(VARIABLE, "64")
-    with installed(moe_workspace.CHANGE):
-        engine.generate(engine.load(checkpoint()), [prompt(1, 5)], 1)
-        assert caplog.text.count("its rows may depend on each other with ModelOptNvFp4FusedMoEMethod") == 1
-        monkeypatch.setenv(STRICT.name, "1")
-        with pytest.raises(PatchError, match="its rows may depend on each other"):
-            engine.generate(engine.load(checkpoint()), [prompt(1, 5)], 1)
-
-
-def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, seen):
-    """Slices may be cut anywhere only because rows do not depend on each other, however large one is."""
-    experts = experts_of(engine.load(checkpoint()))
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(100, experts.hidden_size, generator=generator).bfloat16()
-    ids = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:2] for _ in range(100)])
-    run = partial(run_experts, experts, ids=ids, weights=torch.full((100, 2), 0.5))
-    outlier = x.clone()
-    outlier[7] *= 1000
-    monkeypatch.setenv(VARIABLE, "32")
-    whole = run(x)
-    with installed(moe_workspace.CHANGE):
-        assert torch.equal(run(x), whole)
-        others = torch.arange(100) != 7
-        assert torch.equal(run(outlier)[others], whole[others])
-    assert seen
-
-
-@pytest.mark.parametrize(("has_reader", "is_asked"), [(True, False), (True, True), (False, False)])
-def test_slices_leave_an_input_alone_that_another_stream_may_read(engine, monkeypatch, has_reader, is_asked):
-    """Stock writes over it when the last GEMM of all tokens is done.
-
-    :param is_asked: the layer is out of place in some forwards, and not in this one.
-    """
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-    x, overwritten = torch.zeros(8, 4), []
-
-    class UnquantizedFusedMoEMethod:
-        def apply(self, layer, dispatch_output):
-            overwritten.append(bool(x.any()))
-            return StandardCombineInput(hidden_states=dispatch_output.hidden_states.fill_(1.0))
-
-    class Config:
-        def __init__(self):
-            self.inplace = True
-
-    config = Config()
-    if is_asked:
-        runners.disable_inplace_while(config, lambda: False)
-    layer = SimpleNamespace(quant_method=UnquantizedFusedMoEMethod(), moe_runner_config=config)
-    topk = StandardTopKOutput(torch.ones(8, 2), torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2))
-    monkeypatch.setenv(VARIABLE, "2")
-    monkeypatch.setattr(streams, "has_concurrent_reader", has_reader)
-    with installed(moe_workspace.CHANGE):
-        dispatched = StandardDispatchOutput(hidden_states=x, hidden_states_scale=None, topk_output=topk)
-        combined = FusedMoE.run_moe_core(layer, dispatched)
-    assert overwritten == [False, *[not has_reader] * 3]
-    assert combined.hidden_states.eq(1).all()
-
 
 # --- Blocks that run something beside their routed experts -----------------------------------------------------------
 
@@ -257,16 +150,3 @@ def test_strict_means_the_runner_that_this_server_uses(
         else:
             loading(model)
     assert caplog.text.count("layers of this model run on triton, uncut") == (unsupported == "triton" and not refused)
-
-
-@pytest.mark.every_release
-def test_adapters_around_the_routed_experts_say_once_that_no_token_slices_reach_them(engine, monkeypatch, caplog):
-    layers = importlib.import_module("sglang.srt.lora.layers")
-    monkeypatch.setattr(layers.FusedMoEWithLoRA, "__init__", lambda self: None)
-    monkeypatch.setenv(VARIABLE, "64")
-    with installed(moe_workspace.CHANGE), caplog.at_level("WARNING"):
-        for _ in range(2):
-            layers.FusedMoEWithLoRA()
-    said = [record.getMessage() for record in caplog.records if VARIABLE in record.getMessage()]
-    assert len(said) == 1
-    assert "with LoRA adapters" in said[0]

@@ -1,4 +1,4 @@
-"""moe-workspace: how wide slices are, what stays whole, token slices; the engine's own code in Triton's interpreter."""
+"""moe-workspace: how wide slices are, what stays whole; the engine's own code in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import interpreted
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, token_slices, triton
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, triton
 from sglang_moe_patches.changes.moe_workspace.column_slices import (
     LayerShape,
     MarlinGemm,
@@ -474,27 +473,23 @@ def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale, c
 
 
 @pytest.mark.parametrize(
-    ("device", "runner", "max_tokens", "reason"),
+    ("device", "runner", "reason"),
     [
-        ("cuda", "triton", "", None),
-        ("cuda", "auto", "", None),
-        ("cuda", "marlin", "", None),  # which leaves BF16 experts to Triton
-        ("cpu", "triton", "", "--device is cpu"),
-        ("cpu", "triton", "4096", None),  # token slices are for every server
+        ("cuda", "triton", None),
+        ("cuda", "auto", None),
+        ("cuda", "marlin", None),  # which leaves BF16 experts to Triton
+        ("cpu", "triton", "--device is cpu"),
     ],
 )
-def test_servers_that_never_reach_it(monkeypatch, device, runner, max_tokens, reason):
-    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", max_tokens)
+def test_servers_that_never_reach_it(device, runner, reason):
     found = moe_workspace.CHANGE.skip(SimpleNamespace(device=device, moe_runner_backend=runner))
     assert (found and found.reason) == reason
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
-@pytest.mark.parametrize(("name", "of"), [("MAX_MOE_TOKENS", "tokens"), ("MOE_WORKSPACE_MB", "MB")])
-def test_a_bad_number_ends_the_start_up_by_name(name, of, value):
-    environ = {f"SGLANG_MOE_PATCHES_{name}": value}
-    with pytest.raises(ValueError, match=f"SGLANG_MOE_PATCHES_{name}: expected a positive number of {of}"):
-        check_environment([moe_workspace.CHANGE], environ)
+def test_a_bad_number_ends_the_start_up_by_name(value):
+    with pytest.raises(ValueError, match=f"^{MB}: expected a positive number of MB"):
+        check_environment([moe_workspace.CHANGE], {MB: value})
 
 
 THEIRS = "invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
@@ -502,23 +497,18 @@ AMD = "AMD's sums have not been tried"
 
 
 @pytest.mark.parametrize(
-    ("triton_plan", "marlin_plan", "max_tokens", "installed", "reason"),
+    ("triton_plan", "marlin_plan", "installed", "reason"),
     [
-        (AMD, AMD, "", None, AMD),
-        (Unsupported, Unsupported, "", None, THEIRS),
-        (AMD, AMD, "4096", ["tokens"], f"token slices alone: {AMD}"),
-        (
-            *(Unsupported, Unsupported, "4096", ["tokens"]),
-            f"token slices alone: {THEIRS}; no columns in Marlin: {THEIRS}",
-        ),
-        (Unsupported, "applied", "", ["marlin"], f"no columns in the Triton runner: {THEIRS}"),
-        ("applied", "applied", "", ["triton", "marlin"], ""),
-        ("applied", Unsupported, "", ["triton"], f"no columns in Marlin: {THEIRS}"),
-        ("applied", AMD, "", ["triton"], ""),
-        ("applied", ValueError, "", ["triton"], f"no columns in Marlin: probing it failed: ValueError: {THEIRS}"),
+        (AMD, AMD, None, AMD),
+        (Unsupported, Unsupported, None, THEIRS),
+        (Unsupported, "applied", ["marlin"], f"no columns in the Triton runner: {THEIRS}"),
+        ("applied", "applied", ["triton", "marlin"], ""),
+        ("applied", Unsupported, ["triton"], f"no columns in Marlin: {THEIRS}"),
+        ("applied", AMD, ["triton"], ""),
+        ("applied", ValueError, ["triton"], f"no columns in Marlin: probing it failed: ValueError: {THEIRS}"),
     ],
 )
-def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_plan, max_tokens, installed, reason):
+def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_plan, installed, reason):
     from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 
     parts = []
@@ -530,12 +520,10 @@ def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_pla
             return Plan.not_needed(result)
         raise result(THEIRS)
 
-    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", max_tokens)
     monkeypatch.setattr(streams, "probe", lambda look_at: lambda patcher: None)
     monkeypatch.setattr(moe_workspace, "_offer_dead_input", lambda: (None, ""))
     for module, name, result in ((triton, "triton", triton_plan), (marlin, "marlin", marlin_plan)):
         monkeypatch.setattr(module, "plan", lambda name=name, result=result: plan(name, result))
-    monkeypatch.setattr(token_slices, "plan", lambda max_tokens: plan("tokens", "applied"))
     answer = probe(moe_workspace.CHANGE)
     assert answer.reason == reason
     if installed is None:
@@ -543,95 +531,6 @@ def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_pla
     else:
         answer.install(None)
         assert parts == installed
-
-
-# --- Token slices ----------------------------------------------------------------------------------------------------
-
-
-class Dispatch(NamedTuple):
-    hidden_states: Any
-    hidden_states_scale: Any
-    topk_output: Any
-
-
-class TopK(NamedTuple):
-    topk_weights: Any
-    topk_ids: Any
-    router_logits: Any
-
-
-class Combine(NamedTuple):
-    hidden_states: Any
-
-
-def dispatch(tokens, hidden=4, **more):
-    routed = TopK(torch.rand(tokens, 2), torch.zeros(tokens, 2, dtype=torch.int32), None)
-    return Dispatch(torch.randn(tokens, hidden), None, routed)._replace(**more)
-
-
-@given(st.integers(1, 40000), st.integers(1, 40000))
-def test_every_token_is_in_one_slice_and_no_slice_is_too_large(tokens, most):
-    slices = token_slices.split_tokens(tokens, most)
-    assert [start for start, _ in slices] == [0, *(stop for _, stop in slices[:-1])]
-    assert slices[-1][1] == tokens
-    assert all(0 < stop - start <= most for start, stop in slices)
-    assert len(slices) == math.ceil(tokens / most)
-
-
-@pytest.mark.parametrize("tokens", [100, 128, 129, 257])
-@pytest.mark.parametrize(("inplace", "keeps_input"), [(True, False), (True, True), (False, False), (False, True)])
-def test_the_rows_of_all_slices_are_put_together(tokens, inplace, keeps_input):
-    whole, seen = dispatch(tokens), []
-    before = whole.hidden_states.clone()
-
-    def core(part):
-        assert len(part.topk_output.topk_weights) == len(part.hidden_states)
-        seen.append(len(part.hidden_states))
-        result = part.hidden_states * part.topk_output.topk_weights[:, :1]
-        return Combine(part.hidden_states.copy_(result) if inplace else result)
-
-    result = token_slices.run_slices(core, whole, 128, keeps_input).hidden_states
-    assert max(seen) <= 128
-    assert sum(seen) == tokens
-    assert (result == before * whole.topk_output.topk_weights[:, :1]).all()
-    overwrites = inplace and not keeps_input
-    assert (result is whole.hidden_states) == overwrites
-    assert overwrites or (whole.hidden_states == before).all()
-
-
-LONGER_LOGITS = dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2))
-
-
-@pytest.mark.parametrize(
-    ("dispatched", "reason"),
-    [
-        pytest.param(dispatch(5), None, id="plain"),
-        pytest.param(dispatch(5, hidden_states_scale=torch.ones(128)), "it gets hidden_states_scale", id="scale"),
-        pytest.param(dispatch(5, topk_output=(1, 2)), "its routing is a tuple", id="routing"),
-        pytest.param((torch.ones(5, 4), None, None), "it gets a tuple", id="dispatch"),
-        pytest.param(dispatch(5, topk_output=LONGER_LOGITS), "router_logits has 8 rows for 5 tokens", id="logits"),
-    ],
-)
-def test_what_is_not_on_the_list_is_not_cut(dispatched, reason):
-    assert token_slices.dispatch_skip_reason(dispatched, Dispatch, TopK) == reason
-
-
-@pytest.mark.parametrize(
-    ("method", "layer", "reason"),
-    [
-        ("UnquantizedFusedMoEMethod", {}, None),
-        ("Fp8MoEMethod", {}, "whole batch"),
-        ("Fp8MoEMethod", {"w2_input_scale": 1.0}, None),
-        ("Fp8MoEMethod", {"block_quant": True}, None),
-        ("CompressedTensorsFusedMoEMethod", {"scheme": type("CompressedTensorsWNA16MoE", (), {})()}, None),
-        ("CompressedTensorsFusedMoEMethod", {"scheme": type("SomebodysScheme", (), {})()}, "SomebodysScheme"),
-        ("SomebodysMoEMethod", {}, "SomebodysMoEMethod"),
-    ],
-)
-def test_rows_that_depend_on_each_other_are_not_cut(method, layer, reason):
-    quant_method = type(method, (), {"block_quant": layer.get("block_quant", False)})()
-    answer = token_slices.row_dependence_skip_reason(SimpleNamespace(quant_method=quant_method, **layer))
-    assert answer is None if reason is None else reason in answer
 
 
 @pytest.mark.parametrize(

@@ -135,12 +135,21 @@ def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else(
     patch.check_environment([reads], {"A_SWITCH": " 1 "})
 
 
-def test_a_variable_of_an_earlier_version_is_refused_by_what_replaces_it_where_its_change_is_selected():
-    environ = {"SGLANG_MOE_PATCHES_KV_RECORD": "/records.json"}
-    with pytest.raises(ValueError, match=r"^SGLANG_MOE_PATCHES_KV_RECORD: no record .* pin the --mem-fraction-static"):
-        patch.check_environment(CHANGES, environ)
-    patch.check_environment(CHANGES, environ | {patch.SELECT_VARIABLE: "none"})
-    patch.check_environment(CHANGES, {"SGLANG_MOE_PATCHES_KV_RECORD": ""})
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SGLANG_MOE_PATCHES_KV_RECORD", r"^SGLANG_MOE_PATCHES_KV_RECORD: no record .* pin the --mem-fraction-static"),
+        (
+            "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS",
+            r"^SGLANG_MOE_PATCHES_MAX_MOE_TOKENS: removed; .* set --chunked-prefill-size",
+        ),
+    ],
+)
+def test_a_variable_of_an_earlier_version_is_refused_by_what_replaces_it_where_its_change_is_selected(name, message):
+    with pytest.raises(ValueError, match=message):
+        patch.check_environment(CHANGES, {name: "4096"})
+    patch.check_environment(CHANGES, {name: "4096", patch.SELECT_VARIABLE: "none"})
+    patch.check_environment(CHANGES, {name: ""})
 
 
 def test_every_variable_that_the_code_names_is_in_the_table():

@@ -6,12 +6,11 @@ Why
 
 Hook points
     What offers the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`); ``_fused_moe_kernel_sequence``
-    (:mod:`.triton`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model`` (:mod:`.streams`); on request
-    ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
+    (:mod:`.triton`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model`` (:mod:`.streams`).
 
 Skipped
-    without CUDA; on AMD it acts only where token slices are asked for. Other runners are left alone. By layer: see
-    *What runs in columns* in ``docs/changes/moe-workspace.md``.
+    without CUDA, and on AMD. Other runners are left alone. By layer: see *What runs in columns* in
+    ``docs/changes/moe-workspace.md``.
 
 Costs
     An estimated 2 % of the layer's time at most (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`), with
@@ -38,7 +37,6 @@ from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
-from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import counts, probe
 from sglang_moe_patches.core.patch import (
@@ -67,7 +65,7 @@ def _skip(server_args: Any) -> Skip | None:
         return None
     reason = f"--device is {server_args.device}"
     _require_unasked(reason)
-    return None if MAX_MOE_TOKENS.read() is not None else Skip(reason)
+    return Skip(reason)
 
 
 def _require_unasked(reason: str) -> None:
@@ -75,20 +73,16 @@ def _require_unasked(reason: str) -> None:
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
+    from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 
     triton_plan, marlin_plan = _plan_runner(triton.plan), _plan_runner(marlin.plan)
-    has_columns = bool(triton_plan.install or marlin_plan.install)
-    max_tokens = MAX_MOE_TOKENS.read()
-    if not has_columns:
+    if triton_plan.install is None and marlin_plan.install is None:
         _require_unasked(triton_plan.reason)
-    if max_tokens is None and not has_columns:
         return triton_plan
-    offer, note = _offer_dead_input() if has_columns else (None, "")
+    offer, note = _offer_dead_input()
     reasons = [note]
     if triton_plan.install is None:
-        without = "no columns in the Triton runner" if marlin_plan.install else "token slices alone"
-        reasons.append(f"{without}: {triton_plan.reason}")
+        reasons.append(f"no columns in the Triton runner: {triton_plan.reason}")
     if marlin_plan.status is Status.UNSUPPORTED:
         reasons.append(f"no columns in Marlin: {marlin_plan.reason}")
     unsupported = {
@@ -96,11 +90,8 @@ def _plan() -> Plan:
         for runner, plan in (("triton", triton_plan), ("marlin", marlin_plan))
         if plan.status is Status.UNSUPPORTED
     }
-    # Without columns it is token slices that were asked for: no runner of theirs is unsupported.
-    look_at = functools.partial(_require_supported_runners, unsupported=unsupported if has_columns else {})
-    parts = [offer, triton_plan.install, marlin_plan.install, streams.probe(look_at)]
-    if max_tokens is not None:
-        parts.append(token_slices.plan(max_tokens).install)
+    look_at = functools.partial(_require_supported_runners, unsupported=unsupported)
+    parts = (offer, triton_plan.install, marlin_plan.install, streams.probe(look_at))
     return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), combine_installs(*parts))
 
 
@@ -173,21 +164,13 @@ COLUMNS = Count(
     unit="slices",
     skip_reason=_size_skip_reason,
 )
-TOKEN_SLICES = Count(
-    "token slices",
-    "ran in token slices",
-    f"{__name__}.token_slices",
-    "run_slices",
-    lambda result, core, dispatch, max_tokens, keeps_input: -(-len(dispatch.hidden_states) // max_tokens),
-    unit="slices",
-)
 CHANGE = Change(
     name="moe-workspace",
     summary="Triton and Marlin sum over the top-k in columns where their tensor is large, in as little as a fifth of "
     "their memory; other runners are left alone",
     plan=_plan,
     skip=_skip,
-    variables=(MAX_MOE_TOKENS, MOE_WORKSPACE_MB),
-    counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
+    variables=(MOE_WORKSPACE_MB,),
+    counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH),
     decide=decide,
 )

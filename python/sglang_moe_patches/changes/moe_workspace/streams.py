@@ -1,8 +1,8 @@
 """Whether another stream may still read a layer's input while its routed experts run.
 
-In place, the engine writes its output after the whole second GEMM; column slices would write after the first one, and
-token slices after the first slice. Some blocks run their shared experts on another stream at the same time, on the same
-input. Nothing makes one wait for the other there; the engine gets by because it writes late.
+In place, the engine writes its output after the whole second GEMM; column slices would write after the first one. Some
+blocks run their shared experts on another stream at the same time, on the same input. Nothing makes one wait for the
+other there; the engine gets by because it writes late.
 
 A block's code shows it: a method of its class runs something on a stream of its choice. With the shared experts fused
 there is nothing else to run. The answer holds for the process, whose layers are of one kind; a wrong "yes" costs a copy
