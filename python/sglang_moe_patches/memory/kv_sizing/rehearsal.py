@@ -518,8 +518,9 @@ class Rehearsal:
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
         limits = limits_of(self.scheduler, self._fewer_requests)
-        # Bytes that the other forwards take, once they have run, and that may go for more requests besides.
-        self._for_others = 0
+        # Bytes that the allocator had reserved before the first decode of more requests than must be; then the bytes
+        # that such decodes may take.
+        self._reserved_by_others: int | None = None
         self._for_more_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
@@ -646,19 +647,21 @@ class Rehearsal:
         if estimate.with_graphs:
             taken += graph_bytes(self.runner)
         now, must = gpu_memory.read(self.gpu), not estimate.fewer_requests
-        taken = int(estimate.times * taken)
-        left = now.free + now.reserved - self._first.allocated - taken
+        taken_next = int(estimate.times * taken)
+        left = now.free + now.reserved - self._first.allocated - taken_next
         largest = max([*self._phases.values(), *self._peaks.values()])
-        if left >= MIN_FREE_BYTES and (must or taken <= largest):
+        if self._reserved_by_others is None and not must:
+            self._reserved_by_others = self._peak_reserved
+        if left >= MIN_FREE_BYTES and (must or taken_next <= largest):
             return True
         if must:
             self._stopped, self._expected = True, min(self._expected, left)
             return False
-        # What the allocator keeps besides goes from the KV cache, too: the more, the more sizes it has seen.
-        slack = self._slack()
-        self._for_others = self._for_others or largest + slack  # before any that may be left out
-        # Nothing of what the engine's rule gives the KV cache.
-        return taken + slack <= self._for_others + self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
+        # The allocator reserves a larger decode anew if its free blocks are too small. So count the memory that it has
+        # reserved since the first decode of more requests, not the tensors.
+        cost = self._peak_reserved - self._reserved_by_others + taken_next - taken
+        # The margin must stay free, too: more requests never make the KV cache smaller than the engine's own.
+        return cost <= self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
 
     def _slack(self) -> int:
         """Bytes that the allocator keeps beyond the most tensors."""
