@@ -37,6 +37,7 @@ class Row(NamedTuple):
     :param arguments: arguments of ``memory/serving``.
     :param server_arguments: arguments of the server, beyond those that ``memory/serving`` gives every server.
     :param predicted_tokens: KV cache sizes of the stock and the patched server, predicted before the run.
+    :param gpus: GPUs of the server. A machine with fewer leaves the row out.
     """
 
     server: str
@@ -45,6 +46,7 @@ class Row(NamedTuple):
     arguments: tuple[str, ...]
     server_arguments: tuple[str, ...] = ("--sampling-backend", "flashinfer")
     predicted_tokens: tuple[int | None, int | None] = (None, None)
+    gpus: int = 1
 
 
 def model(name: str, layers: int, *, shard: int = 1, context: int = 65_536) -> tuple[str, ...]:
@@ -60,6 +62,8 @@ def load(requests: int, tokens: str, new_tokens: int) -> tuple[str, ...]:
 LIKE_AN_H100 = ("--leave-free", str(H100_FREE_MIB))
 H100_ARGUMENTS = ("--mem-fraction-static", str(H100_FRACTION), "--sampling-backend", "flashinfer")
 QWEN3 = (*model("qwen3-30b", 48, context=40_960), *load(200, "1000,3000", 512))
+QWEN3_235B = (*model("qwen3-235b-fp8", 94, context=262_144), "--tp", "4", *load(200, "2000,5000", 256))
+QWEN3_235B_ARGUMENTS = ("--fp8-gemm-backend", "triton", "--sampling-backend", "flashinfer")
 GPT_OSS = (*model("gpt-oss-120b-mxfp4", 36, context=131_072), *load(100, "1000,3000", 256))
 
 ROWS = {
@@ -104,6 +108,15 @@ ROWS = {
         ("--mem-fraction-static", "0.82", "--fp8-gemm-backend", "triton"),
         (466_960, 568_000),
     ),
+    "qwen3-235b-fp8": Row(
+        *("Qwen3-235B-A22B-FP8, 4 x H200", "whole", "200 requests", QWEN3_235B, QWEN3_235B_ARGUMENTS),
+        *((1_522_859, 1_529_000), 4),
+    ),
+    "qwen3-235b-fp8-dp-attention": Row(
+        *("Qwen3-235B-A22B-FP8, 4 x H200, data-parallel attention", "whole", "200 requests", QWEN3_235B),
+        (*QWEN3_235B_ARGUMENTS, "--enable-dp-attention", "--dp", "4"),
+        gpus=4,
+    ),
 }
 """Servers of the table by the names of their result files. The first rows matter most if time runs out."""
 
@@ -135,9 +148,16 @@ def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
 
 
 def rows_chosen(options: Any) -> dict[str, Row]:
+    """Return the rows of this call that the machine has enough GPUs for."""
+    import torch
+
     if options.quick:
         return {"quick": Row("a tiny model, CPU", "whole", "6 requests", ("--quick",), ())}
-    return {name: ROWS[name] for name in options.rows}
+    gpus = torch.cuda.device_count()
+    for name in options.rows:
+        if ROWS[name].gpus > max(1, gpus):
+            print(f"{name}: left out: it needs {ROWS[name].gpus} GPUs, and this machine has {gpus}", flush=True)
+    return {name: ROWS[name] for name in options.rows if ROWS[name].gpus <= max(1, gpus)}
 
 
 def main() -> int:
