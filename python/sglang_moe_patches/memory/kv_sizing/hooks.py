@@ -73,7 +73,7 @@ def probe() -> Install:
     engine.require_mentions(engine.require_unpatched(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.require_unpatched(scheduler, "get_init_info"), "max_total_num_tokens")
     engine.require_parameters(engine.require_unpatched(scheduler, "get_num_allocatable_reqs"), ("self", "running_bs"))
-    for name in ("_add_request_to_queue", "is_fully_idle", "flush_cache"):
+    for name in ("_add_request_to_queue", "get_new_batch_prefill", "is_fully_idle", "flush_cache"):
         engine.require_unpatched(scheduler, name)
     ranks.require_inbox(scheduler)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -456,54 +456,121 @@ class Retirement:
         self._told()
 
 
-# --- How many requests run at once, where nobody has said it ---------------------------------------------------------
-# The engine's default allows thousands, and sampling may take eighteen numbers for each request and each token of the
-# vocabulary: 22 GB for 2,048 requests and 151,936 tokens, with which a server without this package ends. Such sampling
-# is rehearsed with as many requests as the largest decode graph has, and no batch becomes larger while one of its
-# requests, or one that waits, asks for it. Of other requests as many run at once as need no more memory than the other
-# forwards: more would take it from the KV cache.
+# --- The limit of requests ---------------------------------------------------------------------------------------------
+# The engine's default admits thousands of requests. Sampling may allocate eighteen numbers for each request and each
+# token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server ends with an out-of-memory error
+# then. The rehearsal runs such sampling with as many requests as the largest decode graph has. A batch is not larger
+# while one of its requests, or one that waits, asks for such sampling. Of other requests as many run as need no more
+# memory than the other forward passes.
 
 
 def is_penalized(request: Any) -> bool:
-    """Whether a request has penalties or the like: numbers for every token of the vocabulary, for its whole batch.
+    """Return whether a request needs numbers for every token of the vocabulary, for its whole batch.
 
     :param request: the engine's ``Req``.
     """
-    asked = request.sampling_params
+    sampling = request.sampling_params
     return bool(
         request.return_logprob
         or getattr(request, "custom_logit_processor", None)
-        or asked.frequency_penalty
-        or asked.presence_penalty
-        or asked.repetition_penalty != 1.0
-        or asked.min_p
-        or asked.min_new_tokens
-        or asked.logit_bias
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.repetition_penalty != 1.0
+        or sampling.min_p
+        or sampling.min_new_tokens
+        or sampling.logit_bias is not None
     )
 
 
-def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
-    """Have a scheduler admit no more requests than these to a batch; others wait until some have ended.
+def batch_is_penalized(batch: Any) -> bool:
+    """Return whether the engine has such numbers for a batch of requests.
 
-    :param requests: of any kind.
-    :param penalized: while one that waits, or is in the running batch, :func:`is_penalized`.
+    The engine keeps a logit bias and the numbers of ``min_p`` until the batch is empty, also when the request that
+    asked for them has ended. This function reads the batch's own attributes, so that its time does not depend on the
+    number of requests.
+
+    :param batch: the engine's ``ScheduleBatch``.
     """
-    with_penalties: weakref.WeakSet[Any] = weakref.WeakSet()
-    queue, allocatable = scheduler._add_request_to_queue, scheduler.get_num_allocatable_reqs
+    if not batch.reqs:
+        return False
+    sampling = batch.sampling_info
+    return bool(
+        batch.return_logprob
+        or sampling.penalizer_orchestrator.is_required
+        or sampling.need_min_p_sampling
+        or sampling.logit_bias is not None
+        or sampling.has_custom_logit_processor
+    )
+
+
+class RequestLimit:
+    """Limit of the requests in a batch, derived anew in each turn of the event loop.
+
+    The limit depends on the requests that wait and on the running batch alone. They are the same on all ranks, so all
+    ranks admit the same requests.
+
+    :param scheduler: the engine's.
+    :param requests: largest number of requests in a batch.
+    :param penalized: largest number while the running batch, or a request that waits, is penalized.
+    """
+
+    def __init__(self, scheduler: Any, requests: int, penalized: int) -> None:
+        self._scheduler, self._requests, self._penalized = scheduler, requests, penalized
+        self._penalized_queue: deque[Any] = deque()
+        """Penalized requests in the order of their arrival. Requests that wait no more leave it at its front."""
+        self._batch: Any = None
+        self._limit: int | None = None
+
+    def add(self, request: Any) -> None:
+        """Notice a request that begins to wait."""
+        if is_penalized(request):
+            self._penalized_queue.append(request)
+            self._limit = None
+
+    def begin_turn(self, batch: Any) -> None:
+        """Forget the limit of the turn before.
+
+        :param batch: the running batch, into which the engine merges the requests that it admits.
+        """
+        self._batch, self._limit = batch, None
+
+    def allocatable(self, running: int) -> int:
+        """Return how many requests may join ``running`` requests; negative if too many run already."""
+        if self._limit is None:
+            self._limit = self._derive()
+        return self._limit - running
+
+    def _derive(self) -> int:
+        scheduler, penalized = self._scheduler, self._penalized_queue
+        while penalized and penalized[0] not in scheduler.waiting_queue:
+            penalized.popleft()
+        chunked = scheduler.chunked_req  # neither waits nor runs between two of its chunks
+        if penalized or batch_is_penalized(self._batch) or (chunked is not None and is_penalized(chunked)):
+            return self._penalized
+        return self._requests
+
+
+def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
+    """Wrap three methods of a scheduler, so that a :class:`RequestLimit` bounds the requests that it admits."""
+    limit = RequestLimit(scheduler, requests, penalized)
+    queue, get_batch = scheduler._add_request_to_queue, scheduler.get_new_batch_prefill
+    allocatable = scheduler.get_num_allocatable_reqs
 
     @functools.wraps(queue)
     def add_request_to_queue(req: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_penalized(req):
-            with_penalties.add(req)
+        limit.add(req)
         return queue(req, *args, **kwargs)
+
+    @functools.wraps(get_batch)
+    def get_new_batch_prefill(*args: Any, **kwargs: Any) -> Any:
+        # Releases after 0.5.13 hand the running batch over.
+        limit.begin_turn(args[0] if args else kwargs.get("running_batch") or scheduler.running_batch)
+        return get_batch(*args, **kwargs)
 
     @functools.wraps(allocatable)
     def get_num_allocatable_reqs(running_bs: int, *args: Any, **kwargs: Any) -> int:
-        # The engine keeps those that have ended in their batch for a turn or two, and merges into it what is admitted.
-        batch = scheduler.running_batch.reqs
-        are_there = any(not req.finished() for req in with_penalties) or not set(with_penalties).isdisjoint(batch)
-        most = penalized if are_there else requests
-        return min(allocatable(running_bs, *args, **kwargs), most - running_bs)
+        return min(allocatable(running_bs, *args, **kwargs), limit.allocatable(running_bs))
 
     scheduler._add_request_to_queue = add_request_to_queue
+    scheduler.get_new_batch_prefill = get_new_batch_prefill
     scheduler.get_num_allocatable_reqs = get_num_allocatable_reqs

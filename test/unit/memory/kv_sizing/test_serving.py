@@ -461,27 +461,54 @@ PLAIN |= {"min_p": 0.0, "logit_bias": None}
 
 
 class Request:
-    """In the place of the engine's, which compares as an object does."""
+    """Stand-in for the engine's request, which compares as an object does."""
 
-    def __init__(self, return_logprob=False, ended=False, **sampling):
+    def __init__(self, return_logprob=False, **sampling):
         self.sampling_params, self.return_logprob = SimpleNamespace(**{**PLAIN, **sampling}), return_logprob
-        self.ended, self.custom_logit_processor = ended, None
+        self.custom_logit_processor = None
 
     def finished(self):
-        return self.ended
+        return False
+
+
+def batch_of(*requests, **sampling):
+    """A running batch; ``sampling``: attributes of the engine's ``SamplingBatchInfo`` that differ from a plain one's."""
+    info = {"need_min_p_sampling": False, "logit_bias": None, "has_custom_logit_processor": False}
+    info["penalizer_orchestrator"] = SimpleNamespace(is_required=False)
+    return SimpleNamespace(
+        reqs=list(requests), return_logprob=False, sampling_info=SimpleNamespace(**{**info, **sampling})
+    )
 
 
 class Scheduler:
     """Has room for 1,000 requests, and keeps those that wait."""
 
     def __init__(self):
-        self.waiting_queue, self.running_batch = [], SimpleNamespace(reqs=[])
+        self.waiting_queue, self.running_batch, self.chunked_req = [], SimpleNamespace(reqs=[]), None
 
     def _add_request_to_queue(self, req, is_retracted=False):
-        self.waiting_queue.append((req, is_retracted))
+        self.waiting_queue.append(req)
+        self.retracted = is_retracted
 
     def get_num_allocatable_reqs(self, running_bs, beam_width=None):
         return (beam_width or 1000) - running_bs
+
+    def get_new_batch_prefill(self, running_batch=None):
+        return running_batch
+
+
+@pytest.fixture
+def limited():
+    """A scheduler that admits 900 requests, and 256 while one is penalized."""
+    made = Scheduler()
+    serving.limit_requests(made, requests=900, penalized=256)
+    return made
+
+
+def admitted(scheduler, running=100):
+    """Requests that the scheduler admits in a turn of its own."""
+    scheduler.get_new_batch_prefill()
+    return scheduler.get_num_allocatable_reqs(running)
 
 
 def test_what_allocates_for_the_vocabulary_is_known_by_its_parameters():
@@ -491,25 +518,81 @@ def test_what_allocates_for_the_vocabulary_is_known_by_its_parameters():
     others = {"min_new_tokens": 1, "min_p": 0.05, "logit_bias": {"7": 1.0}, "return_logprob": True}
     for name, value in {**penalties, **others}.items():
         assert serving.is_penalized(Request(**{name: value})), name
+    assert serving.is_penalized(Request(logit_bias={})), "the engine makes a tensor for it, too"
 
 
-def test_fewer_are_admitted_while_one_with_penalties_has_not_ended():
-    scheduler = Scheduler()
-    serving.limit_requests(scheduler, requests=900, penalized=256)
-    plain, one = Request(), Request(min_p=0.1)
-    scheduler._add_request_to_queue(plain)
-    assert scheduler.get_num_allocatable_reqs(100) == 800
-    assert scheduler.get_num_allocatable_reqs(3, beam_width=5) == 2
-    scheduler._add_request_to_queue(one, is_retracted=True)
-    assert scheduler.waiting_queue == [(plain, False), (one, True)]
-    assert scheduler.get_num_allocatable_reqs(100) == 156
-    assert scheduler.get_num_allocatable_reqs(300) < 0
-    scheduler.running_batch.reqs = [plain, one]
-    one.ended = True
-    assert scheduler.get_num_allocatable_reqs(100) == 156, "its batch has tensors for it still, and takes others in"
-    scheduler.running_batch.reqs = [plain]
-    assert scheduler.get_num_allocatable_reqs(100) == 800
-    scheduler._add_request_to_queue(Request(presence_penalty=1.0))
-    assert scheduler.get_num_allocatable_reqs(100) == 156
-    scheduler.waiting_queue.clear()
-    assert scheduler.get_num_allocatable_reqs(100) == 800, "it was aborted while it waited"
+def test_fewer_requests_are_admitted_while_a_penalized_one_waits(limited):
+    assert (admitted(limited), admitted(limited, running=950)) == (800, -50)
+    assert limited.get_num_allocatable_reqs(3, beam_width=5) == 2
+    limited._add_request_to_queue(Request(min_p=0.1), is_retracted=True)
+    assert limited.retracted
+    assert limited.get_num_allocatable_reqs(100) == 156, "in the turn in which it arrives"
+    assert (admitted(limited), admitted(limited, running=300)) == (156, -44)
+    limited._add_request_to_queue(Request(presence_penalty=1.0))
+    del limited.waiting_queue[0]
+    assert admitted(limited) == 156
+    limited.waiting_queue = [Request(), *limited.waiting_queue]
+    assert admitted(limited) == 156
+
+
+def test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it(limited):
+    """A session keeps an aborted request alive. How long the garbage collector needs differs between ranks."""
+    session = Request(min_p=0.1)
+    limited._add_request_to_queue(session)
+    limited._add_request_to_queue(Request())
+    assert admitted(limited) == 156
+    del limited.waiting_queue[0]
+    assert admitted(limited) == 800
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"penalizer_orchestrator": SimpleNamespace(is_required=True)},
+        {"need_min_p_sampling": True},
+        {"logit_bias": torch.zeros(1, 3)},
+        {"has_custom_logit_processor": True},
+        {"return_logprob": True},
+    ],
+    ids=str,
+)
+def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary(sampling, limited):
+    """The engine keeps them when the request has ended, and makes them for each request that joins."""
+    limited.running_batch = batch_of(Request(), **sampling)
+    vars(limited.running_batch).update({name: True for name in sampling if name == "return_logprob"})
+    assert admitted(limited) == 156
+    limited.running_batch.reqs = []
+    assert admitted(limited) == 800, "it is replaced by the batch that is admitted"
+    limited.running_batch = batch_of(Request())
+    assert admitted(limited) == 800
+
+
+def test_the_batch_counts_to_which_requests_are_admitted(limited):
+    """Releases after 0.5.13 hand it over, and a pipeline has several."""
+    limited.running_batch = batch_of(Request(), need_min_p_sampling=True)
+    other = batch_of(Request())
+    assert limited.get_new_batch_prefill(other) is other
+    assert limited.get_num_allocatable_reqs(100) == 800
+    limited.get_new_batch_prefill(running_batch=limited.running_batch)
+    assert limited.get_num_allocatable_reqs(100) == 156
+
+
+def test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch(limited):
+    limited.chunked_req = Request(min_p=0.1)
+    assert admitted(limited) == 156
+
+
+def test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request(limited):
+    class Queue(list):
+        looked = 0
+
+        def __contains__(self, request):
+            Queue.looked += 1
+            return super().__contains__(request)
+
+        __iter__ = None
+
+    limited.waiting_queue = Queue([Request()])
+    assert (admitted(limited), Queue.looked) == (800, 0)
+    limited._add_request_to_queue(Request(min_p=0.1))
+    assert ([admitted(limited), *map(limited.get_num_allocatable_reqs, (100, 100))], Queue.looked) == ([156] * 3, 1)
