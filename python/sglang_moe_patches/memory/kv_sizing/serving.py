@@ -456,7 +456,7 @@ class Retirement:
         self._told()
 
 
-# --- The limit of requests ---------------------------------------------------------------------------------------------
+# --- The limit of requests --------------------------------------------------------------------------------------------
 # The engine's default admits thousands of requests. Sampling may allocate eighteen numbers for each request and each
 # token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server ends with an out-of-memory error
 # then. The rehearsal runs such sampling with as many requests as the largest decode graph has. A batch is not larger

@@ -472,7 +472,7 @@ class Request:
 
 
 def batch_of(*requests, **sampling):
-    """A running batch; ``sampling``: attributes of the engine's ``SamplingBatchInfo`` that differ from a plain one's."""
+    """A running batch; ``sampling``: attributes of its ``SamplingBatchInfo`` that differ from a plain one."""
     info = {"need_min_p_sampling": False, "logit_bias": None, "has_custom_logit_processor": False}
     info["penalizer_orchestrator"] = SimpleNamespace(is_required=False)
     return SimpleNamespace(

@@ -1,0 +1,53 @@
+"""Which of the engine's own requests and batches count as penalized, on each release."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.memory.kv_sizing import serving
+
+VOCABULARY = 100
+PENALTIES = ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_new_tokens": 2})
+REMAINING = ({"min_p": 0.05}, {"logit_bias": {"7": -1.0}})
+"""Parameters whose numbers the engine keeps until the batch is empty."""
+
+
+def request_of(**sampling: Any) -> Any:
+    """A request of the engine's, whose prompt has one token."""
+    schedule = seen.module("sglang.srt.managers.schedule_batch")
+    params = seen.module("sglang.srt.sampling.sampling_params").SamplingParams(max_new_tokens=5, **sampling)
+    params.normalize(SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None))
+    made = schedule.Req("a name", "", array("q", [7]), params, vocab_size=VOCABULARY)
+    made.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
+    return made
+
+
+def batch_of(*requests: Any) -> Any:
+    """A batch as the scheduler's running one, as far as sampling goes."""
+    made = seen.module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
+    made.device, made.return_logprob = "cpu", any(each.return_logprob for each in requests)
+    kind = seen.module("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo
+    made.sampling_info = kind.from_schedule_batch(made, VOCABULARY)
+    return made
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, *PENALTIES, *REMAINING], ids=str
+)
+def test_a_batch_is_penalized_if_one_of_its_requests_is(sampling: dict[str, Any], engine):
+    penalized = sampling in (*PENALTIES, *REMAINING)
+    asks = request_of(**sampling)
+    batch = batch_of(request_of(), asks)
+    assert serving.is_penalized(asks) == serving.batch_is_penalized(batch) == penalized
+    batch.reqs = batch.reqs[:1]
+    batch.sampling_info.filter_batch([0], torch.tensor([0]))
+    if sampling in REMAINING:
+        assert serving.batch_is_penalized(batch), "its numbers are still there"
+        batch.reqs = []
+    assert not serving.batch_is_penalized(batch)
