@@ -473,8 +473,8 @@ class Request:
 
 def batch_of(*requests, **sampling):
     """A running batch; ``sampling``: attributes of its ``SamplingBatchInfo`` that differ from a plain one."""
-    info = {"need_min_p_sampling": False, "logit_bias": None, "has_custom_logit_processor": False}
-    info["penalizer_orchestrator"] = SimpleNamespace(is_required=False)
+    info: dict[str, object] = {"need_min_p_sampling": False, "logit_bias": None, "has_custom_logit_processor": False}
+    info |= {"penalizer_orchestrator": SimpleNamespace(is_required=False)}
     return SimpleNamespace(
         reqs=list(requests), return_logprob=False, sampling_info=SimpleNamespace(**{**info, **sampling})
     )
