@@ -129,7 +129,7 @@ mutations: env ## what deliberately broken patches do to its answers: the table 
 	$(BIN)/sglang-moe-reference exec -- \
 	  $(BIN)/python -W ignore benchmark tiny_moe/mutations --backend $(BACKEND)
 
-guards: env ## take guards of docs/development/guards.md out, one by one, and see their tests fail; ARGS="cutedsl": some
+guards: env ## take guards out, one by one, and see their tests fail (docs/development/guards.md); ARGS="cutedsl": some
 	ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- $(BIN)/python test/tools/guards.py $(ARGS)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone

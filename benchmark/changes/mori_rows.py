@@ -90,11 +90,12 @@ def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int
         if (eps and c.ep not in eps) or (batches and c.batch not in batches):
             continue
         limit = f"**{c.limit:,}, loses {c.lost:,}**" if c.lost else f"{c.limit:,}"
-        rows.append((str(c.ep), f"{c.batch:,}", c.routing, f"{c.received:,}", f"{c.stock:,}", limit, f"{c.bound:,}"))
+        load = f"EP={c.ep}, {c.batch:,} tokens on each rank, {c.routing}"
+        rows.append((load, f"{c.received:,}", f"{c.stock:,}", limit, f"{c.bound:,}"))
     return (
         f"Rows given to the kernel; {figures['experts']} experts, top-{figures['top_k']}, "
         f"{figures['buffer_rows_per_rank']:,} buffer rows for each rank; the limit for {figures['limit_batch']} tokens "
-        "on each rank.\n\n" + output.table(("EP", "tokens per rank", "routing", "received", *MODES), rows, left=3)
+        "on each rank.\n\n" + output.table(("load", "received", *MODES), rows)
     )
 
 

@@ -231,8 +231,8 @@ def added_host_time(results: Sequence[output.Result]) -> str:
     machines = "; ".join(f"{' and '.join(times)} ({machine})" for machine, times in added.items())
     releases = ", ".join(dict.fromkeys(result["conditions"]["engine"] for result in results))
     return (
-        "[Host time](../benchmarks/overhead.md) that all changes together add to a MoE layer of an eager forward of "
-        f"one token on SGLang {releases}, in microseconds: {machines}."
+        "All changes together add [host time](../benchmarks/overheads-and-checks.md#host-time) to each MoE layer of an "
+        f"eager forward pass. For one token on SGLang {releases} it is, in microseconds: {machines}."
     )
 
 

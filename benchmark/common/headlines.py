@@ -19,61 +19,47 @@ PEAKS = {
 }
 #: result: (what was served, the load, SGLANG_MOE_PATCHES_KV_SIZING)
 LAUNCHED = {
-    "qwen3-30b-default": ("Qwen3-30B, one H100", "200 requests", "auto"),
-    "qwen3-30b-h200": ("Qwen3-30B, one H200", "200 requests", "auto"),
-    "qwen3-235b-fp8": ("Qwen3-235B-A22B-FP8, four H200s", "200 requests", "auto"),
-    "gpt-oss-120b-30-layers": ("gpt-oss-120b, 30 layers, one H100", "100 requests", "auto"),
-    "qwen3-vl-30b-h200": ("Qwen3-VL-30B, one H200", "120 requests, two images each", "auto"),
-    "qwen3-next-80b": ("Qwen3-Next-80B, one H200", "200 requests", "auto"),
-    "kimi-k2.5-13-layers-h200": ("Kimi-K2.5, 13 layers, one H200", "200 requests", "auto"),
-    "deepseek-r1-recipe": ("DeepSeek-R1, one H200", "256 requests", "always"),
-    "deepseek-r1-eagle-two-gpus": ("DeepSeek-R1, 24 layers, EAGLE, two H200s", "64 requests", "always"),
+    "qwen3-30b-default": "Qwen3-30B, H100, 200 requests",
+    "qwen3-next-80b": "Qwen3-Next-80B, rank of TP=4, H200, 200 requests",
+    "deepseek-r1-recipe": "DeepSeek-R1, rank of TP=8, H200, 256 requests",
+    "gpt-oss-120b-30-layers": "gpt-oss-120b, 30 of 36 layers, H100, 100 requests",
+    "kimi-k2.5-13-layers-h200": "Kimi-K2.5, 13 of 61 layers, rank of TP=8, H200, 200 requests",
 }
+"""Servers of the README's first table: the result of each, and what was served where."""
+CHART = output.RESULTS.parents[1] / "docs/images/kv-cache-by-server.svg"
+"""Chart of the README's first screen. The README shows it once it is there."""
 
 
 def launched(load: Load) -> str:
-    """The README's first table: servers that people launch, stock and patched; the engine's own settings first.
+    """The README's first chart and table: KV cache and throughput of servers that people launch, stock and patched."""
 
-    A cell has at most six words; what does not fit is in the note.
-    """
-
-    def cell(stock: float, ours: float, form: str = ".1f", better: bool = False) -> str:
-        return f"{stock:{form}} -> {'**' * better}{ours:{form}}{'**' * better}"
+    def cell(stock: float, patched: float, form: str, gains: bool = True) -> str:
+        mark = "**" if gains else ""
+        return f"{stock:{form}} -> {mark}{patched:{form}}{mark}"
 
     rows = []
-    for name, (server, asked, mode) in LAUNCHED.items():
+    for name, server in LAUNCHED.items():
         figures = load(f"serving/{name}")["figures"]
         stock, grown = figures["servers"]["stock"], figures["servers"]["grown"]
-        # Emphasized where the load does not fit stock's KV cache: elsewhere a difference is noise.
+        # Emphasized if the load does not fit stock's KV cache: else a difference is noise.
         asked_tokens = figures["prompts"] * (sum(figures["input"]) // 2 + figures["output"])
-        more = asked_tokens > stock["tokens"] and grown["total_throughput"] > 1.01 * stock["total_throughput"]
+        gains = asked_tokens > stock["tokens"] and grown["total_throughput"] > 1.01 * stock["total_throughput"]
         rows.append(
             (
                 server,
-                asked,
-                f"`{mode}`",
-                f"{cell(stock['tokens'], grown['tokens'], ',', True)} KV tokens",
-                cell(stock["total_throughput"], grown["total_throughput"], ",.0f", more),
-                cell(stock["median_tpot_ms"], grown["median_tpot_ms"]),
-                cell(stock["median_ttft_ms"] / 1e3, grown["median_ttft_ms"] / 1e3),
+                cell(stock["tokens"], grown["tokens"], ","),
+                cell(stock["total_throughput"], grown["total_throughput"], ",.0f", gains),
+                cell(stock["median_tpot_ms"], grown["median_tpot_ms"], ".0f", False),
             )
         )
-    recipe = load("triton-server/deepseek-v3-fp8-shard8-32768")["figures"]
-    stock, patched = recipe["stock"], recipe["patched"]
-    peak = cell(stock["peak"] / 1e6, patched["peak"] / 1e6, ",.0f", True)
-    prefill = f"{cell(stock['ms'], patched['ms'])} ms, prefill"
-    rows.append(("DeepSeek-R1, 4 layers, eager", "one prefill of 32,768", "unset", f"{peak} MB", "", "", prefill))
-    header = ("server", "load at once", "`SGLANG_MOE_PATCHES_KV_SIZING`", "memory", "tokens/s", "ms per token")
+    header = ("server, requests at once", "KV tokens", "tokens/s", "ms per token")
     note = (
-        "Figures are stock -> patched. Weights are random, so that every expert is used; a real checkpoint has other "
-        "tokens per second, which count prompts and answers. Latencies are medians. The models are whole, but where "
-        "layers are named. Kimi-K2.5 is in BF16. It has the sizes of TP=8, as DeepSeek-R1 in FP8 on one GPU; "
-        "Qwen3-Next has those of TP=4, and DeepSeek-R1 on two GPUs those of TP=8. DeepSeek-R1 has "
-        "`--mem-fraction-static 0.82` and, without EAGLE, a chunk of 32,768, as a published recipe. All others have "
-        "the engine's own fraction and chunk of 8,192. Tokens per second are in bold where the load did not fit "
-        "stock's KV cache; elsewhere a difference is noise."
+        "Random weights, one run each. Bold tokens/s: the load did not fit stock's KV cache. DeepSeek-R1 has a "
+        "published `--mem-fraction-static 0.82` and `SGLANG_MOE_PATCHES_KV_SIZING=always`. [How this was "
+        "measured](docs/benchmarks/earlier-measurements.md#how-the-first-table-was-measured)."
     )
-    return f"\n{output.table((*header, 's to first token'), rows, left=7)}\n{note}\n"
+    chart = f"\n![KV cache size of servers, stock and patched](docs/images/{CHART.name})\n" if CHART.exists() else ""
+    return f"{chart}\n{output.table(header, rows, left=4)}\n{note}\n"
 
 
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
@@ -82,7 +68,7 @@ def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
 
 
 def index(load: Load) -> str:
-    """A line for each page of benchmarks."""
+    """A line for each question that the pages of benchmarks answer."""
 
     def figures(name: str) -> dict[str, Any]:
         return load(name)["figures"]
@@ -104,54 +90,92 @@ def index(load: Load) -> str:
     served = figures("serving/qwen3-30b-default")["servers"]
     recipe = figures("serving/deepseek-r1-recipe")["servers"]
     held = figures("serving/qwen3-30b-penalties")["servers"]["stock"]["penalized"]["held"]
+    penalized = sum(held.values()) / 1e6
     case = find(figures("mori-rows/rows")["cases"], ep=8, batch=32, routing="skewed")
     host = [figures(f"overhead/host-{name}")["added_us"] for name in ("h200", "triton-h200")]
     launch = figures("launcher-cost/cpu")["medians"]["load_plugins_ms"]
     hole = {name: differing for name, differing, _ in figures("residual-hole/h200")["rows"]}
-    headlines = {
-        "moe-workspace": (
-            "one MoE layer behind Triton",
-            f"{layer['stock_peak'] / 1e6:,.0f} -> {layer['peak'] / 1e6:,.0f} MB",
+    checks = "overheads-and-checks"
+    tokens_of = "KV cache {:,} -> {:,} tokens".format
+    rows = [
+        (
+            "How much larger is the KV cache, and what does it serve?",
+            f"Qwen3-30B, one H100: {tokens_of(served['stock']['tokens'], served['grown']['tokens'])}",
+            "serving",
         ),
-        "triton-server": (
-            "whole servers with Triton",
+        (
+            "The same with a published `--mem-fraction-static`?",
+            f"DeepSeek-R1: {tokens_of(recipe['stock']['tokens'], recipe['grown']['tokens'])}",
+            "serving-recipes",
+        ),
+        (
+            "How much memory does a forward pass need?",
+            f"Kimi-K2.5: {kimi[0]:,.0f} -> {kimi[1]:,.0f} MB in BF16, {nvfp4[1] - nvfp4[0]:+,.0f} MB in NVFP4",
+            "peak-memory",
+        ),
+        (
+            "How much memory does one MoE layer behind Triton or Marlin need?",
+            f"Kimi-K2.5: {layer['stock_peak'] / 1e6:,.0f} -> {layer['peak'] / 1e6:,.0f} MB",
+            "moe-workspace",
+        ),
+        (
+            "Do whole servers get slower?",
             f"prefill at {figures('triton-server/kimi-k2.5')['patched']['time']:.3f} of stock's time",
+            "triton-server",
         ),
-        "peak-memory": (
-            "memory of a forward",
-            f"{kimi[0]:,.0f} -> {kimi[1]:,.0f} MB; NVFP4 {nvfp4[1] - nvfp4[0]:+,.0f} MB",
+        (
+            "How much does the allocator keep beyond the tensors?",
+            f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB",
+            "segments",
         ),
-        "serving": (
-            "tokens per second with a KV cache that grew in its start, default chunk",
-            f"Qwen3-30B, whole: {served['stock']['tokens']:,} -> {served['grown']['tokens']:,} KV tokens",
-        ),
-        "serving-recipes": (
-            "the same with a published `--mem-fraction-static`",
-            f"DeepSeek-R1, whole: {recipe['stock']['tokens']:,} -> {recipe['grown']['tokens']:,} KV tokens",
-        ),
-        "penalties": (
-            "what sampling with penalties holds",
-            f"{sum(held.values()) / 1e6:,.0f} MB for 256 requests",
-        ),
-        "segments": ("what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
-        "soak": (
-            "minutes of mixed load, flushes, weight updates",
+        ("How much memory does sampling with penalties take?", f"{penalized:,.0f} MB for 256 requests", "penalties"),
+        (
+            "Does a server survive mixed load, flushes and weight updates?",
             f"{soaked['patched']['answered']:,} answers in {minutes:.1f} minutes, {failed} errors",
+            "soak",
         ),
-        "engine-suite": (
-            "SGLang's own tests",
+        (
+            "Do SGLang's own tests pass?",
             f"{sum(map(len, ran))} tests of {sum(map(bool, ran))} files, stock and patched alike",
+            "engine-suite",
         ),
-        "weight-shuffle": ("preparing NVFP4 weights", f"{shuffled['speedup']:.1f}x as fast"),
-        "cutedsl-memory": ("CuteDSL's buffers", f"{before:.1f} GB -> {after:.0f} MB (computed)"),
-        "mori-rows": ("rows given to the kernel behind MoRI", f"{case['stock']:,} -> {case['bound']:,} (computed)"),
-        "overhead": ("time that the changes add", f"{host[0]:.0f} to {host[1]:.0f} us of the host per eager layer"),
-        "launcher-cost": ("what the launching process pays", f"{launch['patched'] - launch['stock']:+.0f} ms"),
-        "residual-hole": (
-            "wrong answers of the engine's own buffer",
+        ("How long do FP4 weights take to prepare?", f"{shuffled['speedup']:.1f}x as fast", "weight-shuffle"),
+        (
+            "How much memory do CuteDSL's buffers take?",
+            f"{before:.1f} GB -> {after:.0f} MB (computed)",
+            "cutedsl-memory",
+        ),
+        (
+            "How much time do the changes add?",
+            f"{host[0]:.0f} to {host[1]:.0f} us of the host per eager layer",
+            f"{checks}#host-time",
+        ),
+        (
+            "How much does the launching process pay?",
+            f"{launch['patched'] - launch['stock']:+.0f} ms",
+            f"{checks}#the-launcher",
+        ),
+        (
+            "Does `regress` find differing answers?",
+            figures("regress/tiny-h200")["rows"][0][2],
+            f"{checks}#regress-on-gpus",
+        ),
+        (
+            "How many answers does the engine's own output buffer change?",
             f"stock {hole['stock']}, patched {hole['patched']}",
+            f"{checks}#the-engines-own-output-buffer",
         ),
-        "regress": ("`regress` on GPUs", f"answers that differ: {figures('regress/tiny-h200')['rows'][0][2]}"),
-    }
-    rows = [(f"[{page}]({page}.md)", *cells) for page, cells in headlines.items()]
-    return "\n" + output.table(("page", "what", "headline"), rows, left=3)
+        (
+            "How many rows does the kernel behind MoRI get?",
+            f"{case['stock']:,} -> {case['bound']:,} (computed)",
+            f"{checks}#rows-behind-mori",
+        ),
+    ]
+    linked = [(question, answer, f"[{page.partition('#')[0]}]({page_of(page)})") for question, answer, page in rows]
+    return "\n" + output.table(("question", "answer, stock -> patched", "page"), linked, left=3)
+
+
+def page_of(place: str) -> str:
+    """Link target of a page of benchmarks, with its anchor if it has one."""
+    page, _, anchor = place.partition("#")
+    return f"{page}.md#{anchor}" if anchor else f"{page}.md"

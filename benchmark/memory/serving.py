@@ -498,59 +498,73 @@ def _free(load: dict[str, Any]) -> str:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def run_label(figures: dict[str, Any], result: output.Result) -> str:
-    """A run: what was served, on which GPU, and what was asked."""
-    lengths = " to ".join(f"{each:,}" for each in figures["input"])
+def run_name(result: output.Result) -> str:
+    """Name of a result's file, or the model's name for a result that was not loaded from the repository."""
+    name: str = result.get("name", result["figures"]["model"])
+    return name.rpartition("/")[2]
+
+
+def describe_run(result: output.Result) -> tuple[str, str, str, str]:
+    """What was served, on which GPU, the load, and the date."""
+    figures, conditions = result["figures"], result["conditions"]
+    lengths = " to ".join(f"{tokens:,}" for tokens in figures["input"])
     images = f" and {figures['images']} images" if "images" in figures else ""
-    load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
-    gpu = machine.gpu_model(result["conditions"])
-    at_once = f"at most {figures['requests']} requests at once" if figures["requests"] else ""
-    parts = [served.run_label(result), gpu, at_once, f"chunk {figures['chunk']:,}; {load}"]
-    return ", ".join(filter(None, parts))
+    at_once = f", at most {figures['requests']} requests at once" if figures["requests"] else ""
+    return (
+        f"{served.run_label(result)}, chunk {figures['chunk']:,}{at_once}",
+        machine.gpu_model(conditions),
+        f"{figures['prompts']} of {lengths} tokens in{images}, {figures['output']:,} out",
+        conditions.get("date", ""),
+    )
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """A row for each server; and one for each load besides, where there is any."""
-    header: tuple[str, ...] = (
-        *("run", "server", "KV tokens", "tokens/s", "unfinished", "ms a token", "first token s", "retractions"),
-        *("lowest free MB", "forwards need MB", "ready after s", "of it rehearsal s", "answers as stock's"),
-    )
-    # Of newer results alone.
-    more = any(one.get("loaded") for result in results for one in result["figures"]["servers"].values())
-    header += ("log-probabilities", "once loaded MB") if more else ()
-    rows: list[tuple[str, ...]] = []
-    besides: list[tuple[str, ...]] = []
+    """Five tables of at most six columns: the runs, tokens per second, memory, starts with answers, and more loads."""
+    runs = [(_linked(result), *describe_run(result)) for result in results]
+    speed: list[tuple[str, ...]] = []
+    memory: list[tuple[str, ...]] = []
+    starts: list[tuple[str, ...]] = []
+    loads: list[tuple[str, ...]] = []
+    given_back: list[tuple[str, ...]] = []
     for result in results:
-        figures = result["figures"]
-        run = run_label(figures, result)
-        stock = figures["servers"].get("stock", {}).get("total_throughput")
-        for place, (name, one) in enumerate(figures["servers"].items()):
-            label = f"{name} (by the rule)" if by_the_rule(name, one) else name
-            cells = ['"' if place else run, label, f"{one['tokens']:,}"]
-            if "total_throughput" in one:
-                gain = f" ({one['total_throughput'] / stock:.2f})" if stock and name != "stock" else ""
-                cells += [f"{one['total_throughput']:,.0f}{gain}", f"{one['concurrency']:.0f}"]
-                cells.append(f"{one['median_tpot_ms']:.1f}")
-                cells += [f"{one['median_ttft_ms'] / 1e3:.1f}", f"{one['retractions']}", _mb(one["lowest_free"])]
-            else:
-                cells += [""] * 6
-            cells.append(_mb(one["growth"] and one["growth"]["need_bytes"]))
-            cells.append(f"{one['startup_s']:.0f}")
-            cells.append("" if one["rehearsed_s"] is None else f"{one['rehearsed_s']:.0f}")
-            cells.append(_answers_alike(figures["servers"], name, "answers"))
-            if more:
-                alike = _answers_alike(figures["servers"], name, "logprobs")
-                cells += [alike + servers.first_difference(figures["servers"], name), _mb(one.get("loaded"))]
-            rows.append(tuple(cells))
-            besides += _loads_besides(run, label, one)
-    table = output.table(header, rows, left=2)
-    if besides:
-        of_loads = (
-            *("run", "server", "load", "answered", "retractions", "errors", "lowest free MB", "KV tokens then"),
-            *("given back MB", "answers as before"),
-        )
-        table += f"\n{output.table(of_loads, besides, left=3)}"
-    return "\n".join([table, *filter(None, map(held_tables, results))])
+        run, measured = run_name(result), result["figures"]["servers"]
+        stock_speed = measured.get("stock", {}).get("total_throughput")
+        for name, found in measured.items():
+            label = f"{name} (by the rule)" if by_the_rule(name, found) else name
+            speed.append((run, label, f"{found['tokens']:,}", *_speed_cells(found, name, stock_speed)))
+            need = _mb(found["growth"] and found["growth"]["need_bytes"])
+            memory.append((run, label, _mb(found.get("loaded")), need, _mb(found.get("lowest_free"))))
+            rehearsed = "" if found["rehearsed_s"] is None else f"{found['rehearsed_s']:.0f}"
+            answers = _answers_alike(measured, name, "answers")
+            logprobs = _answers_alike(measured, name, "logprobs") + servers.first_difference(measured, name)
+            starts.append((run, label, f"{found['startup_s']:.0f}", rehearsed, answers, logprobs))
+            loads += _more_loads(f"{run}, {label}", found)
+            given_back += _given_back(f"{run}, {label}", found)
+    titled = (
+        (("run", "served", "GPU", "load", "date"), runs, 5),
+        (("run", "server", "KV tokens", "tokens/s (times stock's)", "ms per token", "first token s"), speed, 2),
+        (("run", "server", "weights MB", "need MB", "lowest free MB"), memory, 2),
+        (("run", "server", "ready after s", "rehearsal s", "answers as stock's", "log-probabilities"), starts, 2),
+        (("run, server", "load", "answered", "errors", "lowest free MB", "answers as before"), loads, 2),
+        (("run, server", "KV tokens", "then", "MB given back", "lowest free MB"), given_back, 1),
+    )
+    found = [output.table(header, rows, left=left) for header, rows, left in titled if rows]
+    return "\n".join([*found, *filter(None, map(held_tables, results))])
+
+
+def _linked(result: output.Result) -> str:
+    """Name of a run, linked to its result if the repository has it."""
+    name = run_name(result)
+    return f"[{name}](../../benchmark/results/{result['name']}.json)" if "name" in result else name
+
+
+def _speed_cells(found: dict[str, Any], name: str, stock_speed: float | None) -> tuple[str, str, str]:
+    """Tokens per second, median milliseconds per token and median seconds to the first token; empty without a load."""
+    if "total_throughput" not in found:
+        return "", "", ""
+    times = f" ({found['total_throughput'] / stock_speed:.2f})" if stock_speed and name != "stock" else ""
+    first_token = f"{found['median_ttft_ms'] / 1e3:.1f}"
+    return f"{found['total_throughput']:,.0f}{times}", f"{found['median_tpot_ms']:.1f}", first_token
 
 
 def held_tables(result: output.Result) -> str:
@@ -561,7 +575,8 @@ def held_tables(result: output.Result) -> str:
         least = sum(held.values()) / 100
         rows += [(name, function, _mb(size)) for function, size in held.items() if size > least]
     header = ("server", "held with penalties, by", "MB")
-    return f"{run_label(figures, result)}\n\n{output.table(header, rows, left=2)}" if rows else ""
+    described = ", ".join(describe_run(result)[:3])
+    return f"{described}\n\n{output.table(header, rows, left=2)}" if rows else ""
 
 
 def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
@@ -572,23 +587,20 @@ def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
     return alike + (f"; {zeros} {ZEROS}'s" if zeros else "")
 
 
-def _loads_besides(run: str, label: str, one: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _more_loads(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each load that came after the requests at once."""
     for key, words in LOADS.items():
-        if (load := one.get(key)) is None:
+        if (load := found.get(key)) is None:
             continue
-        same = ""
-        if "answers" in load:
-            same = servers.equal_answers({"stock": one, "then": load}, "then")
-        row = (
-            run,
-            label,
-            words,
-            f"{load['answered']:,}",
-            f"{load['retractions']}",
-            _what_failed(load),
-            _mb(load["lowest_free"]),
-        )
-        yield (*row, f"{load['tokens']:,}" if "tokens" in load else "", _mb(load.get("given_back")), same)
+        same = servers.equal_answers({"stock": found, "then": load}, "then") if "answers" in load else ""
+        yield (label, words, f"{load['answered']:,}", _what_failed(load), _mb(load["lowest_free"]), same)
+
+
+def _given_back(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for a server from which another process took memory."""
+    if (load := found.get("taken")) and "tokens" in load:
+        tokens = (f"{found['tokens']:,}", f"{load['tokens']:,}")
+        yield (label, *tokens, _mb(load.get("given_back")), _mb(load["lowest_free"]))
 
 
 def _what_failed(load: dict[str, Any]) -> str:

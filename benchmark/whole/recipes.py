@@ -118,11 +118,11 @@ def on_hopper(results: list[output.Result]) -> str:
     packed = sum("fp4-weights" in answer["acts"] for answer in found)
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
     return (
-        f"- you set no variable and serve on Hopper: of {len(found)} [published recipes](docs/commands/models.md) no "
-        f"change acts inside the MoE layers of {idle}, and of {len(predicted)} predicted ones {little} save at most "
-        f"{100 * LITTLE:.0f} % of a prefill's memory. They gain elsewhere: `SGLANG_MOE_PATCHES_KV_SIZING=auto` sizes "
-        f"the KV cache of {sized}, `always` that of {left_alone} more, which give a fraction; `fp4-weights` makes the "
-        f"weights of {packed} smaller;"
+        f"- **Most Hopper recipes gain nothing inside their MoE layers.** Of {len(found)} [published "
+        f"recipes](docs/commands/models.md), {idle} run no code of this package there. The peak of {len(predicted)} can "
+        f"be predicted, and {little} of these save at most {100 * LITTLE:.0f} %. A larger KV cache helps more: "
+        f"`SGLANG_MOE_PATCHES_KV_SIZING=auto` grows the KV cache of {sized}, `always` that of {left_alone} more, which "
+        f"give a fraction. `fp4-weights` makes the weights of {packed} smaller."
     )
 
 

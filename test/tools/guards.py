@@ -1,4 +1,4 @@
-"""Take guards of docs/development/guards.md out, one after the other, and see whether their tests fail.
+"""Take guards out of the code, one after the other, and see whether their tests fail.
 
     make guards                    # all of MUTATIONS
     make guards ARGS="cutedsl"     # those whose file or test has this in its name
@@ -12,8 +12,7 @@ the table's order, and standard output has nothing else. So two commits are comp
 
 To add one, append a row to ``TABLE``, below the file and one test that fails then, with its parameters in brackets if
 a single case is enough: text that is in the file once, and what takes its place. Run ``make guards`` with the file's
-name, and name what was broken in the test's line of guards.md. What tests miss needs another case, in the table nearest
-to it.
+name. What tests miss needs another case, in the table nearest to it. See docs/development/guards.md.
 """
 
 from __future__ import annotations

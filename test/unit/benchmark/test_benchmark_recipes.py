@@ -26,7 +26,7 @@ def test_of_recipes_on_hopper_it_is_counted_what_saves_nothing_and_what_they_gai
     ]
     results = [{"figures": {"recipes": list(answers)}} for answers in zip(*rows, strict=True)]
     said = recipes.on_hopper(results)
-    assert "of 4 [published recipes]" in said
-    assert "of 3, and of 3 predicted ones 2 save at most 5 %" in said
-    assert "sizes the KV cache of 2, `always` that of 1 more" in said
+    assert "Of 4 [published recipes](docs/commands/models.md), 3 run no code" in said
+    assert "The peak of 3 can be predicted, and 2 of these save at most 5 %" in said
+    assert "grows the KV cache of 2, `always` that of 1 more" in said
     assert "the weights of 1 smaller" in said
