@@ -46,7 +46,7 @@ export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
 .PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations guards soak pipeline \
-  engine-suite constraints new-release compatibility clean
+  engine-suite constraints new-release compatibility wheel clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -156,6 +156,17 @@ new-release: ## install release ENGINE, freeze, ask and test it, write the pages
 
 compatibility: ## ask and test every release in turn (half an hour, 10 GB of disk at a time); ARGS="--doctor", ARGS="0.5.23": less
 	$(PYTHON) test/tools/compatibility.py $(ARGS)
+
+wheel: | $(UV) ## build a wheel in build/wheel, install it into an empty environment, see that its plugin is found there
+	rm -rf build/wheel && mkdir -p build/wheel/source
+	@# A copy of the tracked files: beside build/lib or an egg-info setuptools ships files that are gone.
+	git ls-files -z python pyproject.toml README.md LICENSE | xargs -0 cp --parents -t build/wheel/source
+	$(UV) build -q --wheel --out-dir build/wheel build/wheel/source
+	$(UV) venv -q --python $(PYTHON) build/wheel/environment
+	$(UV) pip install -q --python build/wheel/environment/bin/python build/wheel/*.whl
+	build/wheel/environment/bin/python -I test/tools/installed.py
+	build/wheel/environment/bin/sglang-moe-patches --help > /dev/null
+	@ls build/wheel/*.whl
 
 clean: ## remove what make built
 	rm -rf .venvs build demo

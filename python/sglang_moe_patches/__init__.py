@@ -4,4 +4,4 @@ Installing this package is enough: the engine calls :func:`sglang_moe_patches.pl
 through its ``sglang.srt.plugins`` entry point. Nothing is imported here, so that the launcher stays small.
 """
 
-__version__ = "0.4.2"
+__version__ = "0.5.0"
