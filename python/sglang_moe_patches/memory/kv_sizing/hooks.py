@@ -116,7 +116,7 @@ class ServerStart:
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass = self._fewer_requests = 0
-        self._started_over = False
+        self._started_over = self._limits_penalized = False
         self._seen = rehearsal.Measured()
         # Of all passes that count: a later one runs what is larger than it was, and nothing else. What did not run in
         # one (`Measured.expected`) runs in the next.
@@ -294,6 +294,7 @@ class ServerStart:
             leads=self.leads,
             peaks=self._phases,
             fewer_requests=self._fewer_requests,
+            limits_penalized=self._limits_penalized,
             bytes_per_token=self.bytes_per_token,
             margin=self.margin,
         )
@@ -363,6 +364,8 @@ class ServerStart:
         stopped, failed = any(need.stopped for need in needs), any(need.failure for need in needs)
         if (fewer := self._seen.fallback) and self._pass == 1 and (tokens < now or stopped) and not failed:
             return UseTokens(now, fewer_requests=fewer, start_over=True, limits=self._limits.with_requests(fewer))
+        if self._pass == 1 and tokens < now and not failed and (limits := self._limits.with_fewer_penalized()):
+            return UseTokens(now, start_over=True, limits=limits)
         if tokens > now:
             return MapTokens(tokens)
         again = tokens < now and stopped and self._passes_left
@@ -429,12 +432,16 @@ class ServerStart:
     def _limit_requests(self, limits: phases.Limits) -> None:
         """Admit no more at once than was rehearsed, where nobody has said how many, and the KV cache was sized or more
         would have cost some of the rule's tokens."""
-        if not limits.default_requests or (self.pools.counts == self.pools.first and not self._started_over):
+        is_limited = limits.default_requests or limits.limits_penalized
+        if not is_limited or (self.pools.counts == self.pools.first and not self._started_over):
             return
+        why = "--max-running-requests sets another number for all"
+        if limits.limits_penalized:
+            why = f"memory for {limits.batch:,} of them would leave the KV cache less than the engine's own rule does"
         serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
             f"{limits.batch:,} requests run at once, {limits.penalized:,} where one has penalties, min_p, a logit bias "
-            "or log-probabilities; --max-running-requests sets another number for all"
+            f"or log-probabilities; {why}"
         )
 
     def _tell(self, counts: TokenCounts) -> None:
@@ -447,8 +454,13 @@ class ServerStart:
 
     def _start_over(self, limits: phases.Limits) -> None:
         """After the first pass, in which the KV cache would have paid for requests that nobody asked for."""
-        self.log(f"rehearses again with {limits.batch:,} requests at once: with more, too little memory was left")
-        self._started_over = True
+        fewer = (
+            f"{limits.penalized:,} penalized ones of {limits.batch:,}"
+            if limits.limits_penalized
+            else f"{limits.batch:,}"
+        )
+        self.log(f"rehearses again with {fewer} requests at once: with more, too little memory was left")
+        self._started_over, self._limits_penalized = True, limits.limits_penalized
         self._need = self._before = self._slack = 0
         self._phases.clear()
         self._begin_next(phases.derive_phases)
@@ -456,6 +468,8 @@ class ServerStart:
     def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
         """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
         before, after = self._limits, rehearsal.limits_of(self.scheduler, self._fewer_requests)
+        if self._limits_penalized:
+            after = replace(after, limits_penalized=True)
         if not phases.derive_second_pass(before, after, missed):
             return False
         self._begin_next(lambda limits: phases.derive_second_pass(before, limits, missed))

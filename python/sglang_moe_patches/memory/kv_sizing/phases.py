@@ -198,6 +198,9 @@ class Limits:
     """Tokens of the KV cache that a request's next drafts take beside its own."""
     default_requests: bool = False
     """Nobody has said how many requests run at once: the engine's default is thousands."""
+    limits_penalized: bool = False
+    """Fewer requests run while one is penalized, although ``--max-running-requests`` is given: memory for as many
+    penalized requests would leave the KV cache fewer tokens than the engine's own."""
 
     @property
     def batch(self) -> int:
@@ -212,7 +215,16 @@ class Limits:
     @property
     def penalized(self) -> int:
         """Requests in one forward where one of them has penalties or the like (:func:`.serving.limit_requests`)."""
-        return min(self.batch, self._graph_requests) if self.default_requests else self.batch
+        is_limited = self.default_requests or self.limits_penalized
+        return min(self.batch, self._graph_requests) if is_limited else self.batch
+
+    def with_fewer_penalized(self) -> Limits | None:
+        """Limit penalized requests as without ``--max-running-requests``.
+
+        :returns: ``None``: no fewer run then.
+        """
+        limited = replace(self, limits_penalized=True)
+        return limited if limited.penalized < self.penalized else None
 
     @property
     def short_requests(self) -> int:

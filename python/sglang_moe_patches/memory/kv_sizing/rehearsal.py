@@ -475,6 +475,7 @@ class Rehearsal:
     :param leads: whether this rank puts what all of them take in.
     :param peaks: bytes of tensors in phases of an earlier rehearsal.
     :param fewer_requests: as :func:`limits_of` takes them.
+    :param limits_penalized: :attr:`.phases.Limits.limits_penalized`.
     :param bytes_per_token: of the KV cache.
     :param margin: bytes that must be left beside more requests at once than the other forwards have memory for.
     """
@@ -491,12 +492,13 @@ class Rehearsal:
         leads: bool,
         peaks: Mapping[str, int],
         fewer_requests: int = 0,
+        limits_penalized: bool = False,
         bytes_per_token: float = 0.0,
         margin: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
         self._board, self._low, self._derive = board, f"{LOW} {number}", derive
-        self._peaks, self._fewer_requests = dict(peaks), fewer_requests
+        self._peaks, self._fewer_requests, self._limits_penalized = dict(peaks), fewer_requests, limits_penalized
         self._bytes_per_token, self._margin = bytes_per_token, margin
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
@@ -518,6 +520,8 @@ class Rehearsal:
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
         limits = limits_of(self.scheduler, self._fewer_requests)
+        if self._limits_penalized:
+            limits = replace(limits, limits_penalized=True)
         # Bytes that the allocator had reserved before the first decode of more requests than must be; then the bytes
         # that such decodes may take.
         self._reserved_by_others: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,7 @@ class Pools:
 class Rehearsal:
     """It ends when the test says so."""
 
-    limits = SimpleNamespace(default_requests=False)
+    limits = Limits(2048, 8192, 40_000, 20, 0)
 
     def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, **more):
         self.more, self.derive = more, derive
@@ -316,6 +317,37 @@ def test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_
     if not ranks.served:
         ranks.measure(0, 0)
     assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited)
+
+
+GIVEN_REQUESTS = replace(DEFAULT_REQUESTS, default_requests=False)
+
+
+@pytest.mark.parametrize(
+    ("limits", "spare_mb", "begins_again"),
+    [
+        (GIVEN_REQUESTS, [-488, 700], True),  # 512 tokens instead of 1,000
+        (GIVEN_REQUESTS, [0, 700], False),
+        (replace(GIVEN_REQUESTS, requests=256), [-488, 700], False),  # no fewer than without the argument
+    ],
+    ids=["a sliver", "enough", "few requests"],
+)
+def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_penalized_ones(
+    limits, spare_mb, begins_again, monkeypatch, caplog
+):
+    monkeypatch.setattr(Rehearsal, "limits", limits)
+    ranks, limited = Ranks(monkeypatch), list[tuple[int, int]]()
+    monkeypatch.setattr(hooks.rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
+    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
+    ranks.measure(*spare_mb)
+    assert [one.more["limits_penalized"] for one in ranks.rehearsals()] == [begins_again] * 2
+    if begins_again:
+        assert "rehearses again with 256 penalized ones of 2,000 requests at once" in caplog.text
+        for one in ranks.each:
+            one._limits = replace(limits, limits_penalized=True)
+        ranks.measure(500, 500)
+        assert ranks.tokens() == (1500,) * 3
+        assert "memory for 2,000 of them would leave the KV cache less" in caplog.text
+    assert limited == ([(2000, 256)] * 2 if begins_again else [])
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):

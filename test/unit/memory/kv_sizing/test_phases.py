@@ -462,3 +462,15 @@ def test_a_decode_of_all_requests_stays_in_the_windows_pool():
     assert each == plain  # a window for each
     assert 2 < few < plain
     assert LIMITS.requests * (few + phases.SHORT_PROMPT_TOKENS) + 2 * LIMITS.chunk <= 20_000
+
+
+def test_penalized_requests_are_limited_alone_and_only_if_fewer_run_then():
+    limited = LIMITS.with_fewer_penalized()
+    assert limited is not None
+    assert [of_kind(limited, kind).bound.requests for kind in (PhaseKind.PENALTIES, PhaseKind.EAGER_DECODE)] == [
+        64,
+        300,
+    ]
+    assert of_kind(LIMITS, PhaseKind.PENALTIES).bound.requests == 300
+    assert limited.with_fewer_penalized() is None
+    assert replace(LIMITS, requests=64).with_fewer_penalized() is None
