@@ -116,7 +116,7 @@ SECTIONS = {
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
     "marlin-repack": Section(
-        under("marlin-repack", "h100", "h100-0.5.17"), lambda results: "\n".join(map(marlin_repack.tables, results))
+        under("marlin-repack", "h100", "h100-0.5.17"), lambda results: "\n\n".join(map(marlin_repack.tables, results))
     ),
     "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", rows_as_they_are),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),

@@ -157,14 +157,13 @@ def tables(result: output.Result, tps: Collection[int] = ()) -> str:
     for row in (row for row in result["figures"]["rows"] if not tps or row["tp"] in tps):
         stock, ours, layers = row["stock"], row["ours"], row["moe_layers"]
         guess = f"{stock['max_num_tokens']:,}" + (", too small" * (stock["max_num_tokens"] < ours["max_num_tokens"]))
-        layout = (*(str(row[size]) for size in ("tp", "dp", "ep")), f"{ours['max_num_tokens']:,}", guess)
+        ranks = ", ".join(f"{size.upper()}={row[size]}" for size in ("tp", "dp", "ep"))
+        layout = (ranks, f"{ours['max_num_tokens']:,}", guess)
         sizes = f"{row['upstream']['total'] * layers / 1e9:.1f} -> {ours['total'] / 1e9:.3f}"
         rows.setdefault(layout, {})[row["model"]] = sizes
     models = dict.fromkeys(model for row in rows.values() for model in row)
     cells = [(*layout, *(row.get(model, "") for model in models)) for layout, row in rows.items()]
-    return output.table(
-        ("TP", "DP", "EP", "tokens", "stock's guess", *(f"{model}, GB" for model in models)), cells, left=0
-    )
+    return output.table(("layout", "tokens", "stock's guess", *(f"{model}, GB" for model in models)), cells)
 
 
 def main() -> None:

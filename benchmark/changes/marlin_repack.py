@@ -168,20 +168,16 @@ def tables(result: output.Result) -> str:
     def cells(one: dict[str, Any]) -> list[str]:
         kinds = [one[kind] for kind in ("stock", "patched", timing.CONTROL)]
         beyond = [f"{kind['allocated'] / MB:,.0f} ({kind['allocated'] / one['packed']:.2f})" for kind in kinds[:2]]
-        reserved = [f"{kind['reserved'] / MB:,.0f}" for kind in kinds[:2]]
-        return [f"{one['packed'] / MB:,.0f}", *beyond, *reserved, *(f"{1e3 * kind['seconds']:.0f}" for kind in kinds)]
+        reserved = " -> ".join(f"{kind['reserved'] / MB:,.0f}" for kind in kinds[:2])
+        stock, patched, control = (f"{1e3 * kind['seconds']:.0f}" for kind in kinds)
+        return [f"{one['packed'] / MB:,.0f}", *beyond, reserved, f"{stock} -> {patched} ({control})"]
 
     figures = result["figures"]
     measured = {name: one for name, one in figures["layers"].items() if "refused" not in one}
-    header: tuple[str, ...] = (
-        f"layer, {result['conditions']['engine']}",
-        "packed weights MB",
-        "stock: most beyond MB (times)",
-        "here",
-        "reserved: stock",
-        "here",
+    header = (
+        *(f"layer, {result['conditions']['engine']}", "packed weights MB", "stock: most beyond MB (times)", "patched"),
+        *("reserved MB, stock -> patched", "ms, stock -> patched (stock again)"),
     )
-    header += ("ms: stock", "here", "stock again")
     table = output.table(header, [(name, *cells(one)) for name, one in measured.items()])
     agree = [name for name, one in (figures["small"] | figures["layers"]).items() if "refused" not in one]
     lines = [table, "", f"The same bits: {'; '.join(agree)}."]

@@ -50,10 +50,6 @@ SERVERS = {
 #: More variables of a server.
 VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
-#: Written before the first run, after a prototype's figures: Kimi-K2.5's widths at TP=4's shard sizes, 14 layers,
-#: chunks of 16,384, at the rule's fraction. MB free at the worst moment; and what is kept of the tensors' peak besides.
-PREDICTED_FREE = {"stock": 15_817, "stock-segments": 20_609, "patched-off": 20_080, "patched": 22_457}
-PREDICTED_SLACK = 0.3
 MIXED = 64
 CLIENTS = 16
 BATCH = 32
@@ -216,46 +212,29 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def predicted_free(figures: dict[str, Any], name: str) -> int | None:
-    """MB free at the worst moment, where that was predicted."""
-    sizes = tuple(figures[size] for size in ("model", "shard", "layers", "chunk", "tp"))
-    return PREDICTED_FREE.get(name) if sizes == ("kimi-k2.5", 4, 14, 16384, 1) else None
-
-
 def tables(results: Sequence[output.Result]) -> str:
-    """A row for each server."""
-    header: tuple[str, ...] = (
-        *("run", "server", "tensors MB", "slack MB", "of the tensors", "lowest free MB", "predicted", "grown MB"),
-        *("first prefill s", "prefill ms", "decode ms", f"of {BATCH} ms", "mixed requests/s", "answers as stock's"),
-    )
-    rows: list[tuple[str, ...]] = []
+    """Two tables with a row for each server: memory, and times with answers."""
+    memory: list[tuple[str, ...]] = []
+    times: list[tuple[str, ...]] = []
+    answers: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
-        run = served.run_label(result)
         for place, (name, one) in enumerate(figures["servers"].items()):
-            free = predicted_free(figures, name)
-            share = f"{round(100 * one['slack'] / one['tensors'])} %" if one["tensors"] else ""
-            if share and free is not None and name in ("stock-segments", "patched"):
-                share += f" (at most {100 * PREDICTED_SLACK:.0f})"
-            rows.append(
-                (
-                    '"' if place else run,
-                    name,
-                    f"{one['tensors'] / MB:,.0f}",
-                    f"{one['slack'] / MB:,.0f}",
-                    share,
-                    f"{one['lowest_free'] / MB:,.0f}",
-                    "" if free is None else f"{free:,}",
-                    f"{one['grown'] / MB:,.0f}",
-                    f"{one['first_ms'] / 1e3:.1f}",
-                    *(f"{statistics.median(one[what]):.1f}" for what in ("prefill_ms", "decode_ms", "batch_ms")),
-                    f"{statistics.median(one['mixed_per_s']):.1f}",
-                    servers.equal_answers(figures["servers"], name),
-                )
-            )
-    if not any(row[-1] for row in rows):  # results of before answers were asked for
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    return output.table(header, rows, left=2)
+            run = '"' if place else served.run_label(result)
+            share = f" ({round(100 * one['slack'] / one['tensors'])} %)" if one["tensors"] else ""
+            slack = f"{one['slack'] / MB:,.0f}{share}"
+            sizes = (f"{one[what] / MB:,.0f}" for what in ("lowest_free", "grown"))
+            memory.append((run, name, f"{one['tensors'] / MB:,.0f}", slack, *sizes))
+            medians = (f"{statistics.median(one[what]):.1f}" for what in ("prefill_ms", "decode_ms", "batch_ms"))
+            times.append((run, name, *medians, f"{statistics.median(one['mixed_per_s']):.1f}"))
+            if alike := servers.equal_answers(figures["servers"], name):
+                answers.append((run, name, alike))
+    of_memory = ("run", "server", "tensors MB", "slack MB (of the tensors)", "lowest free MB", "grown MB")
+    of_times = ("run", "server", "prefill ms", "decode ms", f"decode of {BATCH} ms", "mixed requests/s")
+    found = [output.table(of_memory, memory, left=2), output.table(of_times, times, left=2)]
+    if answers:
+        found.append(output.table(("run", "server", "answers as stock's"), answers, left=2))
+    return "\n".join(found)
 
 
 def main() -> None:

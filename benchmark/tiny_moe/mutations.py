@@ -181,9 +181,7 @@ def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
     return (
         row["server"],
         f"{100 * row['accuracy']:.1f} %",
-        f"{row['lost']}, {row['gained']}",
-        f"{row['p_worse']:.3f}" if row["p_worse"] >= 0.001 else "below 0.001",
-        f"{row['largest_drop']:.1f}",
+        f"{row['lost']}, {row['gained']} ({row['largest_drop']:.1f})",
         f"{row['differing']} of {questions}",
         verdicts[row["by_accuracy"]],
         "**worse**" if row["identical"] == WORSE else "equal",
@@ -193,7 +191,7 @@ def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
 def tables(result: output.Result) -> str:
     figures = result["figures"]
     questions = figures["questions"]
-    header = ("", "accuracy", "lost, gained", "p", "points lost, at most", "answers that differ", "by accuracy")
+    header = ("", "accuracy", "lost, gained (points lost, at most)", "answers that differ", "by accuracy")
     stock = ("stock", f"{100 * figures['stock']:.1f} %", *[""] * (len(header) - 1))
     rows = [stock, *(cells(row, questions) for row in figures["rows"])]
     return (

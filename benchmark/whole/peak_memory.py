@@ -233,9 +233,9 @@ def summary(results: list[output.Result]) -> str:
         for key in KEYS:
             cells += [in_mb(stock[key]), in_mb(patched[key])]
         ranks = f"{figures['tp']}{', symmetric memory' if figures['symm_mem'] else ''}"
-        rows.append((figures["model"], result["conditions"]["engine"], ranks, *cells))
-    live, peak = "live when the routed kernel starts: stock", "peak of the forward: stock"
-    return output.table(("MB", "SGLang", "TP", live, "patched", peak, "patched"), rows, left=3)
+        rows.append((f"{figures['model']}, TP={ranks}, {result['conditions']['engine']}", *cells))
+    live, peak = "allocated when the routed kernel starts: stock", "peak of the forward pass: stock"
+    return output.table(("MB", live, "patched", peak, "patched"), rows)
 
 
 def of_result(result: output.Result, server: str) -> prediction.Prediction:

@@ -136,11 +136,10 @@ def tables(results: list[output.Result]) -> str:
             absent.add(recipe["model"])
             continue
         at, answer = first_answer(answers)
-        cells = [recipe["model"].split("/")[1], f"{models.ranks(recipe['flags'])} x {recipe['gpu']}", recipe["name"]]
-        if at:
-            cells[2] += f" ({results[at]['conditions']['engine']})"
+        name = recipe["name"] + (f" ({results[at]['conditions']['engine']})" if at else "")
+        label = f"{recipe['model'].split('/')[1]}, {models.ranks(recipe['flags'])} x {recipe['gpu']}, {name}"
         if "refused" in answer:
-            rows.append((*cells, "", "", "", "", "", answer["refused"]))
+            rows.append((label, "", "", "", "", answer["refused"]))
             continue
         server = answer["server"]
         key = (models.sizes_of_a_rank(answer), server["tokens"])
@@ -149,9 +148,9 @@ def tables(results: list[output.Result]) -> str:
         says = reason(answer) if found == REASON else found
         run = wholes.get(key) or alone.get(key) or ""
         acts = ", ".join(answer["acts"]) or "-"
-        runner = f"{server['runner'] or 'not known'}, {server['format']}"
-        rows.append((*cells, runner, f"{server['tokens']:,}", peaks, acts, run, says))
-    header = ("model", "on", "recipe", "runner", "chunk", "peak, MB: stock -> patched", "acts", "measured", "kv-sizing")
+        runner = f"{server['runner'] or 'not known'}, {server['format']}; {server['tokens']:,}"
+        rows.append((label, runner, peaks, acts, run, says))
+    header = ("model, GPUs, recipe", "runner; chunk", "peak, MB: stock -> patched", "acts", "measured", "kv-sizing")
     named = "; ".join(f"[{each['title']}]({each['url']})" for each in read_recipes()["sources"].values())
     lacking = f" Its {NO_CONFIG}: {', '.join(sorted(absent))}." if absent else ""
     return f"Published: {named}.{lacking}\n\n{output.table(header, rows, left=len(header))}"

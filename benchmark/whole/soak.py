@@ -444,33 +444,33 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
 
 
 def tables(result: output.Result) -> str:
-    """A row for each server, and the verdict."""
+    """A column for each server, and the verdict."""
     figures = result["figures"]
     servers = figures["servers"]
-    header = (
-        *("server", "minutes", "answered", "aborted", "left", "flushes", "updates", "errors", "forwards", "in columns"),
-        *("probes", "reserved MB, first half", "second half", "tensors MB, first half", "second", "lowest free MB"),
-    )
+    counted = ("answered", "aborted", "left", "flushes", "updates")
+    names = {"left": "hung up on", "updates": "weight updates", "columns": "forward passes in columns"}
+    names |= {"probes": "fixed prompts asked", "forwards": "forward passes"}
+    megabytes = {
+        "first_half": "reserved MB at most, first half",
+        "second_half": "reserved MB at most, second half",
+        "first_peak": "tensors MB at most, first half",
+        "second_peak": "tensors MB at most, second half",
+        "lowest_free": "lowest free MB",
+    }
+    found = list(servers.values())
     rows = [
-        (
-            name,
-            f"{one['seconds'] / 60:.1f}",
-            *(f"{one[what]:,}" for what in ("answered", "aborted", "left", "flushes", "updates")),
-            f"{len(one['errors']):,}",
-            *(f"{one[what]:,}" for what in ("forwards", "columns", "probes")),
-            *(
-                f"{one[what] / MB:,.0f}"
-                for what in ("first_half", "second_half", "first_peak", "second_peak", "lowest_free")
-            ),
-        )
-        for name, one in servers.items()
+        ("minutes", *(f"{server['seconds'] / 60:.1f}" for server in found)),
+        *((names.get(key, key), *(f"{server[key]:,}" for server in found)) for key in counted),
+        ("errors", *(f"{len(server['errors']):,}" for server in found)),
+        *((names[key], *(f"{server[key]:,}" for server in found)) for key in ("forwards", "columns", "probes")),
+        *((name, *(f"{server[key] / MB:,.0f}" for server in found)) for key, name in megabytes.items()),
     ]
     failures = reasons(figures)
     verdict = "**It held.**" if not failures else f"**It did not hold**: {'; '.join(failures)}."
     alike = [f"{len(several)} of {key}" for key, several in distinct_answers(servers).items()]
     with_logprobs = max((len(several) for several in distinct_answers(servers, "logprobs").values()), default=0)
     return (
-        f"{output.table(header, rows)}\n{verdict} Different answers to the fixed prompts, of both servers: "
+        f"{output.table(('', *servers), rows)}\n{verdict} Different answers to the fixed prompts, of both servers: "
         f"{', '.join(alike) or 'none asked'}; with their log-probabilities, bit for bit: at most {with_logprobs}.\n"
     )
 

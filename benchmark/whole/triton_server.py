@@ -141,37 +141,26 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
 
 
 def tables(results: list[output.Result]) -> str:
-    """A row for each server of each run."""
+    """Two tables with a row for each server of each run: memory, and times with their ratio to stock's."""
 
     def step(one: dict[str, Any], key: str) -> str:
         ratio = f" ({one[f'{key}_ratio']:.3f})" if f"{key}_ratio" in one else ""
         return f"{one[key]:.2f}{ratio}" if one.get(key) else ""
 
-    rows = []
+    memory, times = [], []
     for result in results:
         for place, (name, one) in enumerate(result["figures"].items()):
-            rows.append(
-                [
-                    '"' if place else run_of(result),
-                    name,
-                    f"{one['peak'] / MB:,.0f}",
-                    f"{one['before'] / MB:,.0f}",
-                    f"{one['reserved'] / MB:,.0f}",
-                    f"{one['first_ms']:.0f}" if "first_ms" in one else "",
-                    f"{one['ms']:.1f}",
-                    f"{one['time']:.3f}" if "time" in one else "",
-                    step(one, "decode_ms"),
-                    step(one, "batch_ms"),
-                    step(one | {"mixed_s": statistics.median(one["mixed_s"])} if one.get("mixed_s") else {}, "mixed_s"),
-                    ", ".join(map(str, one["slices"])) or "-",
-                    f"{sum(one['equal'])} of {len(one['equal'])}" if "equal" in one else "",
-                ]
-            )
-    header = (
-        *("run", "server", "peak MB", "held before MB", "reserved MB", "first ms", "prefill ms", "time", "decode ms"),
-        *("batch ms", "mixed s", "slices", "equal answers"),
-    )
-    return output.table(header, rows, left=2)
+            run = '"' if place else run_of(result)
+            equal = f"{sum(one['equal'])} of {len(one['equal'])}" if "equal" in one else ""
+            slices = ", ".join(map(str, one["slices"])) or "-"
+            memory.append((run, name, f"{one['peak'] / MB:,.0f}", f"{one['reserved'] / MB:,.0f}", slices, equal))
+            prefill = f"{one['ms']:.1f}" + (f" ({one['time']:.3f})" if "time" in one else "")
+            mixed = {**one, "mixed_s": statistics.median(one["mixed_s"])} if one.get("mixed_s") else {}
+            steps = (step(one, "decode_ms"), step(one, "batch_ms"), step(mixed, "mixed_s"))
+            times.append((run, name, prefill, *steps))
+    of_memory = ("run", "server", "peak MB", "reserved MB", "slices", "equal answers")
+    of_times = ("run", "server", "prefill ms (times stock's)", "decode ms", "batch ms", "mixed s")
+    return f"{output.table(of_memory, memory, left=2)}\n{output.table(of_times, times, left=2)}"
 
 
 def in_short(results: list[output.Result]) -> str:
@@ -189,15 +178,14 @@ def in_short(results: list[output.Result]) -> str:
         rows.append(
             (
                 run_of(result),
-                f"{stock['peak'] / MB:,.0f}",
-                f"{patched['peak'] / MB:,.0f}",
+                f"{stock['peak'] / MB:,.0f} -> {patched['peak'] / MB:,.0f}",
                 f"{stock['ms']:.1f}",
                 ratio("time"),
                 ratio("decode_ms_ratio"),
                 f"{sum(patched['equal'])} of {len(patched['equal'])}",
             )
         )
-    header = ("server", "peak, MB: stock", "patched", "prefill, ms: stock", "time", "decode step")
+    header = ("server", "peak MB, stock -> patched", "prefill ms, stock", "time (control)", "decode step")
     return output.table((*header, "equal answers"), rows)
 
 

@@ -10,7 +10,8 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     status:CHANGE                   what a change is where: "applied up to 0.5.12.post1, hardened from 0.5.13"
     changes                         a table of the changes, what they do, and what they are where
     variables                       a table of the environment variables that this package and its changes read
-    statuses                        a line for releases that are alike, a column for each change
+    statuses                        a line for each change, a column for releases that are alike
+    tested                          the releases, their PyTorch, and how many tests passed
     reasons                         the reasons behind it, those of neighbouring releases in one line
     offers                          which families offer their dead input where, and why others do not
     whole                           when all tests ran on which release, and what came out (`make test-all`)
@@ -118,15 +119,25 @@ def variables() -> str:
 
 
 def statuses(found: dict[str, Any]) -> str:
-    """A table with a line for neighbouring releases that are alike; in bold those that are tested every time."""
+    """A table with a line for each change, and a column for neighbouring releases on which all changes are alike."""
     names = known(found)
+    cells = {
+        release: tuple(facts["changes"].get(name, NOT_ASKED)[0] for name in names) for release, facts in found.items()
+    }
+    columns = [(f"{alike[0]} to {alike[-1]}" if len(alike) > 1 else alike[0], said) for said, alike in runs(cells)]
+    rows = [(name, *(said[place] for _, said in columns)) for place, name in enumerate(names)]
+    return table(("change", *(title for title, _ in columns)), rows)
+
+
+def tested(found: dict[str, Any]) -> str:
+    """A table of the releases, their PyTorch and the tests that passed; in bold those that are tested every time."""
     cells = {}
     for release, facts in found.items():
         tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" ")[0]
-        cells[release] = (facts["torch"], *(facts["changes"].get(name, NOT_ASKED)[0] for name in names), tests)
+        cells[release] = (facts["torch"], tests)
     bold = {release: f"**{release}**" if release in releases.EVERY_TIME else release for release in found}
     rows = [(", ".join(map(bold.__getitem__, alike)), *row) for row, alike in runs(cells)]
-    return table(("SGLang", "torch", *names, "tests passed"), rows)
+    return table(("SGLang", "PyTorch", "tests passed"), rows)
 
 
 def reasons(found: dict[str, Any]) -> str:
@@ -187,6 +198,7 @@ def generated(name: str) -> str:
         "changes": lambda: changes(found),
         "variables": variables,
         "statuses": lambda: statuses(found),
+        "tested": lambda: tested(found),
         "reasons": lambda: reasons(found),
         "offers": lambda: offers(found),
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",

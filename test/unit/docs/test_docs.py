@@ -14,6 +14,12 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
 MAX_PROSE_WORDS = 1_500
 """Of one page, without tables, code and what is generated: a longer page is not read."""
+MAX_README_WORDS = 1_100
+"""Words of README.md, counted as those of any page."""
+MAX_FIRST_SCREEN_WORDS = 250
+"""Words of README.md before its first section, tables and code included."""
+MAX_COLUMNS = 6
+"""Columns of a table. Wider data belongs into benchmark/results."""
 
 
 def prose(page: Path) -> str:
@@ -56,6 +62,20 @@ def test_links_lead_somewhere(name: str):
 def test_a_page_is_short_enough_to_be_read(name: str):
     words = prose_words((pages.ROOT / name).read_text())
     assert words <= MAX_PROSE_WORDS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_has_at_most_six_columns(name: str):
+    rules = re.findall(r"^\|(?:[-:| ]+\|)$", (pages.ROOT / name).read_text(), re.MULTILINE)
+    assert [rule for rule in rules if rule.count("|") - 1 > MAX_COLUMNS] == []
+
+
+def test_the_readme_says_the_most_important_first_and_is_short():
+    readme = (pages.ROOT / "README.md").read_text()
+    first_screen = re.sub(r"<!-- .*? -->", "", readme[: readme.index("\n## ")])
+    assert len(first_screen.split()) <= MAX_FIRST_SCREEN_WORDS
+    assert all(text in first_screen for text in ("pip install", "sglang serve", "When not to use it"))
+    assert prose_words(readme) <= MAX_README_WORDS
 
 
 @pytest.mark.parametrize("name", NAMES)
