@@ -56,7 +56,7 @@ def scan(folder: Path) -> dict[str, str]:
     for module in engine.with_experts:
         for stack in module.classes.values():
             loop = engine.method(stack, "forward")
-            if loop is not None and any(proofs.loops(loop)):
+            if loop is not None and any(proofs.find_layer_loops(loop)):
                 reasons = [engine.skip_reason(stack, loop, layer) for layer in engine.layers(stack)]
                 found.setdefault(module.name, []).extend(reasons)
     return {name: "" if None in reasons else str(reasons[0]) for name, reasons in sorted(found.items()) if reasons}
@@ -229,7 +229,7 @@ class _Engine:
 
     def _is_layer(self, kind: _Class) -> bool:
         forward = self.method(kind, "forward")
-        if forward is None or any(proofs.loops(forward)):
+        if forward is None or any(proofs.find_layer_loops(forward)):
             return False
         given = [each.arg for each in forward.args.args]
         return "hidden_states" in given and ("forward_batch" in given or forward.args.kwarg is not None)

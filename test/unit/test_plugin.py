@@ -52,7 +52,7 @@ def test_registering_imports_neither_torch_nor_the_engine():
             "nvfp4-weights",
             "'nvfp4-weights'; nvfp4-weights is now fp4-weights; valid: ",
         ),
-        ("SGLANG_MOE_PATCHES", " , ,", "SGLANG_MOE_PATCHES: ', ,' names no change; none selects none"),
+        ("SGLANG_MOE_PATCHES", " , ,", "SGLANG_MOE_PATCHES: ', ,' names no change; none selects no change"),
         (
             "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
             "4k",
@@ -139,7 +139,7 @@ HOOKS = [(change.name, *hook) for change in CHANGES for hook in change.launcher_
 @pytest.mark.parametrize(("name", "module", "hook"), HOOKS, ids=[f"{name} {module}" for name, module, _ in HOOKS])
 def test_a_module_in_which_a_launcher_hook_finds_nothing_is_imported_all_the_same(name, module, hook, caplog):
     plugin._run_launcher_hook(name, hook, ModuleType(module))
-    assert f"{module} (change {name}) is left alone" in caplog.text
+    assert f"{module} (change {name}) stays unpatched" in caplog.text
 
 
 def test_a_launcher_hook_that_fails_half_way_is_undone(caplog):
@@ -158,5 +158,5 @@ def test_a_variable_that_nobody_reads_is_one_warning_at_start_up():
     code = "import logging; logging.basicConfig(); from sglang_moe_patches import plugin; plugin.activate()"
     done = python(code, SGLANG_MOE_PATCHES="none", SGLANG_MOE_PATCHES_STRIKT="1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("SGLANG_MOE_PATCHES_STRIKT is set, and nothing reads it") == 1
+    assert done.stderr.count("SGLANG_MOE_PATCHES_STRIKT is set, but no code reads it") == 1
     assert done.stderr.startswith("WARNING")

@@ -201,7 +201,7 @@ def _plan() -> Plan:
     behind_trtllm = engine.sets_attribute(engine.require_unpatched(experts, "__init__"), "inplace")
     is_compiling = torch.compiler.is_compiling
     clear_while_deferring = functools.partial(
-        runners.disable_inplace_while, asked=lambda: not is_compiling() and _deferring.get()
+        runners.disable_inplace_while, is_disabled=lambda: not is_compiling() and _deferring.get()
     )
 
     def is_native(routed: Any) -> bool:

@@ -1,7 +1,7 @@
-"""One language for probing the installed engine: by its code, never at its version number.
+"""Functions that probe the installed engine. They inspect its code, never its version number.
 
-A change probes with :func:`require_unpatched`, :func:`get` and :func:`require`. What is not as expected raises
-:class:`Unsupported`, whose message becomes the change's reason.
+A change probes with :func:`require_unpatched`, :func:`get` and :func:`require`. If the engine is not as expected, they
+raise :class:`Unsupported`. The message of this exception becomes the change's reason.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sglang_moe_patches.core.machine import PLUGIN_NAME
 PLUGIN_MODULE = "sglang.srt.plugins"
 
 _OURS = __name__.partition(".")[0]
-# Wrappers from these packages are neutral: what they wrap is what counts.
+# Wrappers from these packages do not count as patches. The function that they wrap is checked.
 _NEUTRAL = ("torch", "contextlib", "functools")
 
 
 class Unsupported(Exception):
-    """The engine is not what a change expects. The message says in what."""
+    """The engine is not as a change expects. The message names the difference."""
 
 
 # --- The installation ------------------------------------------------------------------------------------------------
 
 
 def version() -> str | None:
-    """The installed SGLang release, or ``None``. For display only: decisions ask the code."""
+    """Return the installed SGLang release, or ``None``. It is only displayed: decisions depend on the engine's code."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -44,23 +44,29 @@ def version() -> str | None:
 
 
 def is_plugin_registered() -> bool:
-    """Whether the engine will find this package: it must be installed, being importable is not enough."""
+    """Return whether the engine will find this package's plugin.
+
+    The package must be installed with its entry point. An importable package on ``PYTHONPATH`` is not enough.
+    """
     return any(e.name == PLUGIN_NAME for e in metadata.entry_points(group=PLUGIN_MODULE))
 
 
 def is_plugin_left_out(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``SGLANG_PLUGINS`` names plugins, and not this one: then no process of the engine's loads us."""
+    """Return whether ``SGLANG_PLUGINS`` is set without this plugin, so that the engine does not load it."""
     named = environ.get("SGLANG_PLUGINS", "")
     return bool(named) and PLUGIN_NAME not in (name.strip() for name in named.split(","))
 
 
 def has_plugin_framework() -> bool:
-    """Whether the engine can load us at all. Found without importing the engine."""
+    """Return whether the installed engine can load plugins. The engine is not imported."""
     return has_file("srt", "plugins", "__init__.py")
 
 
 def has_file(*parts: str) -> bool:
-    """Whether the engine's package has a file. Found without importing the engine."""
+    """Return whether the engine's package contains a file. The engine is not imported.
+
+    :param parts: the path of the file inside the package.
+    """
     spec = util.find_spec("sglang")
     return spec is not None and any(Path(place, *parts).is_file() for place in spec.submodule_search_locations or ())
 
@@ -69,56 +75,62 @@ def has_file(*parts: str) -> bool:
 
 
 def require(condition: object, reason: str) -> None:
-    """:raises Unsupported: with ``reason``, where the condition does not hold."""
+    """Check a condition.
+
+    :raises Unsupported: the condition is false. The exception's message is ``reason``.
+    """
     if not condition:
         raise Unsupported(reason)
 
 
 def resolve_arguments(server_args: Any) -> Any:
-    """A server's arguments as the engine resolved them: from 0.5.20 on its own object holds what was given."""
+    """Return a server's arguments with the values that the engine has resolved.
+
+    From 0.5.20 on, the engine's own ``ServerArgs`` has the values from the command line instead.
+    """
     return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
 
 
 def has_module(name: str) -> bool:
-    """Whether the module exists. It is not imported; its parent packages are."""
+    """Return whether a module exists. The module itself is not imported, but its parent packages are."""
     try:
         return util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a parent does not exist, or a module without a spec was put in its place
+    except (ImportError, ValueError):  # a parent package does not exist, or sys.modules has a module without a spec
         return False
 
 
 def module(*names: str) -> ModuleType:
-    """The first of these modules that the engine has.
+    """Import the first of these modules that exists, and return it.
 
-    :raises Unsupported: it has none of them, or the one cannot be imported.
+    :raises Unsupported: none of the modules exists, or the module cannot be imported.
     """
     name = next((name for name in names if has_module(name)), "")
     require(name, f"the engine has no {' or '.join(names)}")
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs code of the engine and of its plugins
+    except Exception as error:  # an import runs code of the engine and of its plugins, so any exception may occur
         raise Unsupported(f"cannot import {name}: {type(error).__name__}: {error}") from error
 
 
 def get(owner: Any, name: str) -> Any:
-    """``owner.name``.
+    """Return the attribute ``owner.name``.
 
-    :raises Unsupported: there is none.
+    :raises Unsupported: the attribute does not exist.
     """
     require(hasattr(owner, name), f"{_named(owner)} has no {name}")
     return getattr(owner, name)
 
 
 def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
-    """The function or class that will run as ``owner.name``, which must be the package's own.
+    """Return the function or class ``owner.name``, and check that no other plugin has wrapped or replaced it.
 
-    Another plugin may have wrapped or replaced it (:mod:`sglang.srt.plugins.hook_registry`): what is read here then
-    would not be what runs, and what is put around it might undo what that plugin did. Wrappers of ours are looked
-    through.
+    Other plugins may wrap or replace the engine's functions (:mod:`sglang.srt.plugins.hook_registry`). The engine then
+    runs other code than the code that a probe reads, and another wrapper might undo the other plugin's work.
 
-    :param owner: a module or class, itself found by this function where it is a class.
-    :param package: the package that it must come from.
-    :raises Unsupported: it does not exist, or comes from another package.
+    :param owner: a module or a class. A class must itself come from this function.
+    :param package: the package that must define the function or class.
+    :returns: the original function or class, without this package's own wrappers.
+    :raises Unsupported: the attribute does not exist, or another package defines it.
     """
     value = get(owner, name)
     if isinstance(value, type):
@@ -138,7 +150,7 @@ def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
 
 
 def _wrapped(function: Any) -> Iterator[Any]:
-    """A function and, one after another, the functions that it wraps."""
+    """Yield a function and then all functions that it wraps, from the outside to the inside."""
     before = set()
     while function is not None and id(function) not in before:
         before.add(id(function))
@@ -148,7 +160,7 @@ def _wrapped(function: Any) -> Iterator[Any]:
 
 
 def _home(name: str) -> str:
-    """The package of a module; the engine's own plugin framework counts as a plugin."""
+    """Return the top-level package of a module. The engine's plugin framework counts as a package of its own."""
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 
 
@@ -164,16 +176,21 @@ def _named(owner: Any) -> str:
     return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__qualname__)
 
 
-# --- What its code says ----------------------------------------------------------------------------------------------
+# --- The source code of a function -----------------------------------------------------------------------------------
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of ``function``'s parameters, in order."""
+    """Return the names of a function's parameters, in order."""
     return list(inspect.signature(function).parameters)
 
 
 def require_parameters(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> None:
-    """:raises Unsupported: ``function`` does not start with the ``expected`` parameters, or has not exactly those."""
+    """Check the names of a function's first parameters.
+
+    :param exactly: the function must not have other parameters.
+    :raises Unsupported: the function's parameters do not begin with ``expected``, or it has others that are not
+        allowed.
+    """
     names = parameters(function)
     require(
         (names if exactly else names[: len(expected)]) == list(expected),
@@ -181,20 +198,23 @@ def require_parameters(function: Callable[..., Any], expected: Sequence[str], *,
     )
 
 
-@functools.cache  # several changes probe the same functions, and reading a file's lines takes milliseconds
+@functools.cache  # several changes probe the same functions, and reading a file takes milliseconds
 def source(function: Callable[..., Any]) -> str:
-    """The source of ``function``, starting at column 0."""
+    """Return a function's source code without its indentation."""
     return textwrap.dedent(inspect.getsource(function))
 
 
 def find_calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
-    """Every call of ``dotted`` (such as ``torch.empty``) in the source of ``function``."""
+    """Return all calls of a dotted name, such as ``torch.empty``, in a function's source code."""
     tree = ast.parse(source(function))
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted]
 
 
 def find_uses(function: Callable[..., Any], name: str) -> set[str]:
-    """What the source of ``function`` does with a local variable: the expressions and statements right around it."""
+    """Return how a function's source code reads a local variable.
+
+    :returns: the source text of the expressions and statements that directly contain the variable.
+    """
     return {
         ast.unparse(parent)
         for parent in ast.walk(ast.parse(source(function)))
@@ -204,11 +224,11 @@ def find_uses(function: Callable[..., Any], name: str) -> set[str]:
 
 
 def load_definition(owner: ModuleType, name: str) -> FunctionType:
-    """The function that a module's source defines by that name, where a decorator keeps it from being found there.
+    """Return the function that a module's source code defines, without the decorator that hides it.
 
-    Made again from the module's code: it has no defaults.
+    The function is created from the module's compiled code. It has no default values.
 
-    :raises Unsupported: there is not exactly one.
+    :raises Unsupported: the module defines no function of that name, or several.
     """
     get_code = getattr(getattr(owner.__spec__, "loader", None), "get_code", None)
     code = get_code(owner.__name__) if get_code else None
@@ -219,9 +239,9 @@ def load_definition(owner: ModuleType, name: str) -> FunctionType:
 
 
 def mentions(function: Callable[..., Any] | None, *names: str) -> bool:
-    """Whether a function's compiled code, functions inside it included, refers to all of these names.
+    """Return whether a function's compiled code refers to all of these names. Its inner functions count, too.
 
-    A name is a global, a local, an attribute or an imported module.
+    A name may be a global, a local, an attribute or an imported module.
     """
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return isinstance(code, CodeType) and set(names) <= _names(code)
@@ -233,18 +253,21 @@ def _names(code: CodeType) -> set[str]:
 
 
 def sets_attribute(function: Callable[..., Any], attribute: str) -> bool:
-    """Whether a function's code assigns to an attribute of that name, of any object."""
+    """Return whether a function's code assigns to an attribute of that name, of any object."""
     return any(
         i.opname == "STORE_ATTR" and i.argval == attribute for i in dis.get_instructions(inspect.unwrap(function))
     )
 
 
 def is_only_a_global(function: Callable[..., Any], name: str) -> bool:
-    """Whether ``name`` in the function's code is never an attribute or an import of that name."""
+    """Return whether a function's code uses a name only as a global, never as an attribute, a local or an import."""
     return all(i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(function) if i.argval == name)
 
 
 def require_mentions(function: Any, *names: str) -> None:
-    """:raises Unsupported: the function's code does not refer to one of the names, see :func:`mentions`."""
+    """Check that a function's compiled code refers to all of these names (:func:`mentions`).
+
+    :raises Unsupported: the code does not refer to one of the names.
+    """
     for name in names:
         require(mentions(function, name), f"{_named(function)} does not use {name}")

@@ -1,7 +1,8 @@
-"""The Triton runner's fused_moe of kernels, and the one wrapper around it, which changes share.
+"""Wrapper around the Triton runner's fused-MoE function. Several changes share this one wrapper.
 
-A change that replaces some of its calls adds a *route*. Each call goes to the function of the first route that has one,
-or to the engine's fused_moe.
+A change adds a *route* to replace some of the function's calls. For each call the wrapper asks the routes one after
+another. The first route that returns a function decides: that function receives the call. If no route returns a
+function, the engine's fused-MoE function receives the call.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ _PARAMETERS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
 _ROUTES = "_moe_patches_routes"
 
 Route = Callable[[Any, Any, dict[str, Any]], Callable[..., Any] | None]
-"""From a call's ``hidden_states``, ``topk_ids`` and keyword arguments: the function that gets the call instead, or
-``None``."""
+"""Type of a route: a function of a call's ``hidden_states``, ``topk_ids`` and keyword arguments. It returns the
+function that receives the call instead of the engine's, or ``None``."""
 
 
 def probe() -> tuple[ModuleType, FunctionType]:
-    """The engine's module, and its fused-MoE function.
+    """Return the engine's module and its fused-MoE function.
 
-    :raises engine.Unsupported: it is not what routes expect, or not the engine's own.
+    :raises engine.Unsupported: the function does not have the parameters that routes expect, or another plugin has
+        patched it.
     """
     module = engine.module(MODULE)
     fused_moe = engine.require_unpatched(module, NAME)
@@ -37,14 +39,14 @@ def probe() -> tuple[ModuleType, FunctionType]:
     engine.require({"inplace", "hooks"} <= set(kinds), f"{NAME} takes no inplace, or no hooks")
     for name in ("inplace", "hooks", "defer_sum"):
         keyword = kinds.get(name, inspect.Parameter.KEYWORD_ONLY) is inspect.Parameter.KEYWORD_ONLY
-        engine.require(keyword, f"{NAME} takes {name} by its place")
+        engine.require(keyword, f"{NAME} accepts {name} as a positional argument")
     return module, fused_moe
 
 
 def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
-    """Send calls of the engine's fused-MoE function where ``route`` says.
+    """Add a route to the wrapper. The first route wraps the engine's fused-MoE function.
 
-    :param first: ask it before the routes that were added earlier.
+    :param first: put the route before the routes that were added earlier.
     """
     module = engine.module(MODULE)
     if not hasattr(getattr(module, NAME), _ROUTES):
@@ -55,17 +57,20 @@ def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
 
 
 def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[..., Any]:
-    """The wrapper; more routes can be set on it."""
+    """Wrap the engine's fused-MoE function.
+
+    :returns: the wrapper. Its attribute :data:`_ROUTES` is a tuple of routes, to which :func:`add_route` adds.
+    """
     import torch
 
     is_compiling = torch.compiler.is_compiling
 
-    # Named parameters would be packed anew at every call, which costs as much as everything else here.
+    # Named parameters would have to be packed again in each call, which takes as long as the rest of the wrapper.
     @functools.wraps(original)
     def fused_moe(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
-        if len(args) < len(_PARAMETERS):  # the engine's own calls pass them by their place
+        if len(args) < len(_PARAMETERS):  # another caller; the engine's own calls pass positional arguments
             args = (*args, *(kwargs.pop(name) for name in _PARAMETERS[len(args) :]))
         for route in fused_moe._moe_patches_routes:  # type: ignore[attr-defined]
             replacement = route(args[0], args[4], kwargs)

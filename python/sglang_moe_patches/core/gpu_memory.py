@@ -1,4 +1,4 @@
-"""What the driver and PyTorch's allocator say of this process's GPU, without waiting for it."""
+"""Memory figures of this process's GPU, from the driver and PyTorch's allocator. Reading them does not synchronize."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes.
+    """Memory of one GPU, in bytes.
 
-    :param free: the driver's.
-    :param reserved: by this process's allocator; ``allocated``: the tensors in it, and ``peak``: the most of them.
+    :param free: free memory of the GPU, according to the driver.
+    :param reserved: memory that PyTorch's allocator has reserved in this process.
+    :param allocated: memory of this process's tensors.
+    :param peak: largest value of ``allocated`` since :func:`reset_peak`.
     """
 
     free: int = 0
@@ -20,22 +22,22 @@ class Memory:
 
 
 def read(gpu: int) -> Memory:
-    """The memory of one GPU now; zeros where there is none."""
+    """Return the present memory figures of one GPU. All are zero if CUDA is unavailable or not initialized."""
     import torch
 
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return Memory()
-    counted = torch.cuda.memory_stats(gpu)
+    stats = torch.cuda.memory_stats(gpu)
     return Memory(
         torch.cuda.mem_get_info(gpu)[0],
-        reserved=counted.get("reserved_bytes.all.current", 0),
-        allocated=counted.get("allocated_bytes.all.current", 0),
-        peak=counted.get("allocated_bytes.all.peak", 0),
+        reserved=stats.get("reserved_bytes.all.current", 0),
+        allocated=stats.get("allocated_bytes.all.current", 0),
+        peak=stats.get("allocated_bytes.all.peak", 0),
     )
 
 
 def reset_peak(gpu: int) -> None:
-    """Count the peak of one GPU anew."""
+    """Reset the peak memory of one GPU to the memory that is allocated now."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

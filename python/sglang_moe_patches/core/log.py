@@ -1,4 +1,4 @@
-"""What a server's process says: through one logger, among the engine's."""
+"""Logger of this package. Its lines appear in the server's log, beside the engine's lines."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _logged: set[str] = set()
 
 
 def format_line(change: str, message: str) -> str:
-    """A change's message, begun as all of ours are."""
+    """Return a change's log line: the package's prefix, the name of the change and the message."""
     return f"{PREFIX}{change}: {message}"
 
 
 def once(level: int, key: str, message: str, *arguments: Any) -> None:
-    """Log once in this process what would be logged at every forward.
+    """Log a message once in this process, although the caller may run in every forward pass.
 
-    :param level: one of ``logging``'s.
-    :param key: identifies the message; the arguments do not count.
+    :param level: a level of ``logging``.
+    :param key: identifies the message. A second message with the same key is not logged, whatever its arguments are.
     """
     if key not in _logged:
         _logged.add(key)

@@ -1,9 +1,11 @@
-"""What a change is, how it is put in place, and how it is taken back.
+"""Definition of a change, and the functions that probe, install and undo changes.
 
-A *change* is one module or package in ``changes`` or ``memory``. It states one :class:`Change`. Asked for its
-:class:`Plan`, it probes the installed engine and answers with a status and, where it has something to install, with
-the function that does: the branch taken while probing *is* the installer, so nothing is probed twice. Probing never
-changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
+A *change* is one module or package in ``changes`` or ``memory`` that defines one :class:`Change`. Its ``plan`` function
+probes the installed engine and returns a :class:`Plan`: a status, a reason and an installer. Because the probe returns
+the installer that matches the engine, the engine is not probed again to install the change.
+
+Probing changes nothing. An installer patches the engine through a :class:`Patcher`. If an installer fails, all its
+patches are undone.
 """
 
 from __future__ import annotations
@@ -23,39 +25,41 @@ from typing import Any
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.variables import OWN_VARIABLES, RETIRED_VARIABLES, STRICT, Variable, WrongValue
 
-# --- What a change states --------------------------------------------------------------------------------------------
+# --- The definition of a change --------------------------------------------------------------------------------------
 
 
 class Status(StrEnum):
-    """What becomes of a change."""
+    """Status of a change on an engine, and on a server if its arguments are known."""
 
     APPLIED = "applied"
-    """This package does it."""
+    """The change patches the engine."""
     NATIVE = "native"
-    """The engine has the change built in; nothing is patched."""
+    """The engine does the same by itself; nothing is patched."""
     EXTENDED = "extended"
-    """The engine has a part of the change built in, and we reach further."""
+    """The engine does a part of the change by itself. A patch does the rest."""
     HARDENED = "hardened"
-    """The engine has the change built in and we close a hole in it."""
+    """The engine does the same by itself, but with a fault. A patch corrects the fault."""
     NOT_NEEDED = "not needed here"
-    """Nothing in this configuration reaches the code that the change is about."""
+    """This configuration never runs the code that the change patches."""
     OFF = "off"
-    """A variable of ours could turn it on here, and does not."""
+    """The change could act on this server, but an environment variable of this package must enable it first."""
     UNSUPPORTED = "unsupported"
-    """The engine is not what the change expects, or not the engine's own any more; nothing is patched."""
+    """The engine is not as the change expects, or another plugin has patched it. Nothing is patched."""
     NOT_SELECTED = "not selected"
-    """``SGLANG_MOE_PATCHES`` leaves it out."""
+    """``SGLANG_MOE_PATCHES`` does not select the change."""
 
 
 ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
-"""With these a change has patched the engine."""
+"""Statuses of a change that has patched the engine."""
 
 
 @dataclass(frozen=True)
 class Skip:
-    """That a server never reaches a change, and why.
+    """Result of :attr:`Change.skip` if a server never runs the code that a change patches.
 
-    :param can_be_enabled: a variable of ours turns it on: the change is off, and may be of use here.
+    :param reason: why the server never runs that code.
+    :param can_be_enabled: an environment variable of this package can enable the change on this server. The change's
+        status is then ``off``, else ``not needed here``.
     """
 
     reason: str
@@ -67,9 +71,10 @@ Install = Callable[["Patcher"], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a change on an engine, by what its probe found.
+    """Result of a change's probe.
 
-    :param install: puts the wrappers in place; exactly where the status is one of ``ACTIVE``.
+    :param reason: why the change has this status; may be empty.
+    :param install: installs the change's patches. It is ``None`` unless the status is one of :data:`ACTIVE`.
     """
 
     status: Status
@@ -102,12 +107,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model as the engine built it with the changes in place, of as many layers as show each kind.
+    """A model that the engine has built while the changes were installed.
 
-    :param model: its weights need not be there: tensors of PyTorch's ``meta`` device or fake ones do.
-    :param tokens: of the largest chunk, as a MoE layer gets it: data-parallel ranks bring one each.
-    :param top_k: experts of a token, where a layer leaves that to its router.
-    :param tiles: of Triton's second GEMM, of a ``FusedMoE`` layer; ``None``: not known.
+    An engine query builds it with one layer of each kind to find out what the changes decide.
+
+    :param model: the engine's model. Its weights may be tensors of PyTorch's ``meta`` device or fake tensors.
+    :param tokens: tokens of the largest prefill chunk, as a MoE layer receives it. With data parallelism, this is the
+        sum of one chunk per rank.
+    :param top_k: number of experts per token, for layers that leave this number to their router.
+    :param tiles: returns the tile sizes of Triton's second GEMM for a ``FusedMoE`` layer, or ``None`` if they are not
+        known.
     """
 
     model: Any
@@ -117,7 +126,7 @@ class BuiltModel:
 
 
 def combine_installs(*parts: Install | None) -> Install:
-    """What installs all of these that there are, in this order."""
+    """Return an installer that runs several installers in this order. ``None`` is ignored."""
 
     def install(patcher: Patcher) -> None:
         for part in filter(None, parts):
@@ -136,11 +145,12 @@ SHARED_BUFFERS = "one set of buffers for all layers"
 
 @dataclass(frozen=True)
 class Decision:
-    """What a change decided for the layers of a model.
+    """Decision of a change for the layers of a model.
 
-    :param effects: those of the constants above that hold in at least one layer; none: it does nothing there.
-    :param reason: why it does nothing, or not more, and what would change that.
-    :param width: columns of a slice, where there is one.
+    :param effects: effects of the change in at least one layer, such as :data:`SHARED_LAST`. If it is empty, the change
+        does nothing in this model.
+    :param reason: why the change does nothing, or less than it could, and which setting would change that.
+    :param width: columns of a column slice, or ``None`` if no layer computes in column slices.
     """
 
     effects: tuple[str, ...] = ()
@@ -154,18 +164,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class Count:
-    """Something that a change does, which :mod:`sglang_moe_patches.lab.observers.acted` counts in observed processes.
+    """Definition of a counter for an action of a change.
 
-    :param name: what it is found by; changes that share one have the same.
-    :param description: the same for people, after the change's name: "ran in columns".
-    :param module: one of ours that has the function.
-    :param function: what is called whenever it may be done: an attribute of the module, or of a class in it
-        ("Class.method").
-    :param amount: how much was done, from what the function returned and what it was given; 0: nothing.
-    :param unit: what that is a number of, for people; "": of nothing.
-    :param before_layer: it is done before the layer's routed experts run, and counts for those.
-    :param skip_reason: why nothing was done, from the largest input of a MoE layer that ran: tokens, top-k, hidden
-        size, bytes of an element; "": that says nothing.
+    :mod:`sglang_moe_patches.lab.observers.acted` counts the action in observed processes. It wraps one function of this
+    package, which runs whenever the change may act.
+
+    :param name: identifies the action. Changes that share an action use the same name.
+    :param description: describes the action for people. It follows the change's name: "ran in columns".
+    :param module: module of this package that defines the function.
+    :param function: name of the function in the module, or ``Class.method``.
+    :param amount: returns how often or how much the change acted, from the function's result and arguments; 0 if not at
+        all.
+    :param unit: unit of ``amount``, for people; empty if it only counts calls.
+    :param before_layer: the function runs before the layer's routed experts, and the action counts for these experts.
+    :param skip_reason: returns why the change did not act, or an empty text if the reason is not known. The arguments
+        describe the largest input of a MoE layer that ran: tokens, top-k, hidden size and bytes per element.
     """
 
     name: str
@@ -180,21 +193,23 @@ class Count:
 
 @dataclass(frozen=True)
 class Change:
-    """One change to the engine; everything that anybody outside its own module has to know of it.
+    """Interface of a change: all facts that code outside the change's own module needs.
 
-    :param name: as users write it in ``SGLANG_MOE_PATCHES``.
-    :param summary: one line for ``doctor``.
-    :param plan: probes the installed engine, importing what it needs of it.
-
-        :raises engine.Unsupported: the engine is not what the change expects.
-    :param skip: given the engine's ``ServerArgs``, says that this server never reaches the change, and why; ``None``:
-        it may. Raises :class:`engine.Unsupported` where a variable of ours asks for the change and this server cannot
-        have it. Asked before ``plan``, so that a server imports nothing for a change that it does not need.
-    :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
-    :param counts: what it does, each to be counted on request.
-    :param decide: what it decided for the layers of a model that was built while it was installed, by the functions
-        that decide in a forward; ``None``: the same for every model.
-    :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
+    :param name: name of the change in ``SGLANG_MOE_PATCHES``.
+    :param summary: one line for ``doctor`` and the pages.
+    :param plan: probes the installed engine and imports the engine's modules that it needs. It raises
+        :class:`engine.Unsupported` if the engine is not as the change expects.
+    :param skip: returns a :class:`Skip` if a server with these ``ServerArgs`` never runs the code that the change
+        patches, else ``None``. It raises :class:`engine.Unsupported` if an environment variable enables the change on a
+        server that cannot have it. It runs before ``plan``, so that a server imports no modules for a change that it
+        does not need.
+    :param variables: environment variables that the change reads. If the change is selected, an invalid value ends the
+        start-up.
+    :param counts: counters for the change's actions.
+    :param decide: returns the change's decision for a model that was built while the change was installed. It calls the
+        functions that decide in a forward pass. ``None``: the change acts alike on all models.
+    :param launcher_hooks: names of engine modules, with the hook that runs when any process imports the module. The
+        launcher imports such modules, too.
     """
 
     name: str
@@ -207,17 +222,17 @@ class Change:
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
 
 
-# --- The variables, and the changes that they select -----------------------------------------------------------------
+# --- The environment variables, and the selected changes -------------------------------------------------------------
 
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
 _PREFIX_OF_OURS = "SGLANG_MOE_PATCH"
-"""What the names of variables begin with that are ours, or were meant to be."""
+"""Prefix of all variables of this package. It also matches a misspelt ``SGLANG_MOE_PATCH_…``."""
 _NEW_NAMES = {"nvfp4-weights": "fp4-weights"}
-"""Changes by their former names, which are refused with the present one."""
+"""Former names of changes, with the present names. A former name is refused; the message names the present one."""
 
 
 def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
-    """``SGLANG_MOE_PATCHES``, which names some of ``changes``."""
+    """Return the variable ``SGLANG_MOE_PATCHES``, which selects some of ``changes`` by their names."""
     known = [change.name for change in changes]
 
     def parse(text: str) -> set[str]:
@@ -225,7 +240,7 @@ def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
             return set(known) if text == "all" else set()
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
-            raise ValueError(f"{text!r} names no change; none selects none")
+            raise ValueError(f"{text!r} names no change; none selects no change")
         if unknown := [name for name in names if name not in known]:
             renamed = "".join(f"; {name} is now {_NEW_NAMES[name]}" for name in unknown if name in _NEW_NAMES)
             raise ValueError(
@@ -234,50 +249,61 @@ def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
             )
         return set(names)
 
-    return Variable(SELECT_VARIABLE, "which are applied: `all`, `none`, or names with commas", parse, default="all")
+    return Variable(
+        SELECT_VARIABLE, "changes to apply: `all`, `none`, or names separated by commas", parse, default="all"
+    )
 
 
 def selected_names(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
-    """The names that ``SGLANG_MOE_PATCHES`` selects: ``all`` (the default), ``none``, or a comma-separated list.
+    """Return the names of the changes that ``SGLANG_MOE_PATCHES`` selects.
 
-    :raises ValueError: a name is unknown; the message lists the valid ones.
+    The variable is ``all`` (the default), ``none``, or a comma-separated list of names.
+
+    :raises ValueError: a name is unknown. The message lists the valid names.
     """
     return _selection(changes).read(environ)
 
 
 def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
-    """Every environment variable that this package and ``changes`` read, each with who reads it."""
+    """Return every environment variable that this package and ``changes`` read, with the name of its reader.
+
+    :returns: pairs of a reader and a variable. The reader is a change, ``all changes`` or ``observers``.
+    """
     changes = tuple(changes)
     theirs = [(change.name, variable) for change in changes for variable in change.variables]
     return [("all changes", _selection(changes)), *OWN_VARIABLES, *theirs]
 
 
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
-    """Read every variable that counts: what start-up refuses, and ``doctor`` in the same words.
+    """Check the values of all environment variables that matter. The start-up and ``doctor`` report the same errors.
 
-    A change's counts where the change is selected. One of the engine's own is checked by the change itself, where the
-    server uses it.
+    The variables of a change matter only if the change is selected. A variable that the engine reads, too, is not
+    checked here: the change checks it if the server uses it.
 
-    :raises ValueError: one line that names the variable and its valid values, or what replaces it.
+    :raises ValueError: a value is invalid, or a variable of an earlier version is set. The message is one line. It
+        names the variable, and its valid values or its replacement.
     """
     changes = tuple(changes)
     not_selected = {change.name for change in changes} - selected_names(changes, environ)
     for reader, variable in variables(changes):
         if reader not in not_selected and not variable.is_engine_variable:
             variable.read(environ)
-    for name, (reader, instead) in RETIRED_VARIABLES.items():
+    for name, (reader, advice) in RETIRED_VARIABLES.items():
         if reader not in not_selected and environ.get(name, "").strip():
-            raise ValueError(f"{name}: {instead}")
+            raise ValueError(f"{name}: {advice}")
 
 
 def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each variable that is set, is called like one of ours, and that no code reads: a typing error."""
+    """Return one warning for each environment variable that looks like one of this package and that no code reads.
+
+    Such a variable is usually a typing error.
+    """
     known = [variable.name for _, variable in variables(changes)]
     lines = []
     for name in sorted(environ):
         if name.startswith(_PREFIX_OF_OURS) and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            lines.append(f"{name} is set, and nothing reads it" + "".join(f"; is it {other}?" for other in near))
+            lines.append(f"{name} is set, but no code reads it" + "".join(f"; did you mean {other}?" for other in near))
     return lines
 
 
@@ -285,22 +311,25 @@ def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, s
 
 
 class PatchError(RuntimeError):
-    """A selected change could not be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids to go on without it."""
+    """A selected change cannot be applied, and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids a start without it."""
 
 
 def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
     """Install each change in ``names`` that the engine supports and this server needs.
 
-    :returns: what became of every change, in order. One whose installation failed was undone and is *unsupported*.
+    :returns: the plan of every change, in order. If an installer failed, its patches were undone and the change is
+        *unsupported*.
     """
     return {change.name: _apply_change(change, names, server_args) for change in changes}
 
 
 def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
-    """What becomes of a change where ``names`` are selected; nothing is installed.
+    """Return the plan of a change if ``names`` are selected. Nothing is installed.
 
-    :param server_args: the engine's, resolved or not; ``None``: what holds for every server of this environment.
-    :raises WrongValue: a variable of the engine's that this server uses has a value with which it must not start.
+    :param server_args: the engine's ``ServerArgs``, resolved or not. If it is ``None``, the plan holds for every server
+        of this environment.
+    :raises WrongValue: a variable of the engine, which this server uses, has a value with which the server must not
+        start.
     """
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
@@ -327,62 +356,65 @@ def _apply_change(change: Change, names: set[str], server_args: Any) -> Plan:
 
 
 def probe(change: Change) -> Plan:
-    """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
+    """Return the plan of a change. If ``change.plan`` raises an exception, the plan is *unsupported*."""
     try:
         return change.plan()
     except Exception as error:
         return Plan.unsupported(error_reason(error, "probing the engine failed: "))
 
 
-def error_reason(error: Exception, unexpected: str = "") -> str:
-    """How an engine is not as expected; another error as one line, which ``unexpected`` begins."""
-    return str(error) if isinstance(error, engine.Unsupported) else unexpected + one_line_error(error)
+def error_reason(error: Exception, prefix: str = "") -> str:
+    """Return the reason that an exception gives: the message of an ``Unsupported``, or another exception as one line.
+
+    :param prefix: begins the line of another exception.
+    """
+    return str(error) if isinstance(error, engine.Unsupported) else prefix + one_line_error(error)
 
 
 def one_line_error(error: Exception) -> str:
-    """An unexpected exception as one line of text."""
+    """Return the type and the message of an exception as one line."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
-def best_effort(what: str) -> Iterator[None]:
-    """What we do beside the engine while it starts, and need not do: no server ends because we are installed.
+def best_effort(part: str) -> Iterator[None]:
+    """Log an exception of an optional patch instead of raising it, so that the server starts without the patch.
 
-    :param what: stays as the engine has it if this fails, with one line in the log.
-    :raises PatchError: it failed, and ``SGLANG_MOE_PATCHES_STRICT=1``.
+    :param part: names the part of the engine that stays unpatched, for the log line.
+    :raises PatchError: an exception occurred and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     try:
         yield
     except Exception as error:
-        message = f"{log.PREFIX}{what} is left alone: {one_line_error(error)}"
+        message = f"{log.PREFIX}{part} stays unpatched: {one_line_error(error)}"
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}") from error
         log.once(logging.WARNING, message, "%s", message)
 
 
-# --- Putting one in place, and taking it back ------------------------------------------------------------------------
+# --- Installing and undoing patches ----------------------------------------------------------------------------------
 
 _ABSENT = object()
 
 
 class Patcher:
-    """Sets attributes of modules, classes and other objects, and can put every one of them back."""
+    """Patcher of modules, classes and other objects. It sets attributes and can restore all of them."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Replace ``owner.name``.
+        """Replace the attribute ``owner.name``.
 
-        What ``owner`` inherits is replaced on ``owner`` alone, and found in the base again when undone.
+        An inherited attribute is replaced on ``owner`` alone. After :meth:`undo`, ``owner`` inherits it again.
 
-        :raises AttributeError: there is none.
+        :raises AttributeError: the attribute does not exist.
         """
         inspect.getattr_static(owner, name)
         self.add(owner, name, new)
 
     def add(self, owner: Any, name: str, new: Any) -> None:
-        """Give ``owner`` an attribute, whether it has one of that name or not."""
+        """Set the attribute ``owner.name``, which may not exist."""
         self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, new)
 
@@ -394,7 +426,7 @@ class Patcher:
         self.replace(owner, name, make_wrapper(inspect.getattr_static(owner, name)))
 
     def undo(self) -> None:
-        """Put the originals back, last change first."""
+        """Restore all attributes, the last patch first."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _ABSENT:
@@ -404,9 +436,12 @@ class Patcher:
 
 
 def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What :meth:`Patcher.wrap` takes, from a function that is called with the original before the arguments.
+    """Turn a function into the ``make_wrapper`` of :meth:`Patcher.wrap`.
 
-    Each call costs a frame more than that of a wrapper that is written out: not for what runs in a forward.
+    A call through such a wrapper needs one more stack frame than a wrapper that is written by hand. Do not use it for
+    functions that run in a forward pass.
+
+    :param wrapper: receives the original function and then the arguments of each call.
     """
 
     def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,15 +455,17 @@ def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
 
 
 def replace_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
-    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
+    """Return a copy of a function that sees other values for some of its globals.
 
-    The replacements get names of their own in the module, and the function's code is made to ask for those: finding
-    a name costs what it did.
+    The replacements are stored in the module under new names, and the copy's code refers to these names. A lookup is as
+    fast as before. The copy finds all other globals in its module at the time of the call.
+
+    :param replaced: the replacements, by the names of the globals.
     """
     new = {}
     for name, value in replaced.items():
         new[name] = f"_moe_patches_{name}"
-        while hasattr(module, new[name]):  # several changes may replace the same one
+        while hasattr(module, new[name]):  # several changes may replace the same global
             new[name] += "_"
         patcher.add(module, new[name], value)
     code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))

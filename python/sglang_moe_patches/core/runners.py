@@ -1,4 +1,7 @@
-"""Which MoE runners a server uses, and which of them leave their input alone."""
+"""Facts about the engine's MoE runners: the runner that a layer uses, and whether the runner overwrites its input.
+
+A *runner* computes the routed experts of a ``FusedMoE`` layer. ``--moe-runner-backend`` selects it.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,19 @@ if TYPE_CHECKING:
     import torch
 
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
-"""Values of ``--moe-runner-backend`` for the TRT-LLM kernels, which never write into their input. The last one, in
-releases from 0.5.13, has kernels of its own for LoRA adapters alone."""
+"""Values of ``--moe-runner-backend`` for TRT-LLM's kernels, which never write into their input. The last value exists
+from 0.5.13 on. It has kernels of its own for LoRA adapters, and otherwise the same kernels."""
 CUTEDSL = "flashinfer_cutedsl"
 OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
-"""Runners that leave their input alone if ``inplace`` is off: Triton, and those that never ask. The engine leaves it on
-for all of them."""
+"""Runners that do not write into their input if ``inplace`` is off. Triton reads ``inplace``; the others ignore it and
+never write into their input. The engine switches ``inplace`` on for all of them."""
 
 
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
-    """The ``skip`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
+    """Return the ``skip`` function of a change that acts on these values of ``--moe-runner-backend`` alone.
 
-    ``auto`` may still become one of them.
+    The change is not skipped if the draft model uses one of the runners, or if the value is ``auto``, which the engine
+    may still resolve to one of them.
     """
 
     def skip(server_args: Any) -> Skip | None:
@@ -38,17 +42,17 @@ def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
 
 
 def runner_of(experts: Any) -> str | None:
-    """The runner of a ``FusedMoE`` layer, by its name for ``--moe-runner-backend``; ``None`` where it is not known.
+    """Return the runner of a ``FusedMoE`` layer, named as for ``--moe-runner-backend``, or ``None`` if it is not known.
 
-    Its quantization method has it, or the method's scheme or kernel. Some methods have none and call the kernel that
-    the server asks for.
+    The layer's quantization method has an attribute ``runner``, or the method's scheme or kernel has it. Some methods
+    have no such attribute and call the kernel that ``--moe-runner-backend`` selects.
     """
     from sglang.srt.layers.moe import get_moe_runner_backend
 
     method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
     for holder in (method, scheme, getattr(scheme, "kernel", None)):
         runner = getattr(holder, "runner", None)
-        if runner is not None:  # of a method that is not the engine's it may be anything
+        if runner is not None:  # another package's method may have an attribute ``runner`` of any type
             backend = getattr(getattr(runner, "runner_backend", None), "value", None)
             return None if backend is None else str(backend)
     if type(method).__name__ not in ("Fp8MoEMethod", "ModelOptNvFp4FusedMoEMethod"):
@@ -58,9 +62,10 @@ def runner_of(experts: Any) -> str | None:
 
 
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:
-    """Whether the runner of a ``FusedMoE`` layer may take what is on offer; one that is not known may.
+    """Return whether the runner of a ``FusedMoE`` layer may take an offered dead input. An unknown runner may.
 
-    :param runner: as :func:`runner_of` has it. Of TRT-LLM's, the one for NVFP4 takes it.
+    :param runner: the result of :func:`runner_of`. A runner of TRT-LLM takes a dead input only if the weights are
+        NVFP4.
     """
     if runner in TRTLLM:
         return is_nvfp4(experts)
@@ -68,45 +73,46 @@ def may_take_dead_input(experts: Any, runner: str | None) -> bool:
 
 
 def is_nvfp4(experts: Any) -> bool:
-    """Whether the weights of a ``FusedMoE`` layer are NVFP4, by the classes of its method or scheme."""
+    """Return whether the weights of a ``FusedMoE`` layer are NVFP4. The class name of its method or scheme decides."""
     return any("nvfp4" in kind.__name__.lower() for kind in type(quantization_of(experts)).__mro__)
 
 
 def quantization_of(experts: Any) -> Any:
-    """What knows the format of a ``FusedMoE`` layer's weights: the scheme of its quantization method, or the method."""
+    """Return the scheme or quantization method that defines the format of a ``FusedMoE`` layer's weights."""
     return getattr(experts, "scheme", None) or getattr(experts, "quant_method", None)
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The ``FusedMoE`` layers of a model."""
+    """Return the ``FusedMoE`` layers of a model."""
     experts = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
     return [module for module in model.modules() if isinstance(module, experts)]
 
 
 def preserves_input(experts: Any) -> bool:
-    """Whether the runner of a ``FusedMoE`` layer does not write into its input, or does not once it is told so.
+    """Return whether the runner of a ``FusedMoE`` layer leaves its input intact once ``inplace`` is off.
 
-    Others write into it, or free it as DeepGEMM does, even then, or are not known.
+    Other runners overwrite their input in any case, free it (DeepGEMM), or are not known.
     """
     import torch
 
-    if type(experts.quant_method).__name__ == "KTEPWrapperMethod":  # some experts run on the CPU at the same time
+    if type(experts.quant_method).__name__ == "KTEPWrapperMethod":  # runs some experts on the CPU at the same time
         return False
     runner = runner_of(experts)
-    if runner == "triton" and torch.version.hip:  # not tried there
+    if runner == "triton" and torch.version.hip:  # not tested on AMD
         return False
     return experts.use_flashinfer_trtllm_moe or runner in OUT_OF_PLACE
 
 
 def serves_lora() -> bool:
-    """Whether this server may run LoRA adapters: they have runners of their own, which honour ``inplace``."""
+    """Return whether this server may run LoRA adapters. They have runners of their own, which read ``inplace``."""
     return bool(server_setting("get_lora", "enable_lora") or server_setting("get_lora", "lora_paths"))
 
 
 def server_setting(context: str, name: str) -> Any:
-    """A setting of this server; ``None``: this release has none of that name.
+    """Return a setting of this server, or ``None`` if this release has no setting of that name.
 
-    :param context: the function of ``runtime_context`` that has it, in releases that keep settings there.
+    :param context: name of the function in ``sglang.srt.runtime_context`` that returns the settings. Releases without
+        that module keep all settings in the global ``ServerArgs``.
     """
     try:
         from sglang.srt import runtime_context
@@ -120,7 +126,7 @@ def server_setting(context: str, name: str) -> Any:
 
 
 def plan_without_flashinfer() -> Plan | None:
-    """The plan of a change about FlashInfer's kernels where there is no FlashInfer (AMD, CPU); else ``None``."""
+    """Return the plan of a change to FlashInfer's kernels if FlashInfer is not installed (AMD, CPU), else ``None``."""
     if engine.has_module("flashinfer"):
         return None
     return Plan.not_needed("FlashInfer is not installed, so none of its kernels runs")
@@ -128,16 +134,20 @@ def plan_without_flashinfer() -> Plan | None:
 
 SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 IN_POOL = "is_tensor_in_symmetric_mempool"
-"""The engine's function in that module."""
+"""Name of the engine's function that returns whether a tensor lies in the pool. :data:`SYMMETRIC_MEMORY_MODULE` defines
+it."""
 _MAX_ADDRESSES = 4096
-"""So many are remembered."""
+"""Largest number of addresses that :func:`remember_pool_addresses` stores."""
 
 
 class SymmetricMemory:
-    """NCCL symmetric memory, as the engine has it: what a collective reads from its pool takes a faster way.
+    """The engine's pool of NCCL symmetric memory. A collective is faster if its input lies in this pool.
 
-    :param module: the engine's, in which it is on or off.
-    :param pool: the engine's context in which an output is made that a collective reads.
+    :param module: the engine's module that manages the pool.
+    :param pool: returns the engine's context manager for the output of a runner. Tensors that are allocated inside it
+        come from the pool if the server uses the pool for them.
+
+    Its method ``contains`` returns whether a tensor lies in the pool.
     """
 
     def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -147,26 +157,34 @@ class SymmetricMemory:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the server has it."""
+        """Return whether the server uses NCCL symmetric memory."""
         return bool(self._module.is_symmetric_memory_enabled())
 
     @property
     def is_active(self) -> bool:
-        """Whether what is made now comes from the pool."""
+        """Return whether a tensor that is allocated now comes from the pool."""
         return self._module._active_symmetric_memory_context is not None
 
     def output_context(self) -> AbstractContextManager[Any]:
-        """Within it, an output comes from the pool where one that is written over its input would lie there."""
+        """Return a context manager for the allocation of a runner's output.
+
+        The engine's in-place output shares the memory of the runner's input. If that input lies in the pool, a new
+        output comes from the pool, too.
+        """
         return nullcontext() if self.is_active or not self.is_enabled else self._pool()
 
 
 def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """The engine's question whether a tensor lies in the pool, asked until an address does: it walks a snapshot of the
-    pool, too slow for every layer.
+    """Cache the positive answers of the engine's function that returns whether a tensor lies in the pool.
 
-    The pool's memory is never given back while the process lives (the engine's own assumption). What is outside may be
-    inside later: a rank that went on saying "outside" would take from the pool what the others do not, and the pool
-    must be the same on all ranks.
+    The engine's function searches a snapshot of the pool, which is too slow for every layer.
+
+    - "Inside" stays true for an address, because the pool never frees memory while the process lives. The engine relies
+      on this, too.
+    - "Outside" is not cached, because the pool may grow and contain the address later. A rank with an outdated
+      "outside" would allocate from the pool when the other ranks do not, and all ranks need the same pool.
+
+    :param walk: the engine's function.
     """
     inside = set[int]()
 
@@ -186,9 +204,9 @@ def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[t
 
 
 def probe_symmetric_memory() -> SymmetricMemory:
-    """The engine's.
+    """Probe the engine's module for NCCL symmetric memory.
 
-    :raises engine.Unsupported: it does not go by the expected names.
+    :raises engine.Unsupported: a name or a parameter in the engine's modules is not as expected.
     """
     module = engine.module(SYMMETRIC_MEMORY_MODULE)
     for name in ("_active_symmetric_memory_context", "is_symmetric_memory_enabled", IN_POOL):
@@ -201,9 +219,10 @@ def probe_symmetric_memory() -> SymmetricMemory:
 
 
 def probe_inplace(fused_moe: Any) -> Any:
-    """The engine's ``FusedMoE``: its layers tell their runner whether it may write its output over its input.
+    """Return the engine's class ``FusedMoE``, whose layers set ``inplace`` in the configuration of their runner.
 
-    :raises engine.Unsupported: they do not tell it by ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
+    :param fused_moe: the engine's module that defines the class.
+    :raises engine.Unsupported: the class does not use ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
     """
     layer = engine.require_unpatched(fused_moe, "FusedMoE")
     engine.require_mentions(
@@ -213,21 +232,27 @@ def probe_inplace(fused_moe: Any) -> Any:
 
 
 def is_in_place(experts: Any) -> bool:
-    """Whether the runner of a ``FusedMoE`` layer is told, in every forward, to write its output over its input."""
+    """Return whether the runner of a ``FusedMoE`` layer writes its output over its input in every forward pass.
+
+    This is false if :func:`disable_inplace_while` may switch ``inplace`` off for some forward passes.
+    """
     config = getattr(experts, "moe_runner_config", None)
     return (
         config is not None and bool(config.inplace) and not isinstance(getattr(type(config), "inplace", None), property)
     )
 
 
-def disable_inplace_while(config: Any, asked: Callable[[], bool]) -> None:
-    """Have a runner's configuration say ``inplace`` as it does, but not while ``asked``.
+def disable_inplace_while(config: Any, is_disabled: Callable[[], bool]) -> None:
+    """Make ``config.inplace`` false while ``is_disabled`` returns true, and unchanged otherwise.
 
-    Forwards in many contexts read one configuration: it cannot be set back and forth.
+    Forward passes in several contexts read the same configuration at the same time. The attribute itself therefore
+    cannot be switched off and on.
+
+    :param config: the configuration of a runner.
     """
 
     def inplace(self: Any) -> bool:
-        return vars(self)["inplace"] and not asked()
+        return vars(self)["inplace"] and not is_disabled()
 
     def set_inplace(self: Any, value: bool) -> None:
         vars(self)["inplace"] = value
@@ -238,9 +263,10 @@ def disable_inplace_while(config: Any, asked: Callable[[], bool]) -> None:
 
 
 def clear_inplace(layer: Any, patcher: Patcher) -> None:
-    """Mark the TRT-LLM runners of all ``FusedMoE`` layers to come as leaving their input alone, which they do.
+    """Switch ``inplace`` off for the TRT-LLM runner of every ``FusedMoE`` layer that is built from now on.
 
-    In place is the engine's default, and what it defers the shared experts by.
+    TRT-LLM's kernels never write into their input, but the engine leaves ``inplace`` on. The engine runs the shared
+    experts after the routed ones only if ``inplace`` is off.
     """
 
     @around

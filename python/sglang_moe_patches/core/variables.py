@@ -1,7 +1,7 @@
-"""The environment variables that this package reads itself; those of a change are stated in its module.
+"""Environment variables that this package itself reads. The variables of a change are defined in the change's module.
 
-All of them together are :func:`.patch.variables`, over which start-up, ``doctor`` and the pages loop. Nothing here
-imports anything of ours.
+:func:`.patch.variables` lists all of them. The start-up, ``doctor`` and the pages read that list. This module imports
+no other module of this package.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ T = TypeVar("T")
 
 
 class WrongValue(ValueError):
-    """A variable's value is not one of those that are valid; the message names both."""
+    """A variable has an invalid value. The message names the variable and its valid values."""
 
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """An environment variable that a change, or this package, reads.
+    """An environment variable that a change or this package reads.
 
-    :param meaning: one line for ``doctor`` and the docs.
-    :param parse: the value of its text, stripped.
-
-        :raises ValueError: saying what is expected, and what was got.
-    :param default: the text that an unset or empty variable stands for.
+    :param meaning: one line for ``doctor`` and the pages.
+    :param parse: converts the variable's stripped text into its value. It raises a ``ValueError`` for invalid text; the
+        message names the expected values and the text.
+    :param default: text that replaces an unset or empty variable.
     :param is_engine_variable: the engine reads the variable, too. It starts with any value, so a wrong value is refused
         where the variable is used.
     """
@@ -38,7 +37,7 @@ class Variable(Generic[T]):
     is_engine_variable: bool = False
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
-        """The variable's value.
+        """Return the variable's value.
 
         :raises WrongValue: the message names the variable and its valid values.
         """
@@ -49,20 +48,25 @@ class Variable(Generic[T]):
 
 
 def parse_zero_or_one(text: str) -> bool:
-    """``parse`` of a variable that is 0 or 1."""
+    """Parse the text of a variable that is 0 or 1."""
     if text not in ("0", "1"):
         raise ValueError(f"expected 0 or 1, got {text!r}")
     return text == "1"
 
 
-def positive_number_parser(of: str) -> Callable[[str], int | None]:
-    """``parse`` of a variable that is a number of something, from 1 on; unset: ``None``."""
+def positive_number_parser(unit: str) -> Callable[[str], int | None]:
+    """Return the ``parse`` function of a variable with an integer value of at least 1.
+
+    The function returns ``None`` for empty text.
+
+    :param unit: unit of the value, for the error message.
+    """
 
     def parse(text: str) -> int | None:
         if not text:
             return None
         if not text.isascii() or not text.isdigit() or not int(text):
-            raise ValueError(f"expected a positive number of {of}, got {text!r}")
+            raise ValueError(f"expected a positive number of {unit}, got {text!r}")
         return int(text)
 
     return parse
@@ -71,8 +75,8 @@ def positive_number_parser(of: str) -> Callable[[str], int | None]:
 RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
     "SGLANG_MOE_PATCHES_KV_RECORD": (
         "kv-sizing",
-        "no record is kept any more, each start measures and grows; to start without that, pin the "
-        "--mem-fraction-static of its log line",
+        "kv-sizing keeps no record any more, each start measures; to start without measuring, set the "
+        "--mem-fraction-static that the server's log names",
     ),
     "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS": (
         "moe-workspace",
@@ -80,17 +84,17 @@ RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
         "the whole forward pass, and the experts' weights are read as often",
     ),
 }
-"""Variables of earlier versions, by name: the change that read each, and what replaces it."""
+"""Variables of earlier versions. Each name maps to the change that read it, and to advice for the user."""
 
 STRICT = Variable(
     "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", parse_zero_or_one, "0"
 )
 OBSERVE = Variable(
-    "SGLANG_MOE_PATCHES_OBSERVE", "folder for what each model process observes of itself; `regress` sets it", str
+    "SGLANG_MOE_PATCHES_OBSERVE", "folder for the observations of each model process; `regress` sets it", str
 )
 
 OWN_VARIABLES: tuple[tuple[str, Variable[Any]], ...] = (
     ("all changes", STRICT),
     ("observers", OBSERVE),
 )
-"""Who reads it, and the variable."""
+"""Each variable of this package, with the part of the package that reads it."""

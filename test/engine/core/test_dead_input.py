@@ -94,9 +94,9 @@ def unreadable():
 @pytest.mark.parametrize(
     ("proof", "refuse", "reason"),
     [
-        ("input_dies", bool, "Qwen3MoeDecoderLayer may still use its input"),
-        ("attention_lets_go", bool, "Qwen3MoeDecoderLayer may still use what attention read"),
-        ("captures_sums_alone", bool, "Qwen3MoeDecoderLayer may keep what is captured"),
+        ("input_dies", bool, "Qwen3MoeDecoderLayer may read its input after the first norm"),
+        ("attention_lets_go", bool, "Qwen3MoeDecoderLayer may read attention's input after attention"),
+        ("captures_sums_alone", bool, "Qwen3MoeDecoderLayer may keep captured hidden states"),
         ("input_dies", unreadable, "OSError: source code not available"),
     ],
 )
@@ -140,7 +140,7 @@ def test_deepseeks_module_that_cannot_be_imported_takes_no_other_family_with_it(
     reason = f"cannot import {name}: RuntimeError: no such operator"
     assert probe(deferred_shared_experts.CHANGE) == Plan.unsupported(reason)
     for change in (output_buffer.CHANGE, moe_workspace.CHANGE):
-        assert probe(change).reason.startswith(f"some models are left alone: {reason}")
+        assert probe(change).reason.startswith(f"some models stay unpatched: {reason}")
     with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
         model = engine.load(path)
         assert same(engine.generate(model, PROMPTS, STEPS), stock_qwen3)
@@ -167,7 +167,7 @@ def test_a_deepseek_layer_of_a_forks_goes_without_by_itself(engine, path, checkp
     original, expected = layer.forward, [run(each) for each in paths]
     monkeypatch.setattr(layer, "forward", functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs)))
     plan = probe(output_buffer.CHANGE)
-    assert plan.reason.startswith("some models are left alone: DeepseekV2DecoderLayer.forward is wrapped or replaced")
+    assert plan.reason.startswith("some models stay unpatched: DeepseekV2DecoderLayer.forward is wrapped or replaced")
     assert probe(deferred_shared_experts.CHANGE).status is Status.UNSUPPORTED
     with installed(output_buffer.CHANGE):
         for each, stock, over in zip(paths, expected, ([False, True, True, True], [False] * 4), strict=True):

@@ -96,7 +96,7 @@ def test_the_budget_matters_to_prefilling_cutedsl_servers_with_the_dispatcher_al
 
 def test_arguments_that_the_budget_is_not_known_of_end_no_launcher(caplog):
     check_budget(SimpleNamespace(moe_runner_backend="flashinfer_cutedsl"), {})
-    assert "is left alone: AttributeError" in caplog.text
+    assert "stays unpatched: AttributeError" in caplog.text
 
 
 @given(st.integers(0, 500), st.integers(1, 100))

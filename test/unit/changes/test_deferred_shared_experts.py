@@ -129,7 +129,7 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
     deferred_shared_experts._init(clear, lambda experts: False, kind.__init__, layer)
     assert getattr(layer, deferred_shared_experts._DEFERS, None) == defers
     assert layer.experts.moe_runner_config.inplace == (not defers)
-    told = "the order of experts in OtherExperts is left alone: AttributeError"
+    told = "the order of experts in OtherExperts stays unpatched: AttributeError"
     assert (told in caplog.text) == (defers is None)
 
 

@@ -238,7 +238,7 @@ def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_
 
     built = offer.initialize_and_probe(fails, lambda config: f"a model of {config}", config="some size")
     assert seen == [built] == ["a model of some size"]
-    assert "the dead input of str's layers is left alone: AttributeError" in caplog.text
+    assert "the dead input of str's layers stays unpatched: AttributeError" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,9 @@ def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, ki
     with caplog.at_level("INFO"):
         assert not run.offers(layer)
         assert not run.offers(layer)
-    assert caplog.text.count("Sequential does not offer its dead input: it, or the layer before it, has forward") == 1
+    assert (
+        caplog.text.count("Sequential does not offer its dead input, because it or the previous layer has forward") == 1
+    )
     hook.remove()
     assert run.offers(layer)
 
@@ -668,11 +670,14 @@ def toy_answer(layer, patched):
     [
         (ToyLayer(), ""),
         (ToyLayer(torch.nn.ModuleList([ToyAttention()])), ""),
-        (ToyLayer(torch.nn.Identity()), "ToyLayer may get from self_attn what it gave it"),
-        (ToyLayer(torch.nn.Dropout(0)), "ToyLayer may get from self_attn what it gave it"),
-        (ToyLayer(torch.nn.ModuleList([ToyAttention(), torch.nn.Identity()])), "ToyLayer may get from self_attn"),
-        (ToyLayer(ToySkip()), "ToyLayer may get from self_attn what it gave it"),
-        (ToyMethodLayer(), "ToyMethodLayer may still use what attention read"),
+        (ToyLayer(torch.nn.Identity()), "ToyLayer passes attention's input to self_attn, which may return it"),
+        (ToyLayer(torch.nn.Dropout(0)), "ToyLayer passes attention's input to self_attn, which may return it"),
+        (
+            ToyLayer(torch.nn.ModuleList([ToyAttention(), torch.nn.Identity()])),
+            "ToyLayer passes attention's input to self_attn",
+        ),
+        (ToyLayer(ToySkip()), "ToyLayer passes attention's input to self_attn, which may return it"),
+        (ToyMethodLayer(), "ToyMethodLayer may read attention's input after attention"),
         (ToyExpertsFirstLayer(), "ToyExpertsFirstLayer may run its routed experts before attention, in mlp"),
     ],
 )
@@ -694,7 +699,7 @@ def test_a_layer_that_captures_by_itself_is_noticed():
         layer.args.args += [ast.arg("captured_last_layer_outputs"), ast.arg("capture_output")]
     assert proofs.captures_sums_alone(sums)
     assert not proofs.captures_sums_alone(by_itself)
-    assert proofs.layer_skip_reason("Layer", by_itself) == "Layer may still use what attention read"
+    assert proofs.layer_skip_reason("Layer", by_itself) == "Layer may read attention's input after attention"
     assert not proofs.captures_sums_alone(function("captured += [1]", parameters="captured"))
     assert not proofs.captures_sums_alone(parsed(after="seen = kwargs['captured_outputs']"))
 

@@ -103,8 +103,14 @@ def test_no_route_is_asked_while_tracing():
         ("hidden_states, w1, w2, topk_weights, topk_ids, *, inplace, hooks, defer_sum=False", None),
         ("hidden_states, w1, w2, topk_ids, topk_weights, *, inplace, hooks", "takes (hidden_states, w1, w2, topk_ids"),
         ("hidden_states, w1, w2, topk_weights, topk_ids, *, inplace", "takes no inplace, or no hooks"),
-        ("hidden_states, w1, w2, topk_weights, topk_ids, inplace, *, hooks", "takes inplace by its place"),
-        ("hidden_states, w1, w2, topk_weights, topk_ids, defer_sum, *, inplace, hooks", "takes defer_sum by its place"),
+        (
+            "hidden_states, w1, w2, topk_weights, topk_ids, inplace, *, hooks",
+            "accepts inplace as a positional argument",
+        ),
+        (
+            "hidden_states, w1, w2, topk_weights, topk_ids, defer_sum, *, inplace, hooks",
+            "accepts defer_sum as a positional argument",
+        ),
     ],
 )
 def test_a_sequence_that_takes_its_arguments_otherwise_is_left_alone(module, monkeypatch, parameters, reason):

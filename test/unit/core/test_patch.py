@@ -103,10 +103,10 @@ def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_serve
         with patch.best_effort("a layer"):
             raise AttributeError("no runner")
     assert [record.message for record in caplog.records] == [
-        "sglang-moe-patches: a layer is left alone: AttributeError: no runner"
+        "sglang-moe-patches: a layer stays unpatched: AttributeError: no runner"
     ]
     monkeypatch.setenv(STRICT.name, "1")
-    with pytest.raises(PatchError, match="a layer is left alone"), patch.best_effort("a layer"):
+    with pytest.raises(PatchError, match="a layer stays unpatched"), patch.best_effort("a layer"):
         raise AttributeError("no runner")
 
 
@@ -138,7 +138,10 @@ def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("SGLANG_MOE_PATCHES_KV_RECORD", r"^SGLANG_MOE_PATCHES_KV_RECORD: no record .* pin the --mem-fraction-static"),
+        (
+            "SGLANG_MOE_PATCHES_KV_RECORD",
+            r"^SGLANG_MOE_PATCHES_KV_RECORD: kv-sizing keeps no record .* set the --mem-fraction-static",
+        ),
         (
             "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS",
             r"^SGLANG_MOE_PATCHES_MAX_MOE_TOKENS: removed; .* set --chunked-prefill-size",
@@ -166,15 +169,15 @@ def test_every_variable_that_the_code_names_is_in_the_table():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("SGLANG_MOE_PATCHES_STRIKT", ["; is it SGLANG_MOE_PATCHES_STRICT?"]),
-        ("SGLANG_MOE_PATCH", ["; is it SGLANG_MOE_PATCHES?"]),
+        ("SGLANG_MOE_PATCHES_STRIKT", ["; did you mean SGLANG_MOE_PATCHES_STRICT?"]),
+        ("SGLANG_MOE_PATCH", ["; did you mean SGLANG_MOE_PATCHES?"]),
         ("SGLANG_MOE_PATCHES_SOMETHING_ELSE_ALTOGETHER", [""]),
         ("SGLANG_MOE_PATCHES_STRICT", None),
         ("SGLANG_MOE_PADDING", None),
     ],
 )
 def test_a_name_like_ours_that_nobody_reads_is_said(name, words):
-    said = [f"{name} is set, and nothing reads it{hint}" for hint in words or ()]
+    said = [f"{name} is set, but no code reads it{hint}" for hint in words or ()]
     assert patch.describe_unread_variables(CHANGES, {name: "1"}) == said
 
 

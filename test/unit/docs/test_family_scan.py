@@ -78,8 +78,8 @@ def test_a_family_offers_where_every_proof_holds_and_else_says_why(scan):
     ) == {
         "a": "",
         "reads_it_again": "",  # what the norm after attention made
-        "not_at_first": "ALayer may still use its input",
-        "keeps_it": "ALayer may still use what attention read",
+        "not_at_first": "ALayer may read its input after the first norm",
+        "keeps_it": "ALayer may read attention's input after attention",
         "loop": "AModel may keep its layers' inputs",
         "two": "ALayer has 2 modules of routed experts",
     }
@@ -98,7 +98,7 @@ def test_a_family_offers_where_every_proof_holds_and_else_says_why(scan):
 def test_a_residual_that_may_be_more_than_a_sum_is_noticed(scan, told, plain):
     imports = "from sglang.srt.models.a import ALayer, AModel, Block\n"
     found = scan(a=LAYER.format(name="A"), b=imports + STAGES.format(told=told))
-    assert found == {"a": "", "b": "" if plain else "the residual of StageLayer may be more than a sum"}
+    assert found == {"a": "", "b": "" if plain else "the residual of StageLayer may not be a plain sum"}
 
 
 def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):

@@ -1,13 +1,20 @@
-"""The dead input of decoder layers: which layers *offer* it, and which runners *take* it.
+"""Reuse of a decoder layer's input after the layer has read it for the last time.
 
-A layer's input is dead as soon as attention has read it: the layer rebinds its local name, and only the loop of the
-model keeps the tensor, unread, until the layer returns. Not where the layer starts without a residual: its input
-*becomes* the residual, which the next norm updates in place and everything downstream reads. And not in the first layer
-of a pipeline stage: its input is the caller's ``input_embeds``, or a buffer in which another stage's output arrives.
+A decoder layer normalizes its input, and then attention reads the normalized tensor. After that norm no code reads the
+input again: the layer has rebound its local name, and the model's loop over the layers keeps the tensor only until the
+layer returns. The input is then called a *dead input*. The layer *offers* the memory of its dead input, and the runner
+of its routed experts *takes* the memory for its output or as scratch memory.
 
-Only this package offers. Where the engine has an offer of its own, which does not ask whether the input is dead, it is
-*withheld* in every layer, and ours go through the engine's channel.
+Two kinds of inputs are not dead:
 
-Which layers offer is proved, for the model that is built, by the code of its layers and of its loop (:mod:`.proofs`,
-:mod:`.probe`).
+- The input of a layer that starts without a residual. This input *becomes* the residual. The next norm updates the
+  residual in place, and all later layers read it.
+- The input of the first layer of a pipeline stage. It is the caller's ``input_embeds``, or a buffer that receives
+  another stage's output.
+
+Newer engine releases offer layer inputs, too, but do not check that the inputs are dead. This package therefore
+disables the engine's own offers in every layer. Its own offers use the engine's channel where the engine has one.
+
+For each model that the engine builds, :mod:`.probe` decides which layers may offer their input. It uses proofs about
+the source code of the layers and of the model's loop (:mod:`.proofs`).
 """

@@ -1,6 +1,7 @@
-"""The output buffer on its way from the decoder layer, which offers it, to the runner, which takes it.
+"""Channel between the decoder layer that offers a buffer and the MoE runner that takes the buffer.
 
-There is one channel: the engine's own where it has one (:mod:`.probe` finds it), else ours.
+A process has one channel. If the engine has a channel of its own, :mod:`.probe` finds that channel and it is used.
+Otherwise this module's channel is used.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 
 ENGINE_MODULE = "sglang.srt.layers.moe.moe_runner.base"
 ENGINE_OFFER = "moe_output_buffer_ctx"
-"""The engine's own offer, in that module where there is one."""
+"""Name of the engine's context manager that offers a buffer. Only some releases define it, in :data:`ENGINE_MODULE`."""
 
 
 class Channel(NamedTuple):
-    """Where the buffer on offer is kept: one value for each context."""
+    """Functions that read and write the offered buffer. Each execution context has its own value.
+
+    :param get: returns the offered buffer, or ``None`` if no buffer is offered.
+    :param set: replaces the offered buffer; ``None`` withdraws the offer.
+    """
 
     get: Callable[[], torch.Tensor | None]
     set: Callable[[torch.Tensor | None], Any]
@@ -32,13 +37,15 @@ _channel = Channel(_offered_buffer.get, _offered_buffer.set)
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether writing into one of the tensors may show in the other."""
+    """Return whether two tensors share a storage, so that a write into one tensor may change the other."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, not empty, and all of its storage: the rest of a view's storage has other
-    owners."""
+    """Return whether a tensor is contiguous, not empty, and fills its whole storage.
+
+    A view fills only a part of its storage. Other tensors may own the rest, so a view must not be overwritten.
+    """
     return tensor.is_contiguous() and tensor.nbytes > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -51,9 +58,13 @@ def fits(
     needs_symmetric_memory: bool = False,
     in_symmetric_memory: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> bool:
-    """Whether ``buffer`` can stand in for a fresh tensor of this shape, dtype and device.
+    """Return whether ``buffer`` can replace a newly allocated tensor of this shape, dtype and device.
 
-    It must be whole (:func:`is_whole`) and lie in the NCCL symmetric-memory pool where a fresh tensor would.
+    The buffer must fill its storage (:func:`is_whole`).
+
+    :param needs_symmetric_memory: a new tensor would come from the pool of NCCL symmetric memory, so the buffer must
+        lie in that pool, too.
+    :param in_symmetric_memory: returns whether a tensor lies in the pool of NCCL symmetric memory.
     """
     return (
         buffer.shape == shape
@@ -66,9 +77,11 @@ def fits(
 
 @contextmanager
 def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
-    """Offer ``buffer`` as the output of the next routed-experts kernel run in this context.
+    """Offer ``buffer`` to the MoE runners that run inside this context manager.
 
-    :param buffer: [tokens, hidden]; no later code reads what it holds now. ``None`` withholds one.
+    At the end the previous offer is restored.
+
+    :param buffer: tensor [tokens, hidden] with values that no later code reads. ``None`` withdraws the present offer.
     """
     before = replace_offer(buffer)
     try:
@@ -78,19 +91,25 @@ def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
 
 
 def replace_offer(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """Put ``buffer`` on offer in this context, or nothing; returns what was on offer before."""
+    """Offer ``buffer`` in this execution context; ``None`` withdraws the present offer.
+
+    :returns: the buffer that was offered before, or ``None``.
+    """
     before = _channel.get()
     _channel.set(buffer)
     return before
 
 
 def offered_buffer() -> torch.Tensor | None:
-    """The buffer on offer in this context, which stays on offer; ``None`` without one."""
+    """Return the buffer that is offered in this execution context, or ``None``. The offer stays."""
     return _channel.get()
 
 
 def withhold_if_shared(moe_input: torch.Tensor) -> None:
-    """Withhold what is offered if writing into it would show in ``moe_input``, which shared experts may still read."""
+    """Withdraw the offer if the offered buffer shares memory with ``moe_input``.
+
+    The shared experts may read ``moe_input`` after the runner has written its output.
+    """
     buffer = _channel.get()
     if buffer is not None and shares_storage(buffer, moe_input):
         _channel.set(None)
@@ -99,24 +118,27 @@ def withhold_if_shared(moe_input: torch.Tensor) -> None:
 def take_output(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **conditions: Any
 ) -> torch.Tensor | None:
-    """The offered buffer as a new tensor, if it fits; a second call in the same offer gets ``None``.
+    """Take the offered buffer as an output tensor, and withdraw the offer.
 
     :param conditions: the keyword arguments of :func:`fits`.
+    :returns: a new tensor object on the buffer's memory. ``None`` if no buffer is offered or the buffer does not fit;
+        the offer then stays.
     """
     buffer = _channel.get()
     if buffer is None or not fits(buffer, shape, dtype, device, **conditions):
         return None
-    # One offer serves one kernel: a second one in the same layer must not overwrite the first one's output.
+    # One offer serves one kernel. A second kernel in the same layer must not overwrite the first kernel's output.
     _channel.set(None)
-    # A new tensor on the same storage. The engine marks tensor *objects* (_sglang_needs_allreduce_fusion), and the
-    # mark of the layer below must not travel into this layer's output.
+    # Return a new tensor object on the same storage. The engine sets attributes on tensor objects
+    # (_sglang_needs_allreduce_fusion), and an attribute that the previous layer set must not reach this layer's output.
     return buffer.detach()
 
 
 def take_scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """The memory of the offered buffer as a tensor of another shape and dtype, if it is enough; for scratch.
+    """Take the memory of the offered buffer as scratch memory of any shape and dtype, and withdraw the offer.
 
-    A second call in the same offer, and :func:`take_output`, get ``None`` from then on.
+    :returns: a tensor of this shape and dtype on the buffer's memory. ``None`` if no buffer is offered, or if the
+        buffer is too small, on another device or only a part of its storage; the offer then stays.
     """
     buffer = _channel.get()
     needed = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What is counted of dead inputs; several changes offer and take them."""
+"""Counters for dead inputs. Several changes offer or take dead inputs, and they share these counters."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Families of models, by the engine's module with their layer stack.
+"""Names of model families. A family is named like the engine's module that defines its decoder layers.
 
-There is no list of those that offer: the layers of the model that is being built are probed (:mod:`.probe`).
+No list says which families offer their dead input. :mod:`.probe` inspects the layers of each model that is built.
 """
 
 DEEPSEEK = "deepseek_v2"
-"""In this family shared experts can run last, and attention's inputs are dropped early."""
+"""Family of DeepSeek V2 and of the models that reuse its layers, such as DeepSeek-R1 and Kimi-K2. Only in this family
+can the shared experts run after the routed experts, and the inputs of attention be freed early."""
 MODELS = "sglang.srt.models"
-"""The engine's package of models."""
+"""Engine package that contains one module for each model family."""

@@ -1,4 +1,7 @@
-"""How a decoder layer offers its input where it is dead."""
+"""Wrapper around a decoder layer's ``forward`` that offers the layer's dead input.
+
+The wrapper acts on marked layers alone (:func:`mark_offering`). :mod:`.probe` marks each layer that the proofs cover.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,27 @@ from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _MIN_OFFER_BYTES = "_moe_patches_offers_its_input_from"
-"""Attribute of a layer whose input may be offered: the least bytes of an input that is worth it."""
+"""Attribute of a marked layer: the smallest input, in bytes, that the layer offers."""
 _PRODUCER = "_moe_patches_producer"
-"""Of such a layer: the layer whose output its input is. In a tuple, as a module would become a part of this one."""
+"""Attribute of a marked layer: the previous layer, whose output is this layer's input. The previous layer is kept in a
+tuple, because PyTorch would register a bare module as a submodule of this layer."""
 _HOOKS = "_moe_patches_forward_hooks"
-"""Of such a layer, from its first forward: the forward hooks of whoever is given its input, or what is computed in its
-place."""
+"""Attribute of a marked layer, set in its first forward pass: PyTorch's dictionaries of forward hooks. They are those
+of the layer, of the previous layer, of all submodules of both, and the global ones."""
 MIN_SCRATCH_BYTES = 1 << 20
-"""The least where the runner takes the input in column slices alone (Marlin), or as scratch memory for them (Triton in
-place): a decode's input is smaller, and its expert outputs, gathered from many ranks, are below moe-workspace's
-threshold."""
+"""Smallest input, in bytes, that a layer offers if its runner takes a buffer only while it computes in column slices:
+Marlin takes the buffer as its output, and Triton in place takes it as scratch memory. A decode's input is smaller than
+this limit. No decode is computed in column slices: even with the tokens of many ranks, its expert outputs stay
+below moe-workspace's threshold."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
-    """Whether a layer's input is dead once attention has read it, and may be written over.
+    """Return whether a layer's input may be overwritten once attention has read it.
 
-    :param hidden_states: the layer's input, [tokens, hidden]; or what a release passes instead of a tensor.
-    :param residual: the residual that comes with it. When it is ``None``, the input *becomes* the residual.
+    :param hidden_states: the layer's input, [tokens, hidden]. Some releases pass another object, which is never
+        offered.
+    :param residual: the residual that belongs to the input. If it is ``None``, the input *becomes* the residual and
+        must not be overwritten.
     """
     return (
         residual is not None
@@ -42,20 +49,20 @@ def may_offer(hidden_states: Any, residual: Any) -> bool:
 
 
 def has_hooks(layer: Any) -> bool:
-    """Whether a forward hook may keep, or still read, what goes through a module of the layer or comes out of the one
-    before it.
+    """Return whether a forward hook may see the layer's input.
 
-    Asked in each forward: the engine registers those of ``--forward-hooks`` after the model is built, others may come
-    at any time. PyTorch's global ones see every module.
+    Such a hook is registered on the layer, on the previous layer or on one of their submodules, or globally in PyTorch.
+    It may keep a tensor and read it later. The check runs in each forward pass, because hooks can be registered at any
+    time. The engine registers those of ``--forward-hooks`` after it has built the model.
     """
     hooks = getattr(layer, _HOOKS, None)
-    if hooks is None:  # not before: adapters replace modules once the model is built
+    if hooks is None:  # collected in the first forward pass, because adapters replace modules of a model that is built
         hooks = _forward_hooks(layer)
         setattr(layer, _HOOKS, hooks)
     if not any(hooks):
         return False
     name = type(layer).__name__
-    message = log.PREFIX + "%s does not offer its dead input: it, or the layer before it, has forward hooks"
+    message = log.PREFIX + "%s does not offer its dead input, because it or the previous layer has forward hooks"
     log.once(logging.INFO, f"forward hooks {name}", message, name)
     return True
 
@@ -71,15 +78,18 @@ def _forward_hooks(layer: Any) -> list[Any]:
 
 
 def residual_argument(forward_batch: Any, residual: Any) -> Any:
-    """The residual that comes with a layer's input, where it is an argument of the layer."""
+    """Return the residual, for layers that receive it as an argument."""
     return residual
 
 
 def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
-    """The residual that comes with a layer's input, where the batch carries it, or ``None``.
+    """Return the residual, for releases that keep it in the batch (``forward_batch.residual_stream``), or ``None``.
 
-    Without a pending contribution the input *is* the residual, or becomes it at the start of the stack. A contribution
-    that is not simply added may become the residual, too.
+    ``None`` means that the layer's input is or may become the residual:
+
+    - No contribution to the residual is pending. The input then is the residual, or it becomes the residual at the
+      start of the stack.
+    - The pending contribution is not simply added. Its tensor may then become the residual.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending
@@ -87,38 +97,49 @@ def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
 
 
 def is_plain_addition(update: Any) -> bool:
-    """Whether an update of the residual adds to it and does no more, as the engine says by one name or the other."""
+    """Return whether an update of the residual is an addition and nothing else.
+
+    Releases have two names for the attribute that says so.
+    """
     return bool(getattr(update, "is_plain_add", False) or getattr(update, "adds_plainly", False))
 
 
 def is_plain_norm(read: Any) -> bool:
-    """Whether a stage reads the residual's norm, with the sum before it in one kernel, or none of its own."""
+    """Return whether a stage of a layer reads the residual through its norm and in no other way.
+
+    The addition to the residual may run in the same kernel as the norm. Releases have two names for the attribute that
+    says so.
+    """
     return bool(getattr(read, "is_plain_norm", False) or getattr(read, "norms_plainly", False))
 
 
 def return_unchanged(hidden_states: Any) -> Any:
-    """The tensor of a layer's input, where that is one."""
+    """Return the layer's input itself, for layers that receive a tensor."""
     return hidden_states
 
 
 USUAL_PARAMETERS = ("positions", "hidden_states", "forward_batch", "residual")
-"""What most decoder layers take, in this order."""
+"""Positional parameters of most decoder layers, in their order."""
 
 
 def make_layer_forward(
     original: Callable[..., Any],
     is_compiling: Callable[[], bool],
-    takes: Sequence[str] = USUAL_PARAMETERS,
+    parameters: Sequence[str] = USUAL_PARAMETERS,
     residual_of: Callable[[Any, Any], Any] = residual_argument,
     tensor_of: Callable[[Any], Any] = return_unchanged,
 ) -> Callable[..., Any]:
-    """Offer the layer's input where it is dead.
+    """Wrap a layer's ``forward``: offer the input of a marked layer while ``original`` runs.
 
-    :param takes: the names of the arguments that the layer takes by their place.
-    :param residual_of: the residual that comes with the input, of the batch and the argument of that name.
-    :param tensor_of: the tensor of the input, or something else that is not offered.
+    Nothing is offered if the input is not dead (:func:`may_offer`), smaller than the layer's limit or visible to a
+    hook.
+
+    :param is_compiling: returns whether ``torch.compile`` traces the call; nothing is offered then.
+    :param parameters: the names of the layer's positional parameters.
+    :param residual_of: returns the residual, from the batch and the argument ``residual``.
+    :param tensor_of: returns the tensor of the input, or an object without ``nbytes``, which is not offered.
     """
-    places = {name: index for index, name in enumerate(takes)}
+    places = {name: index for index, name in enumerate(parameters)}
     input_at, batch_at, residual_at = (
         places.get(name, sys.maxsize) for name in ("hidden_states", "forward_batch", "residual")
     )
@@ -127,7 +148,7 @@ def make_layer_forward(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         min_bytes = None if is_compiling() else getattr(self, _MIN_OFFER_BYTES, None)
         if min_bytes is not None:
-            # Written out three times: this is done for each layer of each step.
+            # The same expression three times instead of a helper: a call costs time in each layer of each forward pass.
             by_place = len(args)
             hidden_states = args[input_at] if input_at < by_place else kwargs.get("hidden_states")
             batch = args[batch_at] if batch_at < by_place else kwargs.get("forward_batch")
@@ -136,11 +157,12 @@ def make_layer_forward(
             if (
                 getattr(tensor, "nbytes", 0) >= min_bytes
                 and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
-                # A batch without requests may pass by attention, and its input on to the experts.
+                # A batch without requests may skip attention, and its experts may receive the input itself.
                 and not (batch is not None and batch.forward_mode.is_idle())
                 and not has_hooks(self)
             ):
-                # A new tensor object: a runner may return the one that it is given, with the marks that are on it.
+                # Offer a new tensor object. A runner may return the offered object, with attributes that the engine
+                # set.
                 before = channel.replace_offer(tensor.detach())
                 try:
                     return original(self, *args, **kwargs)
@@ -151,28 +173,31 @@ def make_layer_forward(
     return forward
 
 
-def initialize_and_probe(built: Callable[[Any], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build a model, and probe it.
+def initialize_and_probe(
+    probe_model: Callable[[Any], None], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap the engine's function that builds a model: build the model, probe it and return it.
 
-    :param built: is given the model.
+    :param probe_model: marks the layers of the model that may offer their input. If it fails, one line is logged.
+    :param original: the engine's function.
     """
     model = original(*args, **kwargs)
     with best_effort(f"the dead input of {type(model).__name__}'s layers"):
-        built(model)
+        probe_model(model)
     return model
 
 
 def stage_layers(stack: Any) -> list[Any]:
-    """The layers of a stack that run in this stage of the pipeline, in order."""
+    """Return the layers of a stack that run in this process's pipeline stage, in order."""
     layers, start, end = stack.layers, getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
     return [layer for layer in list(layers)[start:end] if type(layer).__name__ != "PPMissingLayer"]
 
 
 def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
-    """From now on a layer offers its input, if its runner may take it.
+    """Mark a layer, so that it offers its input from now on. If its runner takes no buffer, the layer stays unmarked.
 
-    :param producer: the layer before it.
-    :param experts: its routed experts.
+    :param producer: the previous layer, whose output is this layer's input.
+    :param experts: the layer's routed experts, a ``FusedMoE``.
     """
     runner = runners.runner_of(experts)
     if not runners.may_take_dead_input(experts, runner):
@@ -183,10 +208,13 @@ def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
 
 
 def is_offering(layer: Any) -> bool:
-    """Whether a decoder layer offers its input where it is dead (:func:`mark_offering`)."""
+    """Return whether a decoder layer is marked (:func:`mark_offering`)."""
     return hasattr(layer, _MIN_OFFER_BYTES)
 
 
 def make_empty_offer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Withhold the engine's own offer, in every layer: it does not ask whether the input is dead. Ours does."""
+    """Replace the engine's context manager that offers a layer input by one that offers nothing.
+
+    The engine offers inputs without a check that they are dead. :func:`make_layer_forward` checks.
+    """
     return functools.wraps(original)(lambda buf: nullcontext())

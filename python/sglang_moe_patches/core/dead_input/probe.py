@@ -1,4 +1,4 @@
-"""Probe the engine: which dead inputs can be offered, and through which channel."""
+"""Probe of the engine and of its models: which decoder layers may offer their input, and through which channel."""
 
 from __future__ import annotations
 
@@ -22,46 +22,51 @@ _installed: Offers | None = None
 
 LOADER = "sglang.srt.model_loader.loader"
 INITIALIZE = "_initialize_model"
-"""The engine's function in that module that builds a model, whichever it is."""
+"""Name of the engine's function that builds every model. :data:`LOADER` defines it."""
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """A class of decoder layers with dead inputs, by its code.
+    """Facts about a class of decoder layers, read from its source code.
 
-    :param layer: the class that has the ``forward``.
-    :param takes: the names of the arguments that it takes by their place.
-    :param residual_of: how the residual is found that comes with an input.
-    :param tensor_of: how an input's tensor is found.
-    :param attention: what its ``forward`` does until the norm after attention; what its submodules return then is
-        proved for each layer (:func:`require_attention_lets_go`).
+    :param layer: the class that defines ``forward``.
+    :param parameters: the names of the positional parameters of ``forward``.
+    :param residual_of: returns the residual that belongs to an input, from the batch and the argument ``residual``.
+    :param tensor_of: returns the tensor of an input.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The code of
+        the class does not show what the submodules return, so each layer is checked
+        (:func:`require_attention_lets_go`).
     """
 
     layer: Any
-    takes: tuple[str, ...]
+    parameters: tuple[str, ...]
     residual_of: Callable[[Any, Any], Any]
     tensor_of: Callable[[Any], Any]
     attention: proofs.AttentionFacts
 
     @property
     def family(self) -> str:
-        """The engine's module that has it."""
+        """Name of the engine's module that defines the class, such as ``deepseek_v2``."""
         return str(self.layer.__module__).rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class Offers:
-    """The dead inputs that can be offered on this engine.
+    """Result of :func:`probe_offers`: the channel to use, and the installer of the offers.
 
-    :param note: what ``doctor`` says if DeepSeek's family, which is probed before a model is built, is not as expected.
-    :param channel: the engine's own channel, where it has one.
+    :param note: reason why the layers of DeepSeek's family cannot offer their input; empty if they can. ``doctor``
+        shows it. This family is the only one that is probed before a model is built.
+    :param channel: the engine's own channel, or ``None`` if the engine has none.
     """
 
     note: str
     channel: Channel | None
 
     def install(self, patcher: Patcher) -> None:
-        """Make ours the only offers, in every model that is built from now on, unless another change has."""
+        """Install this package's offers and disable the engine's own, for every model that is built from now on.
+
+        Several changes need the offers, so a second call in a process does nothing.
+        """
         if _installed is not None:
             return
         patcher.add(sys.modules[__name__], "_installed", self)
@@ -69,46 +74,48 @@ class Offers:
             patcher.add(channel, "_channel", self.channel)
             for module in _modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
-            # Its runner asks this of every buffer that we offer, in layers too where it has none of its own.
+            # The engine's runner calls this slow function for every offered buffer. This package offers a buffer in
+            # more layers than the engine does.
             pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
-            asks = runners.remember_pool_addresses(getattr(pool, runners.IN_POOL))
+            is_in_pool = runners.remember_pool_addresses(getattr(pool, runners.IN_POOL))
             for module in _pool_query_modules():
-                patcher.replace(module, runners.IN_POOL, asks)
-        built = functools.partial(probe_model, patcher=patcher, wrapped=set())
+                patcher.replace(module, runners.IN_POOL, is_in_pool)
+        probe_new_model = functools.partial(probe_model, patcher=patcher, wrapped=set())
         for module in _modules_exposing(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
-            patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize_and_probe, built)))
+            patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize_and_probe, probe_new_model)))
 
 
 def has_engine_offer() -> bool:
-    """Whether the engine itself offers inputs in some layers, and has a channel of its own."""
+    """Return whether the engine itself offers layer inputs in some layers, through a channel of its own."""
     return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
 
 
 def probe_offers() -> Offers:
-    """What can be offered on this engine, or what another change has found already.
+    """Probe the engine. If another change has installed the offers in this process, return those.
 
-    :raises engine.Unsupported: the engine builds its models in another way, or its own channel is not as expected.
+    :raises engine.Unsupported: the engine's function that builds models is missing or patched, or the engine's own
+        channel is not as expected.
     """
     if _installed is not None:
         return _installed
-    engines_channel = _engines_channel() if has_engine_offer() else None
+    engine_channel = _find_engine_channel() if has_engine_offer() else None
     engine.require_unpatched(engine.module(LOADER), INITIALIZE)
     try:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
         probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
-    except Exception as error:  # one broken family takes nothing else with it
-        return Offers(f"some models are left alone: {error_reason(error, f'{DEEPSEEK}: ')}", engines_channel)
-    return Offers("", engines_channel)
+    except Exception as error:  # models of other families may still offer their inputs
+        return Offers(f"some models stay unpatched: {error_reason(error, f'{DEEPSEEK}: ')}", engine_channel)
+    return Offers("", engine_channel)
 
 
 # --- A model that was built ------------------------------------------------------------------------------------------
 
 
 def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
-    """Have the layers of a model offer their inputs where every proof holds; one line says of others why not.
+    """Mark and wrap the layers of a new model whose input is proved to be dead. Log why the other layers offer nothing.
 
-    :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
+    :param wrapped: the classes of layers whose ``forward`` is wrapped. This function adds the classes that it wraps.
     """
     for stack, dead in probe_stacks(model):
         stage = offer.stage_layers(stack)
@@ -125,8 +132,10 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
 
 
 def find_offers(model: Any) -> tuple[list[Any], list[str]]:
-    """The routed experts of layers that offer their dead input, in a model that was built since :meth:`Offers.install`;
-    and why other layers with routed experts offer none."""
+    """Find the layers that offer their dead input, in a model that was built after :meth:`Offers.install`.
+
+    :returns: the routed experts of these layers, and the reasons why other layers with routed experts offer nothing.
+    """
     offering: list[Any] = []
     reasons: dict[str, None] = {}
     for _, dead in probe_stacks(model):
@@ -136,13 +145,13 @@ def find_offers(model: Any) -> tuple[list[Any], list[str]]:
 
 
 def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`."""
+    """Return the ``make_wrapper`` for :meth:`Patcher.wrap` that makes a class of layers offer its input."""
     import torch
 
     return functools.partial(
         offer.make_layer_forward,
         is_compiling=torch.compiler.is_compiling,
-        takes=facts.takes,
+        parameters=facts.parameters,
         residual_of=facts.residual_of,
         tensor_of=facts.tensor_of,
     )
@@ -150,10 +159,10 @@ def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[
 
 @dataclass(frozen=True)
 class StackFacts:
-    """What is dead in a stack of layers.
+    """Facts about one stack of decoder layers.
 
-    :param layers: each layer with a dead input, the facts of its class, and its routed experts.
-    :param skip_reasons: why other layers with routed experts offer nothing.
+    :param layers: one entry for each layer with a dead input: the layer, the facts about its class, its routed experts.
+    :param skip_reasons: reasons why other layers with routed experts cannot offer their input.
     """
 
     layers: list[tuple[Any, LayerFacts, Any]]
@@ -161,9 +170,10 @@ class StackFacts:
 
 
 def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
-    """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
+    """Yield each stack of decoder layers in a model that has routed experts, with the facts about the stack.
 
-    The first layer of a pipeline stage does not count: its input is the caller's, or another stage's.
+    A stack is a module with a ``ModuleList`` named ``layers``. The first layer of a pipeline stage is left out, because
+    its input belongs to the caller or to another stage.
     """
     from torch.nn import ModuleList
 
@@ -182,18 +192,21 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
 
 
 def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackFacts:
-    """:param sparse: the layer before each layer with routed experts, that layer, and those."""
+    """Prove which layers of a stack have a dead input.
 
-    @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
+    :param sparse: one entry for each layer with routed experts: the previous layer, the layer, its ``FusedMoE``
+        modules.
+    """
+
+    @functools.cache  # most layers of a stack have the same class, and a proof takes milliseconds
     def probe_class(kind: type) -> LayerFacts | Exception:
         try:
             return probe_layer(kind)
         except Exception as error:
             return error
 
-    own_parts = functools.cache(
-        functools.partial(require_unpatched_parts, own_methods=functools.cache(require_unpatched_methods))
-    )
+    require_methods = functools.cache(require_unpatched_methods)
+    require_parts = functools.cache(functools.partial(require_unpatched_parts, require_methods=require_methods))
     try:
         require_loop(type(stack))
     except Exception as error:
@@ -211,20 +224,20 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackF
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
             require_attention_lets_go(layer, facts.attention, type(experts[0]))
             for part in (producer, layer):
-                own_parts(part)
+                require_parts(part)
             layers.append((layer, facts, experts[0]))
-        except Exception as error:  # one broken class of layers takes nothing else with it
+        except Exception as error:  # layers of other classes may still offer their inputs
             skip_reasons[error_reason(error)] = None
     return StackFacts(layers, list(skip_reasons))
 
 
 def probe_layer(layer: type) -> LayerFacts:
-    """What is known of a class of decoder layers, by its code.
+    """Prove that the inputs of a class of decoder layers are dead, and return the facts about the class.
 
-    :raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own.
+    :raises engine.Unsupported: a proof fails, or the code is not the engine's own.
     """
     name = layer.__name__
-    for kind in layer.__mro__:  # a subclass from another package may have other parts
+    for kind in layer.__mro__:  # a subclass from another package may override methods or have other submodules
         home = kind.__module__.partition(".")[0]
         engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
 
@@ -240,16 +253,20 @@ def probe_layer(layer: type) -> LayerFacts:
     assert attention is not None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(forward).parameters.values()
-    takes = tuple(parameter.name for parameter in parameters if parameter.kind in positional)[1:]
-    return LayerFacts(kind, takes, _find_residual(name, takes), _find_tensor(forward), attention)
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in positional)[1:]
+    return LayerFacts(kind, names, _choose_residual_of(name, names), _choose_tensor_of(forward), attention)
 
 
 def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
-    """Prove of a layer what its class does not show: what its submodules do until the norm after attention.
+    """Check the submodules that a layer uses up to the norm after attention. The code of its class does not show them.
 
-    :param experts: the class of its routed experts.
-    :raises engine.Unsupported: they run by then, and attention may still read what they write over; or a submodule may
-        return what it is given, or its code is not the engine's own.
+    :param attention: the names of these submodules, and the arguments through which they receive attention's input.
+    :param experts: the class of the layer's routed experts.
+    :raises engine.Unsupported: one of these holds:
+
+        - The routed experts run before the norm after attention. Attention may then read memory that they overwrite.
+        - A submodule may return its own input.
+        - A submodule's code is not the engine's own.
     """
     from torch.nn import Module, ModuleList
 
@@ -262,58 +279,68 @@ def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, expe
         submodule = getattr(layer, attribute)
         for module in submodule if isinstance(submodule, ModuleList) else [submodule]:
             is_engines = isinstance(module, Module) and type(module).__module__.partition(".")[0] == "sglang"
-            returns_own = (
+            returns_new_tensor = (
                 is_engines
                 and "forward" not in vars(module)
-                and _returns_own(engine.require_unpatched(type(module), "forward"), places)
+                and _returns_own_memory(engine.require_unpatched(type(module), "forward"), places)
             )
-            engine.require(returns_own, f"{name} may get from {attribute} what it gave it")
+            engine.require(returns_new_tensor, f"{name} passes attention's input to {attribute}, which may return it")
 
 
-#: Most layers of a stack have submodules of one class.
-_returns_own = functools.cache(proofs.returns_own_memory)
+#: The result is cached, because most layers of a stack have submodules of the same class.
+_returns_own_memory = functools.cache(proofs.returns_own_memory)
 
 
-def require_unpatched_parts(layer: Any, own_methods: Callable[[type], None]) -> None:
-    """Prove that nobody else sees what a layer is given, computes and returns: another plugin's wrapper around a norm
-    may keep the memory in which the layer's input lies.
+def require_unpatched_parts(layer: Any, require_methods: Callable[[type], None]) -> None:
+    """Check that no other plugin's code sees a layer's tensors.
 
-    :param own_methods: :func:`require_unpatched_methods`, which may remember the classes that it has seen.
-    :raises engine.Unsupported: a module of the layer, or what moves its data between ranks, has code that is not the
-        engine's own.
+    Another plugin's wrapper, around a norm for example, may keep a tensor that shares memory with the layer's input.
+
+    :param require_methods: :func:`require_unpatched_methods`, or a cached version of it.
+    :raises engine.Unsupported: a module of the layer, or an object that calls its norms or kernels, has code that is
+        not the engine's own.
     """
     for module in layer.modules():
-        own_methods(type(module))
+        require_methods(type(module))
         for name, value in vars(module).items():
-            if isinstance(value, FunctionType | MethodType):  # put on the instance, or chosen when it was made
+            if isinstance(value, FunctionType | MethodType):  # set on the instance, or chosen by its constructor
                 engine.require_unpatched(module, name)
-            elif name in _HANDLES_TENSORS:
-                own_methods(type(value))
+            elif name in _TENSOR_HANDLERS:
+                require_methods(type(value))
 
 
-#: What a module has besides modules that is given its tensors: the norms' callers, and what runs its kernels.
-_HANDLES_TENSORS = ("layer_communicator", "attn_boundary", "ffn_boundary", "quant_method")
+#: Attributes of a module that are no modules themselves and receive its tensors: they call its norms or run its
+#: kernels.
+_TENSOR_HANDLERS = ("layer_communicator", "attn_boundary", "ffn_boundary", "quant_method")
 
 
 def require_unpatched_methods(kind: type) -> None:
-    """:raises engine.Unsupported: a class of the engine's, or of PyTorch's, has methods that are not their own."""
+    """Check that all methods of a class, and of its base classes, are the engine's or PyTorch's own.
+
+    :raises engine.Unsupported: a method was replaced or wrapped, or a base class comes from another package.
+    """
     for base in kind.__mro__:
-        engine.require(_home(base) in _HOMES, f"{kind.__name__} is {base.__module__}.{base.__qualname__}")
-        for name, value in vars(base).items() if _home(base) == "sglang" else ():
+        engine.require(_package_of(base) in _PACKAGES, f"{kind.__name__} is {base.__module__}.{base.__qualname__}")
+        for name, value in vars(base).items() if _package_of(base) == "sglang" else ():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod)
             if is_method and (name == "__call__" or not name.startswith("__")):
                 engine.require_unpatched(base, name)
 
 
-_HOMES = ("sglang", "torch", "builtins", "abc", "typing")
+#: Packages whose classes may be base classes of a module.
+_PACKAGES = ("sglang", "torch", "builtins", "abc", "typing")
 
 
-def _home(kind: type) -> str:
+def _package_of(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
 def require_loop(model: type) -> None:
-    """:raises engine.Unsupported: a model's loop over its layers may keep their inputs, or is not the engine's own."""
+    """Prove that a model's loop over its layers keeps no layer's input.
+
+    :param model: the class that defines the loop in its ``forward``.
+    :raises engine.Unsupported: the proof fails, or the code is not the engine's own.
+    """
     home = model.__module__
     engine.require(home.partition(".")[0] == "sglang", f"{model.__name__} is {home}.{model.__qualname__}")
     reason = proofs.loop_skip_reason(model.__name__, engine.require_unpatched(model, "forward"))
@@ -321,9 +348,10 @@ def require_loop(model: type) -> None:
 
 
 def _sums_plainly(layer: Any) -> bool:
-    """Whether what comes into a layer is added to the residual and read from there as its norm, and no more.
+    """Return whether a layer only adds its input to the residual, and reads the residual only through its norm.
 
-    Each contribution is asked for its part in the forward itself (:func:`.offer.residual_of_stream`).
+    In releases with a residual stream, each forward pass also checks the pending contribution
+    (:func:`.offer.residual_of_stream`).
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:
@@ -333,18 +361,19 @@ def _sums_plainly(layer: Any) -> bool:
     return engine.require_unpatched(type(layer.layer_communicator), "prepare_attn") is prepare
 
 
-def _find_residual(layer: str, takes: tuple[str, ...]) -> Callable[[Any, Any], Any]:
-    """How to find the residual that comes with a layer's input.
+def _choose_residual_of(layer: str, parameters: tuple[str, ...]) -> Callable[[Any, Any], Any]:
+    """Return the function that finds the residual of a layer's input.
 
-    :raises engine.Unsupported: it is neither an argument nor carried by the batch.
+    :raises engine.Unsupported: the residual is neither an argument of the layer nor kept in the batch.
     """
-    if "residual" in takes:
+    if "residual" in parameters:
         return offer.residual_argument
-    engine.require(_batches_carry_the_residual(), f"where the residual of {layer} is kept is not known here")
+    engine.require(_batches_carry_residual(), f"the residual of {layer} is neither an argument nor in the batch")
     return offer.residual_of_stream
 
 
-def _batches_carry_the_residual() -> bool:
+def _batches_carry_residual() -> bool:
+    """Return whether this release keeps the residual in the batch, under the expected names."""
     batches = engine.module("sglang.srt.model_executor.forward_batch_info")
     try:
         from sglang.srt.layers.layer_boundary.residual.stream import Contribution, ResidualStream
@@ -355,10 +384,13 @@ def _batches_carry_the_residual() -> bool:
     return has and "residual_stream" in fields and "update" in getattr(Contribution, "__annotations__", {})
 
 
-def _find_tensor(forward: Any) -> Callable[[Any], Any]:
-    """How to find the tensor of a layer's input: as the layer itself does to offer it, or the input as it is.
+def _choose_tensor_of(forward: Any) -> Callable[[Any], Any]:
+    """Return the function that finds the tensor of a layer's input.
 
-    :raises engine.Unsupported: the engine's function for that is not the engine's own.
+    In some releases the input is a handle. The layer's own ``forward`` then calls an engine function
+    (:data:`.proofs.TENSOR_OF_HANDLE`) to find the tensor, and that function is returned.
+
+    :raises engine.Unsupported: another plugin has replaced or wrapped that engine function.
     """
     access, name = proofs.TENSOR_OF_HANDLE.split(".")
     if not engine.mentions(forward, access, name):
@@ -369,11 +401,13 @@ def _find_tensor(forward: Any) -> Callable[[Any], Any]:
 # --- The engine's own offer ------------------------------------------------------------------------------------------
 
 
-def _engines_channel() -> Channel:
-    """The engine's own channel.
+def _find_engine_channel() -> Channel:
+    """Return the engine's own channel.
 
-    :raises engine.Unsupported: it is kept neither in a variable of that module nor in the forward's flags, or is not
-        the engine's own.
+    The engine keeps the offered buffer in a context variable of :data:`ENGINE_MODULE`, or in the flags of the forward
+    pass.
+
+    :raises engine.Unsupported: the buffer is kept in neither place, or another plugin has patched the channel.
     """
     base = engine.module(ENGINE_MODULE)
     engine.require_unpatched(base, ENGINE_OFFER)
@@ -388,11 +422,11 @@ def _engines_channel() -> Channel:
 
 
 def _modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
-    """The modules in which a function of the engine's goes by its name: its own, and those that imported it."""
+    """Return the module that defines an engine function, and all modules that have imported it by name."""
     return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
 def _pool_query_modules() -> list[Any]:
-    """The engine's modules that ask whether a tensor lies in the pool of NCCL symmetric memory."""
+    """Return the engine's modules that can ask whether a tensor lies in the pool of NCCL symmetric memory."""
     engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
     return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]

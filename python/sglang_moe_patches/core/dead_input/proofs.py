@@ -1,8 +1,11 @@
-"""Proofs, from the code of a decoder layer and of its model's loop, that the layer's input is a dead input.
+"""Proofs that a decoder layer's input is dead, from the source code of the layer and of its model's loop.
 
-An *alias* is a name that may mean the tracked memory, an *escape* is memory kept where no alias shows it. Every proof
-takes a function, or the syntax tree of one: a server proves the model that it builds, and the families of an engine are
-scanned without importing them. Code that a proof does not model is refused.
+A proof follows a tensor's memory through the statements of a function. An *alias* is a local name that may refer to
+this memory. The memory *escapes* if code may keep it in another place, such as an attribute or a list. If a function
+contains code that a proof does not model, the proof fails.
+
+Each proof accepts a function or a syntax tree. A server passes the functions of the model that it builds. The family
+scan passes syntax trees, because it does not import the engine's models.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from sglang_moe_patches.core.dead_input.channel import ENGINE_OFFER
 
 Code = Callable[..., Any] | ast.FunctionDef
 MethodOf = Callable[[str], Code | None]
-"""The code of a layer's own method by its name; ``None`` for a submodule."""
+"""Function that maps the name of a layer's attribute to its code: ``None`` for a submodule, the code for a method."""
 Place = int | str
-"""Where a call has an argument: its position or its keyword, or ``*`` or ``**`` for what it unpacks."""
+"""Place of an argument in a call: its position, its keyword, or ``*`` or ``**`` for an unpacked argument."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
-"""The engine's function that finds the tensor of an input that may be a handle, a sum that is still owed."""
-#: The norms before attention, with the residual's addition: after them only the model's loop has the layer's input.
+"""Engine function that returns the tensor of a layer's input. In some releases the input is a handle for a sum that is
+not computed yet."""
+#: Methods that run the norm before attention and the addition to the residual. They keep no reference to the layer's
+#: input.
 _NORMS_BEFORE_ATTENTION = frozenset(
     {
         "self.layer_communicator.prepare_attn",
@@ -32,44 +37,49 @@ _NORMS_BEFORE_ATTENTION = frozenset(
     }
 )
 _NORMS_AFTER_ATTENTION = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_boundary.prepare"})
-#: It writes into what a layer returned, which stays what the next one is given.
+#: Functions that add to a layer's result in place. The result stays the same tensor, the next layer's input.
 _IN_PLACE_ADDITIONS = frozenset({"residual_batch.add_to_output"})
-#: They return memory of their own.
+#: Functions that return newly allocated memory.
 _COPIES = frozenset({"residual_batch.snapshot"})
 _IS_IDLE = "forward_batch.forward_mode.is_idle()"
-_NAMESPACES = frozenset({"locals", "vars", "eval", "exec"})
-#: Attributes of a tensor that hold none of its memory.
-_MEMORY_FREE = frozenset({"shape", "dtype", "device", "ndim"})
-_RUN_LATER = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.GeneratorExp)
-#: They bind a name within an expression or a pattern, for another function, or for whenever they run.
+_NAMESPACE_FUNCTIONS = frozenset({"locals", "vars", "eval", "exec"})
+#: Attributes of a tensor that do not refer to its memory.
+_METADATA_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
+_DEFERRED_CODE = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.GeneratorExp)
+#: Syntax that binds a name inside an expression or a pattern, in another scope, or at a later time.
 _NOT_MODELLED = (
     *(ast.NamedExpr, ast.Match, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom),
-    *(ast.ListComp, ast.SetComp, ast.DictComp, *_RUN_LATER),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, *_DEFERRED_CODE),
 )
 
 
 # --- The skip reasons ------------------------------------------------------------------------------------------------
 
-NO_PLAIN_SUM = "the residual of {} may be more than a sum"
+NO_PLAIN_SUM = "the residual of {} may not be a plain sum"
 TOO_MANY_EXPERTS = "{} has {} modules of routed experts"
 
 
 def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda name: None) -> str | None:
-    """Why the input of a decoder layer may be read after it was overwritten, by the layer's ``forward``.
+    """Return why a decoder layer's input may be read after it was overwritten, or ``None`` if all proofs succeed.
 
-    :param layer: the layer's name.
+    :param layer: the name of the layer's class.
+    :param forward: the layer's ``forward``.
     """
     proofs = {
-        f"{layer} may still use its input": input_dies(forward),
-        f"{layer} may still use what attention read": attention_lets_go(forward, method_of),
-        f"{layer} may keep what is captured": captures_sums_alone(forward),
+        f"{layer} may read its input after the first norm": input_dies(forward),
+        f"{layer} may read attention's input after attention": attention_lets_go(forward, method_of),
+        f"{layer} may keep captured hidden states": captures_sums_alone(forward),
         f"{layer} may keep its result": keeps_no_result(forward),
     }
     return next((reason for reason, holds in proofs.items() if not holds), None)
 
 
 def loop_skip_reason(model: str, forward: Code) -> str | None:
-    """Why the loop over the layers may keep their inputs."""
+    """Return why a model's loop over its layers may keep a layer's input, or ``None`` if the proof succeeds.
+
+    :param model: the name of the model's class.
+    :param forward: the model's ``forward``.
+    """
     return None if loop_keeps_nothing(forward) else f"{model} may keep its layers' inputs"
 
 
@@ -77,38 +87,43 @@ def loop_skip_reason(model: str, forward: Code) -> str | None:
 
 
 def input_dies(forward: Code) -> bool:
-    """Whether a decoder layer's ``forward`` gives up its input with the first statement that uses it.
+    """Return whether a decoder layer's ``forward`` drops its input in the first statement that uses it.
 
-    That statement assigns a norm's result (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states`` itself. The
-    input has no other alias, except one under which the engine itself offers it, and which has no other use. That offer
-    is withheld.
+    This statement must assign the result of a norm (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states``. The
+    input may have one other alias: the engine assigns the input to a second name and offers it. The second alias must
+    have no other use. This package disables the engine's offer.
     """
-    definition = _definition(forward)
+    definition = _parse_definition(forward)
     consumer, second_alias = _find_consumer(definition)
     return consumer is not None and (second_alias is None or _is_only_offered(definition, second_alias))
 
 
 def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
-    """The statement that assigns a norm's result to ``hidden_states``, an argument of that norm, and the second alias
-    that the input has before it."""
+    """Find the statement that passes ``hidden_states`` to the norm before attention and overwrites that name.
+
+    :returns: the statement, or ``None``; and the second alias of the input, or ``None``.
+    """
     if not _is_modelled(definition):
         return None, None
-    statements = (statement for statement in definition.body if _uses(statement, "hidden_states"))
+    statements = (statement for statement in definition.body if _find_uses(statement, "hidden_states"))
     first = next(statements, None)
-    second_alias = _second_alias(first)
+    second_alias = _find_second_alias(first)
     consumer = first if second_alias is None else next(statements, None)
     match consumer:
         case ast.Assign(targets=[_], value=ast.Call(func=norm, args=args, keywords=keywords) as call):
             arguments = [*args, *(keyword.value for keyword in keywords)]
-            uses = _uses(call, "hidden_states")
-            is_norm = ast.unparse(norm) in _NORMS_BEFORE_ATTENTION and "hidden_states" in _assigned(consumer)
-            if is_norm and _only_names(consumer) and uses and all(use in arguments for use in uses):
+            uses = _find_uses(call, "hidden_states")
+            is_norm = ast.unparse(norm) in _NORMS_BEFORE_ATTENTION and "hidden_states" in _names_assigned(consumer)
+            if is_norm and _assigns_only_names(consumer) and uses and all(use in arguments for use in uses):
                 return consumer, second_alias
     return None, second_alias
 
 
-def _second_alias(statement: ast.stmt | None) -> str | None:
-    """The name that a statement gives to the input, or to the tensor in it (:data:`TENSOR_OF_HANDLE`)."""
+def _find_second_alias(statement: ast.stmt | None) -> str | None:
+    """Return the name to which a statement assigns the layer's input, or ``None`` if it is another statement.
+
+    The statement may also assign the tensor of the input (:data:`TENSOR_OF_HANDLE`).
+    """
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             is_input = ast.unparse(value) in ("hidden_states", f"{TENSOR_OF_HANDLE}(hidden_states)")
@@ -117,8 +132,8 @@ def _second_alias(statement: ast.stmt | None) -> str | None:
 
 
 def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
-    """Whether a function only offers what an alias means, and reads its type and shape."""
-    parents = _parents(definition)
+    """Return whether a function uses an alias for nothing but the engine's offer, a type check and a shape."""
+    parents = _map_parents(definition)
 
     def is_harmless(use: ast.Name) -> bool:
         match parents[use]:
@@ -128,7 +143,7 @@ def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
                 return True
         return False
 
-    uses = _uses(definition, alias)
+    uses = _find_uses(definition, alias)
     loads = [use for use in uses if isinstance(use.ctx, ast.Load)]
     return len(uses) - len(loads) == 1 and all(map(is_harmless, loads))
 
@@ -138,10 +153,10 @@ def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What a layer does until the norm after attention.
+    """Facts about a layer's ``forward`` up to the norm after attention.
 
-    :param attributes: the names that it looks up in itself.
-    :param submodules: those that it gives what attention reads, and at which places.
+    :param attributes: names of the layer's attributes that ``forward`` looks up.
+    :param submodules: names of the submodules that receive attention's input, with the places of these arguments.
     """
 
     attributes: frozenset[str]
@@ -149,38 +164,41 @@ class AttentionFacts:
 
 
 def attention_lets_go(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
-    """Whether nothing has what attention read once attention is done (:func:`follow_attention`)."""
+    """Return whether no code can read attention's input after attention (:func:`follow_attention`)."""
     return follow_attention(forward, method_of) is not None
 
 
 def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> AttentionFacts | None:
-    """Follow what attention reads to the norm after it: the norm before may have written that into the layer's input.
+    """Follow attention's input from the norm before attention to the norm after attention.
 
-    At the norm after attention (:data:`_NORMS_AFTER_ATTENTION`, or a function of the module that is given the layer) it
-    may have no alias, and none may be used later. The layer's own methods are followed. That its submodules return
-    memory of their own is for the caller to prove (:func:`returns_own_memory`); without tokens they may not, but
-    nothing is on offer then.
+    The norm before attention may work in place, so attention's input may be the memory of the layer's input. This
+    memory must have no alias at the norm after attention or later. That norm is a method in
+    :data:`_NORMS_AFTER_ATTENTION`, or a function of the module that receives the layer as its first argument.
 
-    :returns: ``None`` if something may still have it.
+    The layer's own methods are followed, too. Its submodules are not: the caller proves that they return new memory
+    (:func:`returns_own_memory`). In a batch without tokens a submodule may return its input, but nothing is offered
+    then.
+
+    :returns: ``None`` if code may still read the memory after attention.
     """
-    definition = _definition(forward)
+    definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
     if consumer is None:
         return None
     following = definition.body[definition.body.index(consumer) + 1 :]
-    layer = _Layer(method_of)
-    aliases: set[str] | None = _assigned(consumer) - {"residual"}
+    tracker = _AliasTracker(method_of)
+    aliases: set[str] | None = _names_assigned(consumer) - {"residual"}
     for index, statement in enumerate(following):
         if aliases is None:
             return None
         if any(_is_norm_after_attention(node) for node in ast.walk(statement)):
-            elsewhere = aliases - _assigned(statement)
-            if aliases & _loaded(statement) or any(elsewhere & _loaded(later) for later in following[index:]):
+            elsewhere = aliases - _names_assigned(statement)
+            if aliases & _names_read(statement) or any(elsewhere & _names_read(later) for later in following[index:]):
                 return None
             before = definition.body[: definition.body.index(statement) + 1]
-            submodules = {name: frozenset(places) for name, places in layer.submodules.items()}
-            return AttentionFacts(_attributes(before, method_of), submodules)
-        aliases = _aliases_after(statement, aliases, layer)
+            submodules = {name: frozenset(places) for name, places in tracker.submodules.items()}
+            return AttentionFacts(_find_attributes(before, method_of), submodules)
+        aliases = _aliases_after(statement, aliases, tracker)
     return None
 
 
@@ -193,14 +211,14 @@ def _is_norm_after_attention(node: ast.AST) -> bool:
     return False
 
 
-def _attributes(statements: list[ast.stmt], method_of: MethodOf) -> frozenset[str]:
-    """What statements, and the methods that they mention, look up in the layer."""
+def _find_attributes(statements: list[ast.stmt], method_of: MethodOf) -> frozenset[str]:
+    """Return the names of all attributes of ``self`` in these statements and in the methods that they mention."""
     attributes: set[str] = set()
     trees: list[ast.AST] = list(statements)
     while trees:
         new = {name for node in ast.walk(trees.pop()) if (name := _attribute_of_self(node))} - attributes
         attributes |= new
-        trees += [_definition(method) for name in sorted(new) if (method := method_of(name)) is not None]
+        trees += [_parse_definition(method) for name in sorted(new) if (method := method_of(name)) is not None]
     return frozenset(attributes)
 
 
@@ -212,11 +230,13 @@ def _attribute_of_self(node: ast.AST) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """What follows an alias through a layer's own code.
+class _AliasTracker:
+    """State of a proof that follows aliases through a layer's ``forward`` and methods.
 
-    :param submodules: where each submodule was given an alias so far.
-    :param methods: the method that is followed, after those that called it; none in ``forward``, which must not return.
+    :param method_of: returns the code of the layer's methods.
+    :param submodules: places at which each submodule has received an alias so far.
+    :param methods: stack of the methods that are being followed, innermost last. It is empty in ``forward``, which must
+        not return before the norm after attention.
     """
 
     method_of: MethodOf
@@ -224,39 +244,40 @@ class _Layer:
     methods: tuple[str, ...] = ()
 
     def escapes(self, tree: ast.expr, aliases: set[str]) -> bool:
-        """Whether something that may keep it is given what one of the aliases means."""
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _loaded(node)]
+        """Return whether an expression passes an alias to a call that may keep it."""
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _names_read(node)]
         return any(ast.unparse(call.func) != "isinstance" and not self._is_followed(call, aliases) for call in calls)
 
     def _is_followed(self, call: ast.Call, aliases: set[str]) -> bool:
-        name = _submodule(call)
+        """Return whether a call is harmless: a submodule's call, which is recorded, or a method that keeps no alias."""
+        name = _called_attribute(call)
         if name is None:
             return False
-        places = _places(call, aliases)
+        places = _find_places(call, aliases)
         method = self.method_of(name)
         if method is None:
             self.submodules.setdefault(name, set()).update(places)
             return True
-        definition = _definition(method)
-        parameters = _parameters(definition, places)
+        definition = _parse_definition(method)
+        parameters = _find_parameters(definition, places)
         if parameters is None or name in self.methods or not _is_modelled(definition):
             return False
         inside = replace(self, methods=(*self.methods, name))
         return _aliases_after_all(definition.body, parameters, inside) is not None
 
 
-def _places(call: ast.Call, aliases: set[str]) -> set[Place]:
-    """Where a call is given an alias."""
+def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
+    """Return the places at which a call receives an alias."""
     places: set[Place] = {
         "*" if isinstance(argument, ast.Starred) else index
         for index, argument in enumerate(call.args)
-        if aliases & _loaded(argument)
+        if aliases & _names_read(argument)
     }
-    return places | {word.arg or "**" for word in call.keywords if aliases & _loaded(word.value)}
+    return places | {word.arg or "**" for word in call.keywords if aliases & _names_read(word.value)}
 
 
-def _parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
-    """A method's parameters by their places in a call; ``None`` if one of them is unknown."""
+def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
+    """Return the names of a method's parameters at these places of a call, or ``None`` if a place has no parameter."""
     arguments = definition.args
     by_position = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]
     by_keyword = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
@@ -266,56 +287,60 @@ def _parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Plac
     return parameters if len(parameters) == len(places) and parameters <= set(by_keyword) else None
 
 
-def _aliases_after(statement: ast.stmt, aliases: set[str], layer: _Layer) -> set[str] | None:
-    """The names that may alias the tracked memory once ``statement`` has run.
+def _aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
+    """Return the names that may alias the tracked memory after ``statement``.
 
-    :returns: ``None`` if the memory may escape (a call keeps it, an attribute holds it, it is returned), or if the
-        statement is of a kind that this analysis does not model.
+    :param aliases: the aliases before the statement.
+    :returns: ``None`` if the memory may escape through a call, an attribute or a return value, or if the statement has
+        a kind that the proof does not model.
     """
     match statement:
         case ast.Assign(targets=targets, value=value):
-            if layer.escapes(value, aliases) or any(aliases & _loaded(target) for target in targets):
+            if tracker.escapes(value, aliases) or any(aliases & _names_read(target) for target in targets):
                 return None
-            if not aliases & _memory(value):
-                return aliases - _assigned(statement)
-            return aliases | _assigned(statement) if _only_names(statement) else None
+            if not aliases & _aliased_names(value):
+                return aliases - _names_assigned(statement)
+            return aliases | _names_assigned(statement) if _assigns_only_names(statement) else None
         case ast.If(test=test, body=body, orelse=orelse):
-            if layer.escapes(test, aliases):
+            if tracker.escapes(test, aliases):
                 return None
-            conditions = set(_conditions(test))
+            conditions = set(_split_condition(test))
             if conditions & {f"isinstance({alias}, tuple)" for alias in aliases}:
-                body = []  # for a tuple of quantized values, which are no memory of the input
-            if_true = _aliases_after_all(body, aliases, layer)
+                body = []  # this branch gets a tuple of quantized tensors, which share no memory with the input
+            if_true = _aliases_after_all(body, aliases, tracker)
             there_are_tokens = {f"{alias}.shape[0] {comparison} 0" for alias in aliases for comparison in ("!=", ">")}
             if not orelse and conditions <= there_are_tokens | {f"not {_IS_IDLE}"}:
                 return if_true
-            return _union([if_true, _aliases_after_all(orelse, aliases, layer)])
+            return _join_branches([if_true, _aliases_after_all(orelse, aliases, tracker)])
         case ast.With(items=items, body=body):
             used = {node.id for item in items for node in ast.walk(item) if isinstance(node, ast.Name)}
-            return None if used & aliases else _aliases_after_all(body, aliases, layer)
+            return None if used & aliases else _aliases_after_all(body, aliases, tracker)
         case ast.Try(body=body, handlers=[], orelse=orelse, finalbody=finalbody):
-            return _aliases_after_all([*body, *orelse, *finalbody], aliases, layer)
-        case ast.Return(value=value) if layer.methods:
-            escapes = value is not None and (layer.escapes(value, aliases) or aliases & _memory(value))
+            return _aliases_after_all([*body, *orelse, *finalbody], aliases, tracker)
+        case ast.Return(value=value) if tracker.methods:
+            escapes = value is not None and (tracker.escapes(value, aliases) or aliases & _aliased_names(value))
             return None if escapes else aliases
-    returns = not layer.methods and any(isinstance(node, ast.Return) for node in ast.walk(statement))
-    return None if returns or aliases & _loaded(statement) else aliases
+    returns = not tracker.methods and any(isinstance(node, ast.Return) for node in ast.walk(statement))
+    return None if returns or aliases & _names_read(statement) else aliases
 
 
-def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], layer: _Layer) -> set[str] | None:
-    return _after_all(statements, aliases, lambda statement, before: _aliases_after(statement, before, layer))
+def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
+    return _follow_statements(statements, aliases, lambda statement, before: _aliases_after(statement, before, tracker))
 
 
-def _conditions(test: ast.expr) -> list[str]:
-    """What must hold for a condition to hold, each as text."""
+def _split_condition(test: ast.expr) -> list[str]:
+    """Split a condition at its ``and``. Return the source text of each part."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
-            return [condition for value in values for condition in _conditions(value)]
+            return [condition for value in values for condition in _split_condition(value)]
     return [ast.unparse(test)]
 
 
-def _submodule(node: ast.AST) -> str | None:
-    """The name of a layer's submodule, of the list that has it, or of the layer's method, where ``node`` calls it."""
+def _called_attribute(node: ast.AST) -> str | None:
+    """Return the attribute of ``self`` that ``node`` calls, or ``None`` if it is no such call.
+
+    The attribute is a submodule, a list of submodules of which one is called, or a method.
+    """
     match node:
         case ast.Call(func=ast.Subscript(value=module)) | ast.Call(func=module):
             return _attribute_of_self(module)
@@ -326,27 +351,33 @@ def _submodule(node: ast.AST) -> str | None:
 
 
 def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
-    """Whether a submodule's ``forward`` returns nothing that it was given at these places, unless there are no tokens.
+    """Return whether a submodule's ``forward`` returns no argument that it receives at these places.
 
-    What its own methods and submodules return is taken to be theirs, and what other functions return to be their
-    arguments'.
+    In a batch without tokens it may return an argument. The proof assumes that the submodule's own methods and
+    submodules return new memory, and that all other functions return the memory of their arguments.
     """
-    definition = _definition(forward)
-    parameters = _parameters(definition, places)
-    return parameters is not None and _after_all(definition.body, parameters, _unreturned_after) is not None
+    definition = _parse_definition(forward)
+    parameters = _find_parameters(definition, places)
+    return (
+        parameters is not None and _follow_statements(definition.body, parameters, _submodule_aliases_after) is not None
+    )
 
 
-def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
-    """The names that may alias what a submodule was given once ``statement`` has run; ``None`` if it may return one."""
-    if any(isinstance(node, _NOT_MODELLED) and aliases & _loaded(node) for node in ast.walk(statement)):
+def _submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
+    """Return the names that may alias a submodule's arguments after ``statement``.
+
+    :param aliases: the aliases before the statement.
+    :returns: ``None`` if the statement may return an alias.
+    """
+    if any(isinstance(node, _NOT_MODELLED) and aliases & _names_read(node) for node in ast.walk(statement)):
         return None
     match statement:
         case ast.Return(value=value):
-            return None if value is not None and aliases & _memory(value, _is_of_self) else aliases
+            return None if value is not None and aliases & _aliased_names(value, _calls_own_attribute) else aliases
         case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
             names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
             stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-            return aliases | stored if aliases & _memory(value, _is_of_self) else aliases - stored
+            return aliases | stored if aliases & _aliased_names(value, _calls_own_attribute) else aliases - stored
         case ast.If(test=test, body=body, orelse=orelse):
             there_are_no_tokens = {_IS_IDLE, *(f"{alias}.shape[0] == 0" for alias in aliases)}
             branches = [orelse] if ast.unparse(test) in there_are_no_tokens else [body, orelse]
@@ -359,11 +390,11 @@ def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None
             branches = [[*body, *rest], *([*body, *handler.body, *finalbody] for handler in handlers)]
         case _:
             return aliases
-    return _union([_after_all(branch, aliases, _unreturned_after) for branch in branches])
+    return _join_branches([_follow_statements(branch, aliases, _submodule_aliases_after) for branch in branches])
 
 
-def _is_of_self(call: ast.Call) -> bool:
-    """Whether what is called is reached through ``self``."""
+def _calls_own_attribute(call: ast.Call) -> bool:
+    """Return whether a call has the form ``self.….name()``."""
     called: ast.expr = call.func
     while isinstance(called, ast.Attribute | ast.Subscript):
         called = called.value
@@ -374,15 +405,18 @@ def _is_of_self(call: ast.Call) -> bool:
 
 
 def captures_sums_alone(forward: Code) -> bool:
-    """Whether a layer's ``forward`` hands on what is to be captured to its first norm alone, which captures sums with
-    the residual."""
-    definition = _definition(forward)
+    """Return whether only the norm before attention captures hidden states, for example for speculative decoding.
+
+    This norm captures sums of the layer's input and the residual, which are new tensors. No other statement of the
+    layer's ``forward`` may use an argument or keyword that has to do with captures.
+    """
+    definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
     arguments = [*definition.args.args, *definition.args.kwonlyargs]
     captures = {argument.arg for argument in arguments if "captur" in argument.arg}
     return not any(
         (isinstance(node, ast.Name) and node.id in captures)
-        or (isinstance(node, ast.Constant) and "captur" in str(node.value))  # of the other keywords
+        or (isinstance(node, ast.Constant) and "captur" in str(node.value))  # a key of ``kwargs``
         for statement in definition.body
         if statement is not consumer
         for node in ast.walk(statement)
@@ -390,16 +424,17 @@ def captures_sums_alone(forward: Code) -> bool:
 
 
 def keeps_no_result(forward: Code) -> bool:
-    """Whether a layer's ``forward`` keeps nothing that it computes: what it returns is the next layer's input.
+    """Return whether a layer's ``forward`` keeps no reference to a tensor that it computes.
 
-    It may mark a tensor with a constant. What submodules and norms keep is not asked.
+    Its result is the next layer's input, which must be dead, too. ``forward`` may set an attribute of a tensor to a
+    constant. This proof does not check what submodules and norms keep.
     """
-    nodes = list(ast.walk(_definition(forward)))
+    nodes = list(ast.walk(_parse_definition(forward)))
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
     computed, known = {"hidden_states"}, set[str]()
     while computed != known:
         known = set(computed)
-        computed.update(*(_assigned(node) for node in assignments if known & _loaded(node.value)))
+        computed.update(*(_names_assigned(node) for node in assignments if known & _names_read(node.value)))
     marks = [target for node in assignments if isinstance(node.value, ast.Constant) for target in node.targets]
 
     def keeps(node: ast.AST) -> bool:
@@ -407,7 +442,7 @@ def keeps_no_result(forward: Code) -> bool:
             case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
                 return node not in marks
             case ast.Expr(value=value) | ast.AugAssign(value=value) | ast.withitem(context_expr=ast.Call() as value):
-                return bool(computed & _loaded(value))
+                return bool(computed & _names_read(value))
         return False
 
     return not any(map(keeps, nodes))
@@ -417,22 +452,25 @@ def keeps_no_result(forward: Code) -> bool:
 
 
 def loop_keeps_nothing(forward: Code) -> bool:
-    """Whether the loop over the layers, in a model's ``forward``, keeps a layer's input in no other name than
-    ``hidden_states``, to which it assigns the layer's result.
+    """Return whether a model's loop over its layers keeps no layer's input.
 
-    Hidden states that are captured on the way are sums with the residual, which are tensors of their own; without a
-    residual nothing is on offer. Something may be added to a layer's result, in place.
+    The loop must assign each layer's result to the name ``hidden_states``, which then no longer refers to the input. No
+    other name may refer to a layer's input.
+
+    - The loop may add to a layer's result in place.
+    - The loop may capture sums of the hidden states and the residual, which are new tensors. Without a residual it may
+      capture the hidden states themselves, because nothing is offered then.
     """
-    definition = _definition(forward)
-    match list(loops(definition)):
+    definition = _parse_definition(forward)
+    match list(find_layer_loops(definition)):
         case [loop]:
-            return _keeps_nothing(loop) and not _is_read_elsewhere(definition)
+            return _loop_keeps_no_input(loop) and not _is_read_elsewhere(definition)
     return False
 
 
-def loops(forward: Code) -> Iterator[ast.For]:
-    """The loops over the layers in a model's ``forward``."""
-    for loop in ast.walk(_definition(forward)):
+def find_layer_loops(forward: Code) -> Iterator[ast.For]:
+    """Yield the loops over the layers in a model's ``forward``."""
+    for loop in ast.walk(_parse_definition(forward)):
         if isinstance(loop, ast.For) and any(_runs_layer(node) for node in ast.walk(loop)):
             yield loop
 
@@ -447,27 +485,34 @@ def _runs_layer(node: ast.AST) -> bool:
 
 
 def _is_read_elsewhere(definition: ast.FunctionDef) -> bool:
-    """Whether anything but a function's own statements, as they are run, may read its ``hidden_states``."""
+    """Return whether code outside the function's own statements may read its local name ``hidden_states``.
+
+    Such code is an inner function, a ``global`` statement or a call such as ``locals()``.
+    """
     return any(
         isinstance(node, ast.Global | ast.Nonlocal)
-        or _is_namespace(node)
-        or (isinstance(node, _RUN_LATER) and bool(_uses(node, "hidden_states")))
+        or _reads_namespace(node)
+        or (isinstance(node, _DEFERRED_CODE) and bool(_find_uses(node, "hidden_states")))
         for node in ast.walk(definition)
         if node is not definition
     )
 
 
-def _keeps_nothing(loop: ast.For) -> bool:
-    parents = _parents(loop)
+def _loop_keeps_no_input(loop: ast.For) -> bool:
+    parents = _map_parents(loop)
     runs = [parents[node] for node in ast.walk(loop) if _runs_layer(node)]
-    uses = _uses(loop, "hidden_states")
-    return all(isinstance(run, ast.Assign) and "hidden_states" in _assigned(run) for run in runs) and all(
-        _stores_result(use, parents) if isinstance(use.ctx, ast.Store) else _reads_only(use, parents) for use in uses
+    uses = _find_uses(loop, "hidden_states")
+    return all(isinstance(run, ast.Assign) and "hidden_states" in _names_assigned(run) for run in runs) and all(
+        _stores_layer_result(use, parents) if isinstance(use.ctx, ast.Store) else _keeps_no_reference(use, parents)
+        for use in uses
     )
 
 
-def _stores_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether it is assigned a layer's result, or that result with something added in place."""
+def _stores_layer_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Return whether an assignment to ``hidden_states`` stores a layer's result and nothing else.
+
+    The result may come from an in-place addition to a layer's result.
+    """
     parent = parents[use]
     match parents[parent] if isinstance(parent, ast.Tuple) else parent:
         case ast.Assign(targets=[_], value=value):
@@ -475,8 +520,11 @@ def _stores_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     return False
 
 
-def _reads_only(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a use gives it to a layer, sums it, adds to it in place or copies it."""
+def _keeps_no_reference(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Return whether a use of ``hidden_states`` keeps no reference to it.
+
+    Such a use passes it to a layer, adds it to another tensor, adds to it in place or copies it.
+    """
     parent = parents[use]
     user = parents.get(parent)  # the loop itself has none
     match parent:
@@ -504,26 +552,29 @@ def _adds_in_place(node: ast.AST) -> bool:
 # --- Aliases after several statements --------------------------------------------------------------------------------
 
 
-def _after_all(
-    statements: list[ast.stmt], aliases: set[str], after_one: Callable[[ast.stmt, set[str]], set[str] | None]
+def _follow_statements(
+    statements: list[ast.stmt], aliases: set[str], follow_one: Callable[[ast.stmt, set[str]], set[str] | None]
 ) -> set[str] | None:
-    """The aliases once all statements have run; ``None`` as soon as one of them has none to give."""
+    """Return the aliases after all statements; ``None`` if the proof fails in one of them.
+
+    :param follow_one: returns the aliases after one statement, or ``None`` if the proof fails.
+    """
     after: set[str] | None = aliases
     for statement in statements:
-        after = None if after is None else after_one(statement, after)
+        after = None if after is None else follow_one(statement, after)
     return after
 
 
-def _union(branches: list[set[str] | None]) -> set[str] | None:
-    """The aliases after whichever branch has run; ``None`` if one of them has none to give."""
-    given = [branch for branch in branches if branch is not None]
-    return set().union(*given) if len(given) == len(branches) else None
+def _join_branches(branches: list[set[str] | None]) -> set[str] | None:
+    """Return the union of the aliases after several branches; ``None`` if the proof fails in one branch."""
+    proved = [branch for branch in branches if branch is not None]
+    return set().union(*proved) if len(proved) == len(branches) else None
 
 
 # --- Syntax trees ----------------------------------------------------------------------------------------------------
 
 
-def _definition(code: Code) -> ast.FunctionDef:
+def _parse_definition(code: Code) -> ast.FunctionDef:
     if isinstance(code, ast.FunctionDef):
         return code
     (definition,) = ast.parse(engine.source(code)).body
@@ -532,59 +583,60 @@ def _definition(code: Code) -> ast.FunctionDef:
 
 
 def _is_modelled(definition: ast.FunctionDef) -> bool:
-    """Whether a function binds names only in ways that the proofs model."""
+    """Return whether a function binds names only in ways that the proofs model."""
     inner = (node for node in ast.walk(definition) if node is not definition)
-    return not any(isinstance(node, _NOT_MODELLED) or _is_namespace(node) for node in inner)
+    return not any(isinstance(node, _NOT_MODELLED) or _reads_namespace(node) for node in inner)
 
 
-def _is_namespace(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id in _NAMESPACES
+def _reads_namespace(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in _NAMESPACE_FUNCTIONS
 
 
-def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+def _map_parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _uses(tree: ast.AST, name: str) -> list[ast.Name]:
+def _find_uses(tree: ast.AST, name: str) -> list[ast.Name]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
 
 
-def _memory(value: ast.AST, returns_its_own: Callable[[ast.Call], object] = _submodule) -> set[str]:
-    """The names of which a value may hold the memory.
+def _aliased_names(value: ast.AST, returns_new_memory: Callable[[ast.Call], object] = _called_attribute) -> set[str]:
+    """Return the names whose memory an expression's value may share.
 
-    :param returns_its_own: whether a call returns memory of its own; by default, those of the layer's own callables do.
+    :param returns_new_memory: returns a true value if a call returns new memory. By default, calls of the layer's
+        submodules and methods do.
     """
     match value:
         case ast.Name(id=name):
             return {name}
         case ast.Compare():
             return set()
-        case ast.Attribute(attr=attribute) if attribute in _MEMORY_FREE:
+        case ast.Attribute(attr=attribute) if attribute in _METADATA_ATTRIBUTES:
             return set()
-        case ast.Call() if returns_its_own(value):
+        case ast.Call() if returns_new_memory(value):
             return set()
-    return set().union(*(_memory(child, returns_its_own) for child in ast.iter_child_nodes(value)))
+    return set().union(*(_aliased_names(child, returns_new_memory) for child in ast.iter_child_nodes(value)))
 
 
-def _loaded(tree: ast.AST) -> set[str]:
-    """The names that are read, for more than a shape or a type."""
+def _names_read(tree: ast.AST) -> set[str]:
+    """Return the names that are read. Uses of a shape, dtype or device do not count."""
     match tree:
         case ast.Name(id=name, ctx=ast.Load()):
             return {name}
-        case ast.Attribute(attr=attribute) if attribute in _MEMORY_FREE:
+        case ast.Attribute(attr=attribute) if attribute in _METADATA_ATTRIBUTES:
             return set()
-    return set().union(*map(_loaded, ast.iter_child_nodes(tree)))
+    return set().union(*map(_names_read, ast.iter_child_nodes(tree)))
 
 
-def _assigned(statement: ast.stmt) -> set[str]:
-    """The names to which an assignment assigns, in any case."""
-    return {target.id for target in _targets(statement) if isinstance(target, ast.Name)}
+def _names_assigned(statement: ast.stmt) -> set[str]:
+    """Return the plain names to which an assignment assigns. Attributes and items are left out."""
+    return {target.id for target in _find_targets(statement) if isinstance(target, ast.Name)}
 
 
-def _targets(statement: ast.stmt) -> list[ast.expr]:
+def _find_targets(statement: ast.stmt) -> list[ast.expr]:
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     return [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
 
 
-def _only_names(statement: ast.Assign) -> bool:
-    return all(isinstance(target, ast.Name) for target in _targets(statement))
+def _assigns_only_names(statement: ast.Assign) -> bool:
+    return all(isinstance(target, ast.Name) for target in _find_targets(statement))

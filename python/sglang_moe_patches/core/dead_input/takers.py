@@ -1,7 +1,7 @@
-"""Where a runner takes the offered buffer.
+"""MoE runners that write their output into the offered buffer.
 
-A runner's own function does the work: it runs with one name of its globals replaced, ``torch``, by a namespace with an
-``empty`` or ``empty_like`` that may answer with the offered buffer.
+The engine's own function computes the output. It runs with its global name ``torch`` replaced by a stand-in. The
+stand-in's ``empty`` or ``empty_like`` returns the offered buffer where the function allocates its output.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TRTLLM_RUNNER = "fused_experts_none_to_flashinfer_trtllm_fp4"
 
 
 class OutputTorch:
-    """Stands in for the name ``torch`` in an engine function: ``empty_like`` may answer with the offered buffer.
+    """Stand-in for the name ``torch`` in an engine function. Its ``empty_like`` may return the offered buffer.
 
-    In place, the engine's output shares its input's memory, in the pool of NCCL symmetric memory where there is one.
-    A fresh output must come from that pool as well, so that the next collective stays symmetric.
+    A stock runner that works in place writes its output over its input, which may lie in the pool of NCCL symmetric
+    memory. A new output must then come from the same pool, because the next collective expects it there on all ranks.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:
@@ -36,7 +36,7 @@ class OutputTorch:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._torch, name)
-        setattr(self, name, value)  # asked once: this runs in every layer
+        setattr(self, name, value)  # cached, because every layer looks up these names
         return value
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class OutputTorch:
 
 
 class TrtllmTorch(OutputTorch):
-    """Stands in for the name ``torch`` inside the runner: ``empty`` may answer with the offered buffer."""
+    """Stand-in for the name ``torch`` in the TRT-LLM runner. Its ``empty`` may return the offered buffer."""
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = self._take(size, dtype, device)
@@ -66,12 +66,19 @@ class TrtllmTorch(OutputTorch):
 
 
 def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_compiling: Callable[[], bool]) -> Any:
+    """Wrap the TRT-LLM runner: call ``into_buffer`` if a buffer is offered that shares no memory with the MoE input.
+
+    :param original: the engine's runner.
+    :param into_buffer: the engine's runner with a :class:`TrtllmTorch` as ``torch``.
+    :param is_compiling: returns whether ``torch.compile`` traces the call; ``original`` runs then.
+    """
+
     @functools.wraps(original)
     def run(dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(dispatch_output, *args, **kwargs)
         buffer = channel.offered_buffer()
-        # The shared experts, and the kernel itself, still read the MoE input while the output is being written.
+        # The shared experts and the kernel itself may read the MoE input while the output is written.
         if buffer is None or shares_storage(buffer, dispatch_output.hidden_states):
             return original(dispatch_output, *args, **kwargs)
         return into_buffer(dispatch_output, *args, **kwargs)
@@ -80,9 +87,9 @@ def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_com
 
 
 def probe_trtllm() -> Install:
-    """The NVFP4 TRT-LLM runner takes the offered buffer.
+    """Probe the NVFP4 runner of TRT-LLM, and return the installer that makes it take the offered buffer.
 
-    :raises engine.Unsupported: the engine is not what this expects.
+    :raises engine.Unsupported: the engine's runner is not as expected.
     """
     import torch
 
@@ -97,8 +104,7 @@ def probe_trtllm() -> Install:
     ]
     engine.require(
         [{k.arg for k in call.keywords} for call in allocations] == [{"dtype", "device"}],
-        f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors, expected its output alone, by torch.empty(..., dtype=, "
-        "device=)",
+        f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors, expected one, by torch.empty(..., dtype=, device=)",
     )
     engine.require(
         engine.is_only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
@@ -118,15 +124,18 @@ def probe_trtllm() -> Install:
 
 
 def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> fused_moe_call.Route:
-    """The route of calls that are not in place and have a buffer on offer, or whose output may have to lie in the pool.
+    """Make the route for calls that do not work in place.
 
-    :param into_buffer: the engine's fused-MoE function, which takes the buffer.
+    A call goes to ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In the second
+    case a new output must come from that memory's pool.
+
+    :param into_buffer: the engine's fused-MoE function with an :class:`OutputTorch` as ``torch``.
     """
 
     def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
         if how["inplace"] or how.get("hooks"):
             return None
-        # The kernels still read the MoE input while the output is being written, and the shared experts after that.
+        # The kernels read the MoE input while the output is written, and the shared experts may read it afterwards.
         channel.withhold_if_shared(hidden_states)
         return into_buffer if channel.offered_buffer() is not None or symmetric_memory.is_enabled else None
 
@@ -134,9 +143,11 @@ def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: Symmetr
 
 
 def probe_triton() -> Install:
-    """The Triton runner writes into the offered buffer where it is not in place.
+    """Probe the Triton runner, and return the installer that makes its calls take the offered buffer.
 
-    :raises engine.Unsupported: the engine is not what this expects.
+    Only calls that do not work in place take the buffer.
+
+    :raises engine.Unsupported: the engine's fused-MoE function is not as expected.
     """
     import torch
 

@@ -352,7 +352,7 @@ def test_the_terms_add_up():
         (["--model-path", "x"], "h200", "", "give --model before the `--`"),
         (["--model=x"], "h200", "", "give --model before the `--`"),
         ([], "h30", "", "--gpu h30 is unknown; known: h200, h100, "),
-        ([], "h200", "WORKSPACE_MEGABYTES", "nothing reads it; is it SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"),
+        ([], "h200", "WORKSPACE_MEGABYTES", "no code reads it; did you mean SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"),
         ([], "h200", "", "SGLang is not installed in this environment"),
     ],
 )
