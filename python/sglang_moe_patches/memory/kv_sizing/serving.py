@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,10 +215,19 @@ class Serving:
             self._orders.give(Retire(wanted.tokens if frees else self._goal))
 
     def _longest_request(self) -> int:
-        """Tokens that have to be there for the longest request to be admitted, and to come to its end."""
-        requests = requests_of(self._scheduler)
-        lengths = [len(each.origin_input_ids) + int(each.sampling_params.max_new_tokens or 0) for each in requests]
-        return max(lengths) + self._beside if lengths else 0
+        """Tokens with which the longest request is admitted and comes to its end, beside what sessions hold.
+
+        A session keeps the tokens of its request when that has ended.
+        """
+        held, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
+        for request in requests_of(self._scheduler):
+            session, tokens = getattr(request, "session", None), tokens_of(request)
+            if session is not None and session.streaming:
+                held[session.session_id] = max(tokens, held.get(session.session_id, 0))
+            else:
+                longest = max(longest, tokens)
+        needed = longest + whole_pages(held.values(), page)
+        return needed + self._beside if needed else 0
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
         """At least so many tokens."""
@@ -283,14 +292,44 @@ def requests_of(scheduler: Any) -> Iterator[Any]:
         yield chunked
 
 
+def tokens_of(request: Any) -> int:
+    """Return the most tokens of the KV cache that a request comes to, beside those that the engine adds for pages and
+    drafts. The beams of a request share its prompt alone."""
+    new = int(request.sampling_params.max_new_tokens or 0)
+    return len(request.origin_input_ids) + new * beam_width(request)
+
+
+def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
+    """Return the tokens that each streaming session holds, by the session's name.
+
+    The engine frees them neither for another request nor when it retracts a request of the session.
+
+    :param prefixes: the scheduler's ``tree_cache``.
+    """
+    if hasattr(prefixes, "session_records"):  # in 0.5.23
+        records = prefixes.session_records()
+    else:
+        records = getattr(getattr(prefixes, "session", prefixes), "slots", None) or {}
+    # The record of a session has the number itself up to 0.5.13.
+    owners = {name: getattr(record, "kv", record) for name, record in records.items()}
+    return {name: int(getattr(owner, "kv_allocated_len", 0) or 0) for name, owner in owners.items()}
+
+
+def whole_pages(tokens: Iterable[int], page: int) -> int:
+    """Return the tokens of all pages that so many tokens take, each number on pages of its own."""
+    return sum(-(-number // page) * page for number in tokens)
+
+
 def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
-    """Tokens below which a KV cache is not made smaller: two of the largest prefills of one request; with sliding
-    windows also what leaves their layers one window, a prefill behind it, and some pages."""
+    """Return the tokens below which a KV cache is not made smaller: two of the largest prefills of one request, beside
+    what streaming sessions hold. With sliding windows their layers keep one window, a prefill behind it, some pages,
+    and what sessions hold."""
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
+    held = whole_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
     if not pools.top.window:
-        return 2 * largest
+        return 2 * largest + held
     window = int(scheduler.tp_worker.model_runner.sliding_window_size or 0)
-    return max(2 * largest, pools.tokens_with_window(largest + window + 3 * pools.page))
+    return max(2 * largest + held, pools.tokens_with_window(largest + window + 3 * pools.page + held))
 
 
 def spare_tokens(scheduler: Any) -> float:
@@ -479,7 +518,14 @@ def is_penalized(request: Any) -> bool:
         or sampling.min_p
         or sampling.min_new_tokens
         or sampling.logit_bias is not None
+        or beam_width(request) > 1
     )
+
+
+def beam_width(request: Any) -> int:
+    """Return the rows that a request takes in a batch that decodes; 0.5.23 has beam search."""
+    group = getattr(request, "beam_group", None)
+    return 1 if group is None else int(group.beam_width)
 
 
 def batch_is_penalized(batch: Any) -> bool:
@@ -519,7 +565,9 @@ class RequestLimit:
         self._penalized_queue: deque[Any] = deque()
         """Penalized requests in the order of their arrival. Requests that wait no more leave it at its front."""
         self._batch: Any = None
-        self._limit: int | None = None
+        self._limit: tuple[int, int] | None = None
+        """Rows that the batch may have, less those of its beams that are no requests; rows of the widest request that
+        may join."""
 
     def add(self, request: Any) -> None:
         """Notice a request that begins to wait."""
@@ -538,16 +586,32 @@ class RequestLimit:
         """Return how many requests may join ``running`` requests; negative if too many run already."""
         if self._limit is None:
             self._limit = self._derive()
-        return self._limit - running
+        rows, widest = self._limit
+        return (rows - running) // widest
 
-    def _derive(self) -> int:
+    def _derive(self) -> tuple[int, int]:
         scheduler, penalized = self._scheduler, self._penalized_queue
         while penalized and penalized[0] not in scheduler.waiting_queue:
             penalized.popleft()
         chunked = scheduler.chunked_req  # neither waits nor runs between two of its chunks
+        if self._has_beams():
+            return self._derive_with_beams()
         if penalized or batch_is_penalized(self._batch) or (chunked is not None and is_penalized(chunked)):
-            return self._penalized
-        return self._requests
+            return self._penalized, 1
+        return self._requests, 1
+
+    def _has_beams(self) -> bool:
+        coordinator = getattr(self._scheduler, "beam_coordinator", None)
+        return coordinator is not None and bool(coordinator._num_live_groups)
+
+    def _derive_with_beams(self) -> tuple[int, int]:
+        """Count a beam as a penalized request. A request with more beams than may run is admitted to an empty batch,
+        or it and all behind it would wait for ever."""
+        scheduler, running = self._scheduler, self._batch.reqs
+        joining = [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
+        widest = max(map(beam_width, joining), default=1)
+        rows = self._penalized - sum(beam_width(request) - 1 for request in running)
+        return rows if running else max(rows, widest), widest
 
 
 def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:

@@ -83,6 +83,8 @@ class Pools:
     :param maps: what is raised when it is to map; ``None``: there is enough.
     """
 
+    page = 1
+
     def __init__(self, maps):
         self.first = self.counts = TokenCounts(RULE)
         self.top, self.backed, self._maps = TokenCounts(TOP), RULE, maps
@@ -160,7 +162,12 @@ class Ranks:
             start.leads, start.reason, start.margin = rank == 0, "", MARGIN
             start.reserved, start.pools, start.bytes_per_token = True, self.pools[rank], BYTES_PER_TOKEN
             start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
-            has = {"server_args": None, "token_to_kv_pool_allocator": None, "chunked_prefill_size": 50}
+            has = {
+                "server_args": None,
+                "token_to_kv_pool_allocator": None,
+                "chunked_prefill_size": 50,
+                "tree_cache": None,
+            }
             start._begin(SimpleNamespace(rank=rank, tp_worker=SimpleNamespace(model_runner=None), **has))
             self.each.append(start)
 

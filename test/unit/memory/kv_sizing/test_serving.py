@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens(served):
 def test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it():
     pools = SimpleNamespace(top=TokenCounts(900, 900, 90), page=4, tokens_with_window=lambda window: 10 * window)
     runner = SimpleNamespace(model_runner=SimpleNamespace(sliding_window_size=400))
-    scheduler = SimpleNamespace(chunked_prefill_size=100, tp_worker=runner)
+    scheduler = SimpleNamespace(chunked_prefill_size=100, tp_worker=runner, tree_cache=None)
     assert serving.least_tokens(scheduler, pools) == 10 * (100 + 400 + 12)
     pools.tokens_with_window = lambda window: 0
     assert serving.least_tokens(scheduler, pools) == 200
@@ -301,6 +302,52 @@ def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(sch
     assert other.pools.counts.tokens == 8500
     other.one.look()
     assert other.board.said(serving.SHORT)
+
+
+def session_of(name):
+    return SimpleNamespace(session_id=name, streaming=True)
+
+
+def in_session(name, *lengths):
+    made = request(*lengths)
+    made.session = session_of(name)
+    return made
+
+
+SLOTS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_allocated_len=4000)}
+RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_allocated_len=4000)}
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {"slots": SLOTS},  # up to 0.5.13
+        {"session": SimpleNamespace(slots={name: SimpleNamespace(kv=slot) for name, slot in SLOTS.items()})},
+        {"session": SimpleNamespace(slots={**SLOTS, "empty": SimpleNamespace(kv=None)})},
+        {"session_records": lambda: RECORDS},  # 0.5.23
+    ],
+    ids=["wrapper", "0.5.17", "unified", "records"],
+)
+@pytest.mark.parametrize(
+    ("waiting", "least"),
+    [
+        ([], 7200),  # two chunks
+        ([request(900, 100)], 8010),
+        ([request(900, 100), in_session("a", 3500, 500)], 9010),  # it holds 4,000 afterwards
+        ([in_session("c", 200, 100)], 7310),
+        ([request(50, 50)], 7200),
+    ],
+    ids=["none waits", "one waits", "one of a session waits", "one of a new session waits", "a short one waits"],
+)
+def test_what_streaming_sessions_hold_is_never_given_back(waiting, least, prefixes, served):
+    """The engine frees it for no request, and a request that finds nothing else to retract is aborted."""
+    made = served(0, waiting_queue=waiting)
+    vars(made.scheduler.tree_cache).update(prefixes)
+    made.scheduler.chunked_prefill_size = 100
+    made.pools.bytes_behind = lambda counts: counts.tokens * 100_000  # 2 GB are more than all
+    made.one.look()
+    (order,) = made.given
+    assert order.tokens == least
 
 
 def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served):
@@ -465,7 +512,7 @@ class Request:
 
     def __init__(self, return_logprob=False, **sampling):
         self.sampling_params, self.return_logprob = SimpleNamespace(**{**PLAIN, **sampling}), return_logprob
-        self.custom_logit_processor = None
+        self.custom_logit_processor = self.beam_group = None
 
     def finished(self):
         return False
@@ -596,3 +643,41 @@ def test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without
     assert (admitted(limited), Queue.looked) == (800, 0)
     limited._add_request_to_queue(Request(min_p=0.1))
     assert ([admitted(limited), *map(limited.get_num_allocatable_reqs, (100, 100))], Queue.looked) == ([156] * 3, 1)
+
+
+def beam(width):
+    made: Any = Request()
+    made.beam_group = SimpleNamespace(beam_width=width)
+    return made
+
+
+def test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized(limited):
+    limited.beam_coordinator = SimpleNamespace(_num_live_groups=0)
+    assert admitted(limited) == 800
+    limited.beam_coordinator._num_live_groups = 1
+    limited._add_request_to_queue(Request())
+    limited._add_request_to_queue(beam(50))
+    assert serving.is_penalized(beam(50))
+    assert admitted(limited, running=0) == 256 // 50, "however many of those that join have beams"
+    limited.running_batch = batch_of(Request(), beam(50), beam(6))
+    assert admitted(limited, running=3) == (256 - 3 - 49 - 5) // 50
+    limited.waiting_queue = [Request()]
+    assert admitted(limited, running=3) == 256 - 3 - 49 - 5
+    limited.chunked_req = beam(100)
+    assert admitted(limited, running=3) == 1
+
+
+def test_a_request_with_more_beams_than_may_run_runs_alone(limited):
+    limited.beam_coordinator = SimpleNamespace(_num_live_groups=1)
+    limited._add_request_to_queue(beam(400))
+    limited.running_batch = batch_of(Request())
+    assert admitted(limited, running=1) == 0
+    limited.running_batch = batch_of()
+    assert admitted(limited, running=0) == 1
+
+
+def test_each_beam_of_a_request_keeps_its_own_new_tokens(served):
+    made = served(0, waiting_queue=[request(1000, 250)])
+    made.scheduler.waiting_queue[0].beam_group = SimpleNamespace(beam_width=30)
+    made.one.look()
+    assert made.given == [Retire(1000 + 30 * 250 + BESIDE + 1)]
