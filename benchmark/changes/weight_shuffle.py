@@ -200,12 +200,12 @@ def tables(result: output.Result, shards: Collection[str] = tuple(SHARDS)) -> st
         times = (f"{theirs['ms']:.1f}", f"{mine['ms']:.2f} ({row['speedup']:.1f}x)")
         peaks = (f"{theirs['peak_bytes'] / 1e6:,.0f}", f"{mine['peak_bytes'] / 1e6:.2f}")
         rows.append((f"{row['model']} {row['shard']}", f"{row['layer_bytes'] / 1e9:.2f}", *times, *peaks))
-    header = ("model", "layer, GB", "engine, ms", "ours, ms", "engine, MB beyond the weights", "ours, MB")
+    header = ("model", "layer, GB", "stock ms", "patched ms", "stock MB beside the weights", "patched MB")
     parts = [output.table(header, rows)]
     if pool := figures["fragmentation"]:
         parts.append(
             f"Memory pool after {pool['layers']} layers of {pool['layer_bytes'] / 1e9:.2f} GB, reserved minus "
-            f"allocated: engine {pool['engine'] / 1e6:.0f} MB, ours {pool['ours'] / 1e6:.0f} MB."
+            f"allocated: stock {pool['engine'] / 1e6:.0f} MB, patched {pool['ours'] / 1e6:.0f} MB."
         )
     parts.append(
         f"Copy bandwidth {figures['copy_bandwidth'] / 1e12:.2f} TB/s. First call with an empty Triton cache: "
@@ -220,10 +220,11 @@ def plot(result: output.Result, path: Path) -> None:
     labels = [f"{row['model']} {row['shard']}" for row in rows]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.42 * len(rows) + 1.8), sharey=True)
     positions = range(len(rows))
-    for offset, name, color in ((-0.2, "engine", "#9aa5b1"), (0.2, "ours", "#2b6cb0")):
+    shown = ((-0.2, "engine", "stock", "#9aa5b1"), (0.2, "ours", "patched", "#2b6cb0"))
+    for offset, name, label, color in shown:
         at = [p + offset for p in positions]
-        left.barh(at, [row[name]["ms"] for row in rows], 0.38, label=name, color=color)
-        right.barh(at, [row[name]["peak_bytes"] / 1e6 for row in rows], 0.38, label=name, color=color)
+        left.barh(at, [row[name]["ms"] for row in rows], 0.38, label=label, color=color)
+        right.barh(at, [row[name]["peak_bytes"] / 1e6 for row in rows], 0.38, label=label, color=color)
     floor = [2 * row["layer_bytes"] / result["figures"]["copy_bandwidth"] * 1e3 for row in rows]
     left.plot(floor, positions, "k|", markersize=16, label="every byte read and written once")
     left.set_yticks(list(positions), labels)
