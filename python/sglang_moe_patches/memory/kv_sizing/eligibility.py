@@ -53,8 +53,8 @@ and H200s. ``docs/changes/kv-sizing.md`` states the default under *What it does*
 the README's. ``hooks.py`` reads it in a server, ``lab/predict/engine_pools.py`` for ``doctor``, which says in three of
 the recipes with what fraction the KV cache begins: run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
 benchmark/results/recipes/RELEASE.json`` again for each file that is there (five minutes each). Figures say that they
-are of 2,000 MB, and stay: in README under *How the first table was measured*, in ``docs/benchmarks/serving.md`` under
-*Predicted, and measured*, in ``docs/changes/kv-sizing.md`` under *What was measured*. Stand-ins follow the
+are of 2,000 MB, and stay: in ``docs/benchmarks/serving.md``, in ``docs/benchmarks/earlier-measurements.md`` under *How
+the first table was measured*, and among the measurements of ``docs/changes/kv-sizing.md``. Stand-ins follow the
 default."""
 
 
