@@ -118,7 +118,7 @@ def on_hopper(results: list[output.Result]) -> str:
     packed = sum("fp4-weights" in answer["acts"] for answer in found)
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
     return (
-        f"- **Most Hopper recipes gain nothing inside their MoE layers.** Of {len(found)} "
+        f"- **Most Hopper recipes gain little inside their MoE layers.** Of {len(found)} "
         f"[published recipes](docs/commands/models.md), {idle} run no code of this package there. "
         f"The peak of {len(predicted)} can be predicted, and {little} of these save at most {100 * LITTLE:.0f} %. "
         f"A larger KV cache helps more: `SGLANG_MOE_PATCHES_KV_SIZING=auto` grows the KV cache of {sized}, `always` "
