@@ -60,14 +60,18 @@ class Outbox:
         self.sent.append(output)
 
 
-def read_inbox(scheduler):
-    """All that a scheduler finds in its inbox in one turn, as the engine reads it up to 0.5.12.post1."""
+def read_inbox(scheduler, limit=10_000):
+    """Requests that a scheduler reads in one turn, as the engine reads them up to 0.5.12.post1.
+
+    :param limit: requests, as ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` sets it.
+    """
     read = []
-    while True:
+    while len(read) < limit:
         try:
             read.append(scheduler.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))
         except zmq.ZMQError:
-            return read
+            break
+    return read
 
 
 class Scheduler:

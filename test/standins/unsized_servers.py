@@ -68,6 +68,7 @@ INELIGIBLE = {
     "--offload-group-size": UnsizedServer(2),
     "--enable-return-hidden-states": UnsizedServer(),
     "--enable-priority-scheduling": UnsizedServer(),
+    "--use-ray": UnsizedServer(),
     "--enable-hisparse": UnsizedServer(),
     "--enable-hierarchical-cache": UnsizedServer(),
     "--enable-lmcache": UnsizedServer(),

@@ -119,6 +119,7 @@ STARTED = {
 """At least one of each row of the page's tables that names a flag or a variable."""
 ASKED_OTHERWISE = {
     "`--dcp-size`": "none of its flags starts on a CPU, and a unit test compares the page with the table of flags",
+    "`--use-ray`": "Ray is not installed with the engine, and a unit test asks for the flag",
     "several machines": "what another machine runs is known when it answers",
     "a KV cache of another kind": "its pools have no reference kernels",
     "graphs of the vision model": "a unit test asks the allowance",

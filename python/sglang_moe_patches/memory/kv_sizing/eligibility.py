@@ -125,6 +125,10 @@ INELIGIBLE: Reasons = {
         ),
         "with which more requests may run at once than were rehearsed; --max-running-requests says how many",
     ),
+    "--use-ray": (
+        lambda a: a.get("use_ray"),
+        "whose launcher asks for the number of KV tokens before the rehearsal",
+    ),
     "--enable-hisparse": (lambda a: a.get("enable_hisparse"), _NOT_REHEARSED),
     "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), _KEEPS_PROMPTS),
     "--enable-lmcache": (lambda a: a.get("enable_lmcache"), _KEEPS_PROMPTS),

@@ -36,10 +36,12 @@ MIXED_DECODES = 32
 SHORT_PROMPT_TOKENS = 8
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
+BIASED_TOKEN = 1000
+"""Token of the logit bias, or the last token of a smaller vocabulary."""
 PENALIZED = {
     **SAMPLED,
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
-    "logit_bias": {"1000": -1.0},
+    "logit_bias": {str(BIASED_TOKEN): -1.0},
 }
 """Each of them allocates a number for every request and every token of the vocabulary."""
 RISE = 4
@@ -196,6 +198,8 @@ class Limits:
     """``--speculative-num-draft-tokens``: rows of a request in one verification; 0: no speculation."""
     draft_slots: int = 0
     """Tokens of the KV cache that a request's next drafts take beside its own."""
+    samples_by_seed: bool = False
+    """Every request is sampled with a seed (deterministic inference), and the sampler refuses ``min_p``."""
     default_requests: bool = False
     """Nobody has said how many requests run at once: the engine's default is thousands."""
     limits_penalized: bool = False
@@ -329,6 +333,7 @@ def derive_limits(
         states=facts.hybrid == MAMBA,
         draft_tokens=draft_tokens,
         draft_slots=draft_slots,
+        samples_by_seed=bool(info.get("enable_deterministic_inference") or info.get("rl_on_policy_target")),
         default_requests=info.get("max_running_requests") is None,
     )
     return replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.default_requests else limits
@@ -621,10 +626,15 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
 
 def _penalized_decode(requests: int, limits: Limits) -> Phase:
     name = f"decode of {requests} requests with penalties and a logit bias"
+    sampling = PENALIZED | {"logit_bias": {str(min(BIASED_TOKEN, limits.vocabulary - 1)): -1.0}}
+    if limits.stop_token:
+        sampling |= {"min_new_tokens": 2}
+    if limits.samples_by_seed:
+        del sampling["min_p"]
     return replace(
         _decode(PhaseKind.PENALTIES, name, requests, limits),
         bound=Bound(DECODES, requests=requests),
-        sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
+        sampling=sampling,
         # With speculation each release computes log-probabilities in another way.
         output_logprobs=not limits.draft_tokens,
     )

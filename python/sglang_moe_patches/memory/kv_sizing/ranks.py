@@ -138,6 +138,7 @@ class Orders:
         self.each_turn: Callable[[], None] = lambda: None
         """Called on every rank in each turn, before what was read is taken in."""
         self._given: deque[Any] = deque()
+        self._inbox: _Inbox | None = None
         self._patcher = Patcher()
         self._channels = getattr(scheduler, "ipc_channels", scheduler)
 
@@ -150,12 +151,13 @@ class Orders:
                     engine.module(RECEIVER).SchedulerRequestReceiver, "_pull_raw_reqs", around(self._pull)
                 )
             else:
-                self._patcher.replace(
-                    scheduler, "recv_from_tokenizer", _Inbox(scheduler.recv_from_tokenizer, self._first_to_read)
-                )
+                self._inbox = _Inbox(scheduler.recv_from_tokenizer, self._first_to_read)
+                self._patcher.replace(scheduler, "recv_from_tokenizer", self._inbox)
         original = scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            if self._inbox is not None:
+                self._inbox.end_turn()
             self.each_turn()
             return original(self._unpack(read) if read else read, *args, **kwargs)
 
@@ -208,10 +210,17 @@ class _Inbox:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
+    def end_turn(self) -> None:
+        """Ask for orders again at the next read.
+
+        With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` the scheduler stops reading before the socket is empty.
+        """
+        self._asked = False
+
     def recv_pyobj(self, *flags: Any) -> Any:
         import zmq
 
-        # The scheduler asks until there is no more; that is one turn.
+        # The scheduler reads until the socket is empty, or up to its limit: that is one turn.
         if not self._asked:
             told = self._first()
             self._queue.extend(told or ())

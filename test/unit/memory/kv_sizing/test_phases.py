@@ -368,6 +368,20 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
     assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end of sequence a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
+    assert asked.sampling["logit_bias"] == {"1000": -1.0}
+
+
+@pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
+def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed(argument):
+    """The sampler asserts that it has no seed."""
+    for arguments in ({}, argument):
+        sampling = of_kind(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
+        assert ("min_p" in sampling) == (arguments == {})
+
+
+def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
+    asked = of_kind(replace(LIMITS, vocabulary=500), PhaseKind.PENALTIES)
+    assert asked.sampling["logit_bias"] == {"499": -1.0}
 
 
 def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():

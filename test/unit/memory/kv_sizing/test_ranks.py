@@ -74,8 +74,8 @@ class Loop:
     def process_input_requests(self, read):
         self.turns.append(list(read))
 
-    def turn(self):
-        self.process_input_requests(read_inbox(self))
+    def turn(self, limit=100):
+        self.process_input_requests(read_inbox(self, limit))
 
 
 def test_orders_come_before_users_requests_and_not_to_the_engine():
@@ -92,6 +92,23 @@ def test_orders_come_before_users_requests_and_not_to_the_engine():
     assert (obeyed, loop.turns) == ([note], [["c"], ["a", "b"]])
     orders.close()
     assert (loop.recv_from_tokenizer, loop.process_input_requests) == before
+
+
+def test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests():
+    """``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` ends a turn's reading before the socket is empty."""
+    loop, obeyed = Loop(*range(9)), list[object]()
+    orders = ranks.Orders(loop, obeyed.append)
+    orders.open()
+    for _ in range(2):
+        loop.turn(limit=2)
+    orders.give(Note(), "a")
+    orders.give("b")
+    orders.give("c")
+    for _ in range(3):
+        loop.turn(limit=2)
+    assert loop.turns == [[0, 1], [2, 3], ["a", "b"], ["c", 4], [5, 6]]
+    assert len(obeyed) == 1
+    orders.close()
 
 
 def test_meanwhile_users_requests_wait_and_each_turn_asks_once():
