@@ -65,7 +65,7 @@ def read_inbox(scheduler, limit=10_000):
 
     :param limit: requests, as ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` sets it.
     """
-    read = []
+    read: list[object] = []
     while len(read) < limit:
         try:
             read.append(scheduler.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))

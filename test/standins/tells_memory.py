@@ -14,6 +14,8 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 ``SHORT``      a file: once it is there, another process has taken as many bytes as it says
 ``TURN_S``     a file: seconds that each turn of a server that serves takes more, once it is there
 ``MERGES``     a file: the requests of each batch that was merged of two, one of which has tensors for penalties
+``RAISES``     ``REQUESTS RANK``: a rehearsed forward pass of as many requests raises, on one rank or on ``all``
+``SLEEPS``     the log has a line for each sleep of a scheduler that has nothing to do
 ``TUNES``      a file: each time that memory is mapped, and that the engine is where it tunes, a line of it
 """
 
@@ -23,6 +25,7 @@ import ctypes
 import math
 import mmap
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -50,6 +53,8 @@ def register():
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
         hooks["sglang.srt." + module] = tell_before_pools
     hooks["sglang.srt.managers.scheduler"] = count_every_step
+    if "SLEEPS" in os.environ:
+        hooks["sglang.srt.managers.scheduler"] = note_sleeps
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
     if "MERGES" in os.environ:
@@ -102,6 +107,8 @@ def be_patient(rehearsal):
         count_what_is_sampled(rehearsal)
     if "STEPS" in os.environ:
         keep_steps(rehearsal)
+    if "RAISES" in os.environ:
+        raise_in_forwards(rehearsal)
 
 
 def count_what_is_sampled(rehearsal):
@@ -143,6 +150,36 @@ def keep_steps(rehearsal):
         return limits
 
     rehearsal.Rehearsal.begin = begin_with
+
+
+def raise_in_forwards(rehearsal):
+    requests, where = os.environ["RAISES"].split()
+    begin = rehearsal.Rehearsal.begin
+
+    def begin_with(rehearsal):
+        limits = begin(rehearsal)
+        watched = rehearsal.runner.forward
+
+        def forward(batch, *args, **kwargs):
+            result = watched(batch, *args, **kwargs)
+            if batch.batch_size == int(requests) and where in ("all", rank()):
+                raise AssertionError("no such forward pass")
+            return result
+
+        rehearsal.runner.forward = forward
+        return limits
+
+    rehearsal.Rehearsal.begin = begin_with
+
+
+def note_sleeps(module):
+    count_every_step(module)
+    wrapt.wrap_function_wrapper(module, "IdleSleeper.maybe_sleep", then_slept)
+
+
+def then_slept(wrapped, instance, args, kwargs):
+    print("a scheduler sleeps", file=sys.stderr, flush=True)
+    return wrapped(*args, **kwargs)
 
 
 def note(what):
@@ -187,6 +224,8 @@ def count_every_step(module):
 
 
 def tell_the_rule(module):
+    if hasattr(module, "add_deterministic_attention_backend_choices"):  # no kernel of the others runs on a CPU
+        module.add_deterministic_attention_backend_choices(["torch_native"])
     if hasattr(module, "get_device_memory_capacity"):
         module.get_device_memory_capacity = lambda *args, **kwargs: BEFORE >> 20
 

@@ -535,6 +535,82 @@ def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_t
     assert int(tokens[1].replace(",", "")) > int(tokens[2].replace(",", ""))
 
 
+FLAGS = {
+    "deterministic": (["--enable-deterministic-inference"], {}),
+    "on policy": (["--rl-on-policy-target", "fsdp"], {}),
+    "tokenizers": (["--tokenizer-worker-num", "2"], {}),
+    "receives": ([], {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}),
+    "interval": (["--scheduler-recv-interval", "5"], {}),
+    "grammar": (["--grammar-backend", "xgrammar"], {}),
+}
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+@pytest.mark.parametrize("kind", FLAGS)
+def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_again(kind: str, place: Path, checkpoint):
+    flags, variables = FLAGS[kind]
+    short = place / "short"
+    model = checkpoint(family="qwen3-moe")  # the engine refuses deterministic DeepSeek beside this attention
+    grown = sized("grown", model, place, *flags, SHORT=str(short), **variables)
+    stock = server("stock", model, place, *SMALL, *flags, SGLANG_MOE_PATCHES="none", **variables)
+    stock.environment["PYTHONPATH"] = grown.environment["PYTHONPATH"]
+    with started(grown, stock):
+        assert not any("not reached" in line for line in said(grown))
+        expected = answers(stock, prompts=PROMPTS)
+        assert answers(grown, prompts=PROMPTS) == expected
+        if kind == "grammar":
+            assert in_words(grown) == in_words(stock)
+        now, rule, _ = sizing(grown)
+        assert tokens(grown) == now > rule
+        short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
+        wait_for(lambda: "memory was short" in said(grown)[-1])
+        assert capacities(grown).pop() < now
+        assert answers(grown, prompts=PROMPTS) == expected
+
+
+def in_words(running: Server) -> list[int]:
+    """Tokens of an answer that a grammar restricts."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no){1,9}"}
+    body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
+    answer = httpx.post(f"{running.url}/generate", json=body, timeout=PATIENCE).raise_for_status()
+    return list(answer.json()["output_ids"])
+
+
+@pytest.mark.ci
+@pytest.mark.every_release
+def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(place: Path, checkpoint):
+    """Each turn of a rehearsal that has nothing to do would wait a second for a user's request."""
+    sleepy = sized("sleepy", checkpoint(), place, SLEEPS="1")
+    awake = sized("awake", checkpoint(), place, SLEEPS="1")
+    awake._arguments.remove("--sleep-on-idle")  # which the other has for the processors of a machine of tests
+    with started(sleepy, awake):
+        assert answers(sleepy, prompts=PROMPTS) == answers(awake, prompts=PROMPTS)
+        assert tokens(sleepy) == tokens(awake) > sizing(awake)[1]
+        wait_for(lambda: "a scheduler sleeps" in sleepy.log_text())
+    before, line, _ = sleepy.log_text().partition(" KV tokens instead of ")
+    assert line
+    assert "a scheduler sleeps" not in before
+    assert "a scheduler sleeps" not in awake.log_text()
+
+
+@pytest.mark.ci
+@pytest.mark.every_release
+@pytest.mark.parametrize("kind", ["alone", "tensors"])
+def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_server(kind, place: Path, checkpoint):
+    """Alike on all ranks. The requests of the batch are dropped, and their slots are free again."""
+    if kind == "alone":
+        raises = sized("raises", checkpoint(), place, RAISES="3 all")
+    else:
+        raises = of_ranks(kind, "raises", checkpoint(), place, RAISES="3 all")
+    with started(raises):
+        told = answers(raises, prompts=[*PROMPTS, *PROMPTS])[0]
+        assert told[:2] == told[2:]
+        now, rule, _ = sizing(raises)
+        assert tokens(raises) == now == rule
+    assert "the rehearsal failed: rank 0: AssertionError: no such forward pass" in said(raises)[-1]
+
+
 def watched(running: Server) -> list[tuple[str, str]]:
     """While the server starts, what ``/health`` answers within five seconds, and the log's text thereafter."""
     answered: list[tuple[str, str]] = []

@@ -25,6 +25,9 @@ from sglang_moe_patches.memory.kv_sizing.pools import GIB, ElasticPools, Unknown
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
+EXCEPTION_WAIT_S = 30.0
+"""Seconds in which all ranks must fail, if one rank's rehearsed forward pass fails; else the server ends."""
+
 
 @dataclass(frozen=True)
 class MapTokens(ranks.Order):
@@ -117,6 +120,10 @@ class ServerStart:
         self._serving: serving.Serving | None = None
         self._pass = self._fewer_requests = 0
         self._started_over = self._limits_penalized = False
+        self._exceptions = 0
+        """Exceptions of rehearsed forward passes; the same number on every rank."""
+        self._sleeper = Patcher()
+        """Switches off the sleep of ``--sleep-on-idle`` until the server serves."""
         self._seen = rehearsal.Measured()
         # Of all passes that count: a later one runs what is larger than it was, and nothing else. What did not run in
         # one (`Measured.expected`) runs in the next.
@@ -163,7 +170,7 @@ class ServerStart:
             self.launch = launch_memory(maker, arguments, before_gib)
         except Exception as error:
             self.launch = LaunchMemory(one_line_error(error))
-        launches: list[LaunchMemory] = ranks.all_gather(self.launch)
+        launches: list[LaunchMemory] = ranks.all_gather(self.launch, LaunchMemory)
         self.reason = next((each.failure for each in launches if each.failure), "")
         if not self.reason and self.given:
             self.reason = eligibility.given_reason(eligibility.KV_SIZING.read())
@@ -188,7 +195,7 @@ class ServerStart:
             top = _counts_of(_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size))
         except Exception as error:
             problem = one_line_error(error)
-        told: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top))
+        told: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top), tuple[str, TokenCounts])
         problem = next((each for each, _ in told if each), "")
         top = min((each for _, each in told), key=lambda each: each.tokens)
         if self.limited:
@@ -255,9 +262,37 @@ class ServerStart:
             self._held.pop()()
 
     def rehearse(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """The event loop: in its first turns a rehearsal, before users' requests are read."""
+        """Run the event loop. Its first turns are the rehearsal, before users' requests are read."""
         self._begin(scheduler)
-        return original(scheduler, *args, **kwargs)
+        while True:
+            try:
+                return original(scheduler, *args, **kwargs)
+            except Exception as error:
+                if not self._outlives_exception():
+                    raise
+                problem = one_line_error(error)
+                log.logger.warning(log.of("kv-sizing", "a rehearsed forward pass failed: %s"), error, exc_info=True)
+            # Outside of the except clause, whose exception keeps the tensors of its frames.
+            rehearsal.drop_requests(scheduler)
+            assert self._rehearsal is not None
+            self._rehearsal.fail(problem)
+
+    def _outlives_exception(self) -> bool:
+        """Return whether all ranks have left their event loops by an exception of a rehearsed forward pass.
+
+        A rank that failed alone cannot go on: the other ranks wait for it in a collective. Stages of a pipeline run
+        different forward passes, so one stage fails alone.
+        """
+        if self._rehearsal is None or not self._rehearsal.is_running or self._limits.stages > 1:
+            return False
+        self._exceptions += 1
+        topic = f"exception {self._exceptions}"
+        try:
+            self.board.publish(topic, "")
+            return self.board.wait_for_all(topic, str, EXCEPTION_WAIT_S) is not None
+        except Exception as error:
+            log.logger.warning(log.of("kv-sizing", "the other ranks do not answer: %s"), error)
+            return False
 
     def _begin(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -265,15 +300,18 @@ class ServerStart:
         self.metrics = serving.Metrics(arguments, self.gpu)
         self.orders = ranks.Orders(scheduler, self.obey)
         problem = self.reason
+        if self.reserved:
+            self.board = ranks.Board(ranks.share_secret())
         if not problem:
             try:
-                self.board = ranks.Board()
+                # The rehearsal waits for nothing that the sleeper would wake up for.
+                self._sleeper.add(scheduler, "idle_sleeper", None)
                 self.orders.open()
                 self._begin_pass(phases.derive_phases)
             except Exception as error:
                 problem = str(error) if isinstance(error, RuntimeError) else one_line_error(error)
         if self.reserved:  # else some ranks would wait here for ever
-            problem = next(filter(None, ranks.all_gather(problem)), "")
+            problem = next(filter(None, ranks.all_gather(problem, str)), "")
         if not problem:
             limit_s = rehearsal.timeout_s()
             self.log(f"rehearses the largest forwards before the first request, at most {limit_s:.0f} s")
@@ -281,6 +319,7 @@ class ServerStart:
         if self._rehearsal is not None:
             self._rehearsal.end()
         self.orders.close()
+        self._sleeper.undo()
         if self.reserved:
             self.log(f"no rehearsal because {problem}", warn=True)
         self._show("rule", problem)
@@ -325,9 +364,12 @@ class ServerStart:
 
     # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
 
-    def _tell_first(self, topic: str, told: Any, decide: Callable[[list[Any]], ranks.Order], tokens: int) -> None:
+    def _tell_first(
+        self, topic: str, told: Any, kind: Any, decide: Callable[[list[Any]], ranks.Order], tokens: int
+    ) -> None:
         """Tell the first rank. Users' requests wait until it orders what to do: when all have told, or time is over.
 
+        :param kind: the type of what is told.
         :param decide: makes the order from what all have told.
         :param tokens: for which all ranks have memory, whatever is told or lost.
         """
@@ -335,7 +377,7 @@ class ServerStart:
 
         def order_when_all_have_told() -> list[Any]:
             try:
-                if (all_told := self.board.collect(key)) is not None:
+                if (all_told := self.board.collect(key, kind)) is not None:
                     order = decide(all_told)
                 elif time.monotonic() <= deadline:
                     return []
@@ -354,7 +396,7 @@ class ServerStart:
             log.logger.warning(log.format_line("kv-sizing", "what a rank has to tell is lost: %s"), error)
 
     def _tell_need(self, need: RankNeed) -> None:
-        self._tell_first("measured", need, self._order_for, self.pools.counts.tokens)
+        self._tell_first("measured", need, RankNeed, self._order_for, self.pools.counts.tokens)
 
     def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
         self.needs = needs
@@ -366,6 +408,8 @@ class ServerStart:
             return UseTokens(now, fewer_requests=fewer, start_over=True, limits=self._limits.with_requests(fewer))
         if self._pass == 1 and tokens < now and not failed and (limits := self._limits.with_fewer_penalized()):
             return UseTokens(now, start_over=True, limits=limits)
+        if failed:
+            tokens = min(tokens, self.pools.first.tokens)  # what a larger cache needs is not known
         if tokens > now:
             return MapTokens(tokens)
         again = tokens < now and stopped and self._passes_left
@@ -404,7 +448,7 @@ class ServerStart:
             again = self._passes_left
             return self._order_to_use(self.pools.counts.tokens, again=again)
 
-        self._tell_first("mapped", problem, order_to_use, before)
+        self._tell_first("mapped", problem, str, order_to_use, before)
 
     def _use(self, order: UseTokens) -> None:
         if self._rehearsal is not None:  # else a rank whose rehearsal nobody ended would go on swallowing answers
@@ -533,6 +577,7 @@ class ServerStart:
     def _serve(self) -> None:
         """From here on users' requests are read, and each turn reads the clock once."""
         self.orders.instead, self.orders.each_turn = None, lambda: None
+        self._sleeper.undo()
         try:
             memory = serving.FreeMemory(lambda: gpu_memory.read(self.gpu), self.margin)
             self._serving = serving.Serving(

@@ -8,12 +8,17 @@ messages do, a flush or an abort, so that every rank takes it in at the same poi
 
 from __future__ import annotations
 
-import pickle
+import hmac
+import json
+import math
+import secrets
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from enum import StrEnum
+from typing import Any, get_args, get_origin, get_type_hints
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine
@@ -22,20 +27,93 @@ from sglang_moe_patches.core.patch import Patcher, around
 WAIT_S = 60.0
 """Of the first rank, for other machines, whose weights may be loaded later; others wait for it twice as long."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
+SECRET_BYTES = DIGEST_BYTES = 32
+"""Bytes of the secret and of an HMAC-SHA256."""
+MAX_TEXT_BYTES = 1 << 20
+"""Bytes of a published text; a longer one counts as not published."""
 _KEY = f"sglang-moe-patches {__version__}: kv-sizing: "
+_ABSENT, _ANY_RANK = "absent", -1
 
 
-def all_gather(told: Any) -> list[Any]:
-    """What every rank tells, in the order of the world's ranks; every rank must ask at the same place."""
-    import torch
+def encode(value: Any) -> str:
+    """Write numbers, text, tuples, mappings and dataclasses of these as JSON.
+
+    :raises ValueError: a number is infinite or not a number.
+    """
+    return json.dumps(value, allow_nan=False, default=asdict)
+
+
+def decode(kind: Any, text: str) -> Any:
+    """Read JSON as a value of a type, and check each field.
+
+    :param kind: type of the value: ``int``, ``float``, ``str``, ``bool``, a ``StrEnum``, or a ``tuple[...]``, a
+        ``Mapping[str, ...]``, a ``NamedTuple`` or a dataclass of such types.
+    :raises ValueError: the text is no JSON, or a field is missing or has another type.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    return _checked(kind, json.loads(text, parse_constant=refuse))
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    def require(is_right: bool) -> None:
+        if not is_right:
+            raise ValueError(f"expected {kind}, got {str(value)[:100]!r}")
+
+    arguments, origin = get_args(kind), get_origin(kind)
+    if hasattr(kind, "__dataclass_fields__"):
+        hints = get_type_hints(kind)
+        require(isinstance(value, dict) and value.keys() == hints.keys())
+        return kind(**{name: _checked(hint, value[name]) for name, hint in hints.items()})
+    if origin is tuple or hasattr(kind, "_fields"):
+        parts = arguments or tuple(get_type_hints(kind).values())
+        require(isinstance(value, list) and len(value) == len(parts))
+        checked = list(map(_checked, parts, value))
+        return tuple(checked) if origin is tuple else kind(*checked)
+    if origin is Mapping:
+        require(isinstance(value, dict))
+        return {name: _checked(arguments[1], each) for name, each in value.items()}
+    if issubclass(kind, StrEnum):
+        require(isinstance(value, str))
+        return kind(value)
+    if kind is float:
+        require(type(value) in (int, float) and math.isfinite(value))
+        return float(value)
+    require(type(value) is kind)
+    return value
+
+
+def all_gather(value: Any, kind: Any) -> list[Any]:
+    """Gather one value of each rank, in the order of the world's ranks. Every rank must call it at the same point.
+
+    :param kind: type of the values, as :func:`decode` takes it.
+    """
     from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     if group.world_size == 1:
-        return [told]
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, told, group=group.cpu_group)
-    return found
+        return [value]
+    texts = _gather_bytes(encode(value).encode(), group.world_size, group.cpu_group)
+    return [decode(kind, text.decode()) for text in texts]
+
+
+def _gather_bytes(payload: bytes, ranks: int, group: Any) -> list[bytes]:
+    import torch
+
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
+    length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+    torch.distributed.all_gather(lengths, length, group=group)
+    padded = bytearray(payload.ljust(max(map(int, lengths)), b"\0"))
+    found = [torch.zeros(len(padded), dtype=torch.uint8, device="cpu") for _ in range(ranks)]
+    torch.distributed.all_gather(found, torch.frombuffer(padded, dtype=torch.uint8), group=group)
+    return [each.numpy().tobytes()[: int(size)] for each, size in zip(found, lengths, strict=True)]
+
+
+def share_secret() -> bytes:
+    """Return the same random bytes on every rank. Collective, through the engine's own process group."""
+    return bytes.fromhex(all_gather(secrets.token_hex(SECRET_BYTES), str)[0])
 
 
 def is_first_rank() -> bool:
@@ -46,20 +124,43 @@ def is_first_rank() -> bool:
 
 
 def all_machines_take_part() -> bool:
-    """Whether every rank of the server asks this: the same answer for all that ask.
+    """Return whether all ranks of the server have asked. The answer is the same for all ranks that ask.
 
-    Ranks of one machine have one launcher's environment. Another machine may not have this package, or its variable,
-    so that waiting for its ranks could block for ever. The first rank decides, by the keys that the others have set,
-    unless one has given up before: whatever is decided first counts.
+    Ranks of one machine share a launcher's environment. Another machine may not have this package or its variable, so
+    waiting for its ranks in a collective could block for ever. The first rank decides by keys in the store, and the
+    decision that reaches the store first counts.
 
-    :raises RuntimeError: the store does not answer.
+    No secret is shared yet, so another process can write these keys. It can make the answer *no*. A false *yes* fails
+    after :data:`WAIT_S` seconds, because the ranks then connect to one another.
+
+    :raises RuntimeError: the store does not answer, or a rank does not connect in time.
     """
     store, rank, ranks = _store()
     there = [f"{_KEY}{each} takes part" for each in range(ranks)]
     decided = f"{_KEY}decided"
     store.set(there[rank], "")
     together = _come(store, [decided], 2 * WAIT_S) if rank else _come(store, there, WAIT_S)
-    return bool(store.compare_set(decided, "", str(together)) == b"True")
+    if store.compare_set(decided, "", str(together)) != b"True":
+        return False
+    _connect(store, rank, ranks)
+    return True
+
+
+_connections: list[Any] = []
+"""Process groups that this process has connected. A group that is freed closes connections that others still use."""
+
+
+def _connect(store: Any, rank: int, ranks: int) -> None:
+    """Connect all ranks by a process group of our own, which the engine does not use.
+
+    :raises RuntimeError: a rank does not connect within :data:`WAIT_S` seconds.
+    """
+    import torch
+
+    here = torch.distributed.PrefixStore(f"{_KEY}connect", store)
+    group = torch.distributed.ProcessGroupGloo(here, rank, ranks, timedelta(seconds=WAIT_S))
+    _connections.append(group)
+    group.barrier().wait()
 
 
 def _store() -> tuple[Any, int, int]:
@@ -87,30 +188,85 @@ def is_idle(scheduler: Any) -> bool:
 
 
 class Board:
-    """What each rank publishes on a topic, once, and the first finds without waiting."""
+    """Key-value store that all ranks share. Each rank publishes one value per topic, and polls without blocking.
 
-    def __init__(self) -> None:
-        self._store, self._rank, self._ranks = _store()
-        self._raised: set[str] = set()
+    The store is the one by which the engine's ranks found one another. It listens on all interfaces without a password,
+    so each value carries an HMAC over its topic, its rank and its text. A value without the right HMAC counts as not
+    published. The names of the keys depend on the secret, too. A server of one rank uses no store.
 
-    def publish(self, topic: str, told: Any) -> None:
-        self._store.set(f"{_KEY}{topic} {self._rank}", pickle.dumps(told))
+    :param secret: random bytes that the ranks share (:func:`share_secret`).
+    """
 
-    def collect(self, topic: str) -> list[Any] | None:
-        """All ranks' words on a topic, in their order; ``None``: some are not there yet."""
-        keys = [f"{_KEY}{topic} {each}" for each in range(self._ranks)]
-        if not self._store.check(keys):
-            return None
-        return [pickle.loads(self._store.get(each)) for each in keys]
+    def __init__(self, secret: bytes) -> None:
+        import torch
+
+        self._secret, self._rank, self._ranks = secret, 0, torch.distributed.get_world_size()
+        self._store: Any = None
+        if self._ranks > 1:
+            self._store, self._rank, self._ranks = _store()
+        self._own: dict[str, str] = {}
+        """Text of each topic that this rank has published, or raised as a flag."""
+
+    def publish(self, topic: str, value: Any) -> None:
+        """:raises ValueError: the value cannot be written (:func:`encode`)."""
+        self._write(topic, self._rank, encode(value))
+
+    def collect(self, topic: str, kind: Any) -> list[Any] | None:
+        """Return the values of all ranks on a topic, in the order of the ranks.
+
+        :param kind: type of the values, as :func:`decode` takes it.
+        :returns: ``None`` if a rank has not published yet.
+        :raises ValueError: a rank has published a value of another type.
+        """
+        texts: list[str] = []
+        for rank in range(self._ranks):
+            text = self._read(topic, rank)
+            if text is None:
+                return None
+            texts.append(text)
+        return [decode(kind, text) for text in texts]
+
+    def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any] | None:
+        """Block until all ranks have published on a topic; ``None``: they have not in time."""
+        deadline = time.monotonic() + timeout_s
+        while (values := self.collect(topic, kind)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return values
 
     def raise_flag(self, name: str) -> None:
-        """Any rank may, as often as it likes."""
-        self._raised.add(name)
-        self._store.set(f"{_KEY}{name}", "True")
+        """Raise a flag that all ranks see. A rank may raise it again."""
+        self._write(name, _ANY_RANK, "")
 
     def is_raised(self, name: str) -> bool:
-        """Whether any rank has raised it. The store takes milliseconds to answer: a server of one rank asks nobody."""
-        return name in self._raised or (self._ranks > 1 and bool(self._store.check([f"{_KEY}{name}"])))
+        """Return whether any rank has raised a flag."""
+        return name in self._own or self._read(name, _ANY_RANK) is not None
+
+    def _write(self, topic: str, rank: int, text: str) -> None:
+        self._own[topic] = text
+        if self._store is not None:
+            self._store.set(self._key(topic, rank), self._digest("value", topic, rank, text) + text.encode())
+
+    def _read(self, topic: str, rank: int) -> str | None:
+        """Return the text on a topic; ``None`` if there is none whose HMAC is right."""
+        if self._store is None:
+            return self._own.get(topic)
+        # `get` would block if the key is deleted meanwhile. This compares with a text that no rank writes.
+        found = bytes(self._store.compare_set(self._key(topic, rank), _ABSENT, _ABSENT))
+        digest, payload = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        if len(payload) > MAX_TEXT_BYTES:
+            return None
+        try:
+            text = payload.decode()
+        except UnicodeDecodeError:
+            return None
+        return text if hmac.compare_digest(digest, self._digest("value", topic, rank, text)) else None
+
+    def _key(self, topic: str, rank: int) -> str:
+        return _KEY + self._digest("key", topic, rank, "").hex()
+
+    def _digest(self, *parts: object) -> bytes:
+        # JSON marks where each part ends, so no two different lists of parts have the same text.
+        return hmac.digest(self._secret, json.dumps(parts).encode(), "sha256")
 
 
 @dataclass(frozen=True)

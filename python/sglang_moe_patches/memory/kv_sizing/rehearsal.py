@@ -257,6 +257,24 @@ def make_flush() -> Any:
     return FlushCacheReqInput()
 
 
+def drop_requests(scheduler: Any) -> None:
+    """Forget all requests of a scheduler whose event loop was left by an exception, and free their slots.
+
+    :raises Exception: the scheduler does not flush its cache; or the exception has broken the CUDA context.
+    """
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    scheduler.waiting_queue.clear()
+    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+    for name in ("last_batch", "cur_batch", "chunked_req"):
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, None)
+    if (results := getattr(scheduler, "result_queue", None)) is not None:
+        results.clear()
+    if not scheduler.flush_cache():
+        raise RuntimeError("requests are left after a rehearsed forward pass failed")
+
+
 # --- Which request is put next ---------------------------------------------------------------------------------------
 
 
@@ -602,7 +620,7 @@ class Rehearsal:
             if self._driver is not None:
                 self._driver.planted(held)
         except Exception as error:
-            self._fail(error)
+            self.fail(one_line_error(error))
 
     def _watch_forwards(self) -> None:
         original = self.runner.forward
@@ -613,7 +631,7 @@ class Rehearsal:
                 facts = batch_facts(batch) if self._driver is not None else None
             except Exception as error:
                 facts = None
-                self._fail(error)
+                self.fail(one_line_error(error))
             result = original(batch, *args, **kwargs)
             self._last_forward = time.monotonic()
             try:
@@ -621,7 +639,7 @@ class Rehearsal:
                 if self._driver is not None and facts is not None:
                     self._driver.saw(replace(facts, graph=bool(getattr(result, "can_run_graph", False))))
             except Exception as error:
-                self._fail(error)
+                self.fail(one_line_error(error))
             return result
 
         self._meanwhile(self.runner, "forward", forward)
@@ -640,7 +658,7 @@ class Rehearsal:
                 self._stopped = True
                 self._board.raise_flag(self._low)
         except Exception as error:
-            self._fail(error)
+            self.fail(one_line_error(error))
 
     def _fits(self, estimate: Estimate) -> bool:
         """Whether there is memory for it; judged by tensors, as if the allocator could use all that it keeps."""
@@ -671,8 +689,14 @@ class Rehearsal:
         """Bytes that the allocator keeps beyond the most tensors."""
         return max(0, self._peak_reserved - self._first.reserved - (self._peak - self._first.allocated))
 
-    def _fail(self, error: Exception) -> None:
-        self._failure = self._failure or one_line_error(error)
+    @property
+    def is_running(self) -> bool:
+        """Whether the rehearsal has begun and has not been ended."""
+        return bool(self._undo)
+
+    def fail(self, problem: str) -> None:
+        """End the rehearsal early, without a result."""
+        self._failure = self._failure or problem
         if self._driver is not None:
             self._driver.end()
 
@@ -686,7 +710,7 @@ class Rehearsal:
                 self._driver.end()
             put = self._driver.put(idle, self._is_stuck()) if not self._driver.over else []
         except Exception as error:
-            self._fail(error)
+            self.fail(one_line_error(error))
             self._driver.over, put = True, self._driver.abort_all()
         given_up = self._seconds_to_deadline() + self._abandon_after_s < 0
         if given_up and self._has_planted:  # a prefix that was not computed must not be left to users' prompts

@@ -142,7 +142,8 @@ class Ranks:
         facts = SimpleNamespace(fixed_bytes=0, hybrid="")
         for owner, name, value in (
             (hooks.eligibility, "arguments_of", lambda arguments: {}),
-            (hooks.ranks, "all_gather", lambda told: [told]),
+            (hooks.ranks, "all_gather", lambda told, kind: [told]),
+            (hooks.ranks, "share_secret", bytes),
             (hooks.rehearsal, "ABANDON_AFTER_S", -1.0),
             (hooks.rehearsal, "Rehearsal", Rehearsal),
             (hooks.rehearsal, "limits_of", lambda scheduler, fewer_requests: None),
@@ -155,7 +156,7 @@ class Ranks:
             monkeypatch.setattr(owner, name, value)
         self._untold, self.each = untold, []
         for rank in range(2):
-            monkeypatch.setattr(hooks.ranks, "Board", lambda rank=rank: self._board(rank, silent))
+            monkeypatch.setattr(hooks.ranks, "Board", lambda secret, rank=rank: self._board(rank, silent))
             orders = SimpleNamespace(open=lambda: None, close=lambda: None)
             monkeypatch.setattr(hooks.ranks, "Orders", lambda *given, orders=orders, **more: orders)
             start: Any = hooks.ServerStart()
@@ -181,7 +182,7 @@ class Ranks:
             if not (rank and topic.split()[0] in silent):
                 self.words[topic, rank] = told
 
-        def collect(topic):
+        def collect(topic, kind):
             found = [self.words.get((topic, each)) for each in range(2)]
             return None if None in found else found
 
@@ -362,6 +363,48 @@ def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
     ranks.measure(-2000, -2000, failure="it ended")
     assert ranks.tokens() == (RULE,) * 3
     assert "forwards need 0 MB" in caplog.text
+
+
+def test_where_a_later_rehearsal_fails_the_cache_is_the_engines_again(monkeypatch):
+    """What forwards need beside the larger one is not known."""
+    ranks = Ranks(monkeypatch, again=True)
+    ranks.measure(500, 500)
+    ranks.measure(500, 500, failure="AssertionError: a forward pass")
+    assert ranks.tokens() == (RULE,) * 3
+    assert len(ranks.served) == 2
+
+
+@pytest.mark.parametrize(
+    ("raise_alike", "stages", "running", "goes_on"),
+    [(True, 1, True, True), (False, 1, True, False), (True, 2, True, False), (True, 1, False, False)],
+)
+def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it(
+    raise_alike, stages, running, goes_on, monkeypatch
+):
+    """Two ranks, of which the other may still wait in a collective. What was put is dropped before the loop runs on."""
+    monkeypatch.setattr(Rehearsal, "limits", SimpleNamespace(default_requests=False, stages=stages))
+    monkeypatch.setattr(Rehearsal, "is_running", running, raising=False)
+    did: list[str] = []
+    monkeypatch.setattr(Rehearsal, "fail", lambda rehearsal, problem: did.append(problem), raising=False)
+    monkeypatch.setattr(hooks.rehearsal, "drop_requests", lambda scheduler: did.append("dropped"))
+    ranks = Ranks(monkeypatch)
+    start = ranks.each[0]
+    start.board.wait_for_all = lambda topic, kind, seconds: ["", ""] if raise_alike else None
+    monkeypatch.setattr(start, "_begin", lambda scheduler: did.append("begun"))
+
+    def run_event_loop(scheduler):
+        did.append("runs")
+        if did.count("runs") == 1:
+            raise AssertionError("a forward pass")
+        return "ended"
+
+    if not goes_on:
+        with pytest.raises(AssertionError):
+            start.rehearse(run_event_loop, start.scheduler)
+        assert did == ["begun", "runs"]
+        return
+    assert start.rehearse(run_event_loop, start.scheduler) == "ended"
+    assert did == ["begun", "runs", "dropped", "AssertionError: a forward pass", "runs"]
 
 
 def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):

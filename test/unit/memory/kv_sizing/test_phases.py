@@ -374,9 +374,10 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
 @pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
 def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed(argument):
     """The sampler asserts that it has no seed."""
-    for arguments in ({}, argument):
+    without: dict[str, object] = {}
+    for arguments in (without, argument):
         sampling = of_kind(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
-        assert ("min_p" in sampling) == (arguments == {})
+        assert ("min_p" in sampling) == (arguments is without)
 
 
 def test_the_logit_bias_names_a_token_of_a_small_vocabulary():

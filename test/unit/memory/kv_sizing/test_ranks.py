@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,40 +17,201 @@ import torch
 import zmq
 from kv_servers import read_inbox
 from sglang_moe_patches.memory.kv_sizing import ranks
+from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 
 @pytest.fixture
 def store(monkeypatch):
     """PyTorch's, by which ranks found one another, of as many ranks as ``store.ranks``; each thread is one."""
     made, here = torch.distributed.HashStore(), threading.local()
-    world = SimpleNamespace(ranks=2, here=here)
+    world = SimpleNamespace(ranks=2, here=here, made=made)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world.ranks)
     return world
 
 
+SECRET = b"of this start"
+NEED = RankNeed(fits=-5, need=7, failure="no driver", stopped=True, missed={"a phase": PhaseKind.MIXED})
+
+
+def board(store, rank, secret=SECRET):
+    store.here.rank = rank
+    return ranks.Board(secret)
+
+
 def test_what_ranks_publish_is_found_when_all_have(store):
-    def board(rank):
-        store.here.rank = rank
-        return ranks.Board()
-
-    first, other = board(0), board(1)
-    assert (first.collect("a"), first.is_raised("low")) == (None, False)
-    other.publish("a", {"x": 2})
+    first, other = board(store, 0), board(store, 1)
+    assert (first.collect("a", RankNeed), first.is_raised("low")) == (None, False)
+    other.publish("a", NEED)
     other.raise_flag("low")
-    assert (first.collect("a"), first.is_raised("low"), first.is_raised("low 2")) == (None, True, False)
-    first.publish("a", {"x": 1})
-    assert (first.collect("a"), first.collect("b")) == ([{"x": 1}, {"x": 2}], None)
+    assert (first.collect("a", RankNeed), first.is_raised("low"), first.is_raised("low 2")) == (None, True, False)
+    first.publish("a", replace(NEED, fits=9))
+    assert (first.collect("a", RankNeed), first.collect("b", str)) == ([replace(NEED, fits=9), NEED], None)
+    assert first.wait_for_all("a", RankNeed, 0) == [replace(NEED, fits=9), NEED]
+    assert first.wait_for_all("b", str, 0) is None
 
 
-def test_the_store_is_not_asked_in_each_turn_where_there_is_one_rank(store, monkeypatch):
+def keys_of(store):
+    """Name and value of each key that one rank's value and flag have."""
+    made: dict[str, bytes] = {}
+    one = board(store, 1)
+    one._store = SimpleNamespace(set=made.__setitem__)
+    one.publish("a", "told")
+    one.raise_flag("low")
+    return list(made.items())
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda value, flag: value + b"?",
+        lambda value, flag: value[1:],
+        lambda value, flag: b"",
+        lambda value, flag: b"absent",
+        lambda value, flag: b"\xff" * 80,
+        lambda value, flag: pickle.dumps(Bomb()),
+        lambda value, flag: b"\0" * 32 + b'"told"',
+        lambda value, flag: value[:32] + b'"told" ' + b" " * ranks.MAX_TEXT_BYTES,
+    ],
+)
+def test_a_key_that_another_process_writes_has_no_effect(forge, store):
+    """Neither under the names of a topic and a flag, which it cannot know, nor under the names that they had before."""
+    first = board(store, 0)
+    first.publish("a", "told")
+    (value_key, value), (flag_key, flag) = keys_of(store)
+    for key in (value_key, flag_key, f"{ranks._KEY}a 1", f"{ranks._KEY}low"):
+        store.made.set(key, forge(value, flag))
+    assert (first.collect("a", str), first.is_raised("low")) == (None, False)
+    board(store, 1).publish("a", "told")
+    board(store, 1).raise_flag("low")
+    assert (first.collect("a", str), first.is_raised("low")) == (["told", "told"], True)
+
+
+class Bomb:
+    """Ends the test if it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a foreign value is unpickled",)
+
+
+@pytest.mark.parametrize("place", [("b", 1), ("a", 0), ("a 1", 1), ("low 2", ranks._ANY_RANK)])
+def test_a_value_is_of_one_topic_one_rank_and_one_start(place, store):
+    """Whoever reads the store can copy a value, and cannot use it elsewhere."""
+    first = board(store, 0)
+    (_, value), (_, flag) = keys_of(store)
+    store.made.set(first._key(*place), flag if place[0].startswith("low") else value)
+    assert first._read(*place) is None
+    store.made.set(first._key("a", 1), value)
+    assert first._read("a", 1) == '"told"'
+    assert board(store, 0, b"of another start")._read("a", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (int, "1.5"),
+        (int, "true"),
+        (int, '"1"'),
+        (bool, "1"),
+        (str, "null"),
+        (float, "NaN"),
+        (float, "-Infinity"),
+        (float, "1e999"),
+        (float, "true"),
+        (TokenCounts, "[1, 2]"),
+        (TokenCounts, "[1, 2, 3, 4]"),
+        (TokenCounts, '{"tokens": 1}'),
+        (tuple[str, int], '["a", "b"]'),
+        (RankNeed, "[]"),
+        (RankNeed, '{"fits": 1}'),
+        (RankNeed, ranks.encode(NEED)[:-1] + ', "more": 1}'),
+        (RankNeed, ranks.encode(NEED).replace('"mixed"', '"no kind"')),
+        (RankNeed, ranks.encode(NEED).replace("-5", "1e3")),
+        (str, "{"),
+        (str, ""),
+    ],
+    ids=str,
+)
+def test_a_text_that_is_not_of_the_type_is_refused(kind, text):
+    with pytest.raises(ValueError):  # noqa: PT011 - json's and ours
+        ranks.decode(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (RankNeed, NEED),
+        (LaunchMemory, LaunchMemory("", 80 * 10**9, 7, 0.875, 3)),
+        (tuple[str, TokenCounts], ("", TokenCounts(5, 3, 2))),
+        (float, 2.0),
+        (int, -(10**15)),
+    ],
+    ids=str,
+)
+def test_a_value_is_the_same_after_its_way(kind, value):
+    assert ranks.decode(kind, ranks.encode(value)) == value
+    with pytest.raises(ValueError, match="JSON"):
+        ranks.encode((value, math.inf))
+
+
+UNPICKLES = re.compile(r"\b(c?pickle|dill|marshal|shelve|\w+_object(_list)?\(|recv_pyobj\(|torch\.load|eval\(|exec\()")
+READS = {
+    # The engine's own sockets, through the engine's own function.
+    "memory/kv_sizing/ranks.py": {"recv_pyobj("},
+}
+
+
+def test_nothing_that_another_process_can_write_is_unpickled():
+    package = Path(ranks.__file__).parents[2]
+    found = {}
+    for file in package.rglob("*.py"):
+        name = file.relative_to(package).as_posix()
+        lines = [line for line in file.read_text().splitlines() if not line.strip().startswith(("#", '"'))]
+        if hits := {match[0] for line in lines for match in UNPICKLES.finditer(line)}:
+            found[name] = hits
+    assert found == READS
+
+
+def test_a_server_of_one_rank_asks_no_store(store, monkeypatch):
     store.ranks, store.here.rank = 1, 0
-    board = ranks.Board()
-    monkeypatch.setattr(torch.distributed.HashStore, "check", None)
-    assert not board.is_raised("low")
-    board.raise_flag("low")
-    assert board.is_raised("low")
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    alone = ranks.Board(SECRET)
+    assert (alone.collect("a", str), alone.is_raised("low")) == (None, False)
+    alone.publish("a", "told")
+    alone.raise_flag("low")
+    assert (alone.collect("a", str), alone.is_raised("low")) == (["told"], True)
+
+
+def gathered(rank, folder, results):
+    """Runs as a process: what two ranks gather, by a process group as the engine's."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD, rank_in_group=rank)
+    state = SimpleNamespace(get_world_group=lambda: group)
+    sys.modules["sglang.srt.distributed.parallel_state"] = state  # type: ignore[assignment]
+    values = ranks.all_gather("a long text " * rank, str), ranks.all_gather(("", TokenCounts(rank)), GATHERED)
+    results.put((rank, values, ranks.share_secret()))
+    torch.distributed.destroy_process_group()
+
+
+GATHERED = tuple[str, TokenCounts]
+
+
+def test_ranks_gather_values_and_share_a_secret(tmp_path):
+    processes = torch.multiprocessing.get_context("fork")
+    results = processes.Queue()
+    children = [processes.Process(target=gathered, args=(rank, tmp_path, results)) for rank in range(2)]
+    for child in children:
+        child.start()
+    found = {rank: rest for rank, *rest in (results.get(timeout=60) for _ in children)}
+    for child in children:
+        child.join()
+    assert found[0] == found[1]
+    values, secret = found[0]
+    assert values == (["", "a long text "], [("", TokenCounts(0)), ("", TokenCounts(1))])
+    assert len(secret) == 32
 
 
 class Note(ranks.Order):
@@ -133,7 +300,10 @@ def machines_of(store, monkeypatch):
 
     def ask(rank):
         store.here.rank = rank
-        return ranks.all_machines_take_part()
+        try:
+            return ranks.all_machines_take_part()
+        except RuntimeError:
+            return "RuntimeError"
 
     def found(*asks):
         store.ranks = len(asks)
@@ -151,4 +321,22 @@ def test_machines_decide_together_or_none_does(asks, together, machines_of, monk
     if together:  # which none of them waits for
         monkeypatch.setattr(ranks, "WAIT_S", 60.0)
     assert machines_of(*asks) == {together}
-    assert machines_of(True, True, True) == {together}  # whoever comes too late finds what was decided
+    if not together:
+        assert machines_of(True, True, True) == {together}  # whoever comes too late finds what was decided
+
+
+@pytest.mark.parametrize(
+    ("foreign", "asks", "found"),
+    [
+        ({"decided": "False"}, (True, True, True), False),
+        ({"decided": "anything"}, (True, True, True), False),
+        ({"decided": "True"}, (True, True, False), "RuntimeError"),
+        ({"2 takes part": ""}, (True, True, False), "RuntimeError"),
+    ],
+)
+def test_what_another_process_says_of_machines_turns_sizing_off_and_lets_nobody_wait_for_ever(
+    foreign, asks, found, store, machines_of
+):
+    for name, value in foreign.items():
+        store.made.set(f"{ranks._KEY}{name}", value)
+    assert machines_of(*asks) == {found}
