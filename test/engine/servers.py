@@ -99,9 +99,9 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
     PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
     child = child_environment(**{OBSERVE.name: str(folder / name), **variables})
-    # A GPU cannot be used in forks of a process that has asked for one; and what controls data-parallel ranks, a fork,
-    # was not seen to start them.
-    if not machine.has_gpu() and not {"--dp-size", "--dp"} & set(arguments):
+    # A GPU cannot be used in forks of a process that has asked for one. What controls data-parallel ranks, a fork, was
+    # not seen to start them, and uvicorn cannot fork its workers.
+    if not machine.has_gpu() and not {"--dp-size", "--dp", "--tokenizer-worker-num"} & set(arguments):
         child["PYTHONPATH"] = os.pathsep.join([PRELOADED, *filter(None, [child.get("PYTHONPATH")])])
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 

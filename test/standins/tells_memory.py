@@ -15,6 +15,7 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 ``TURN_S``     a file: seconds that each turn of a server that serves takes more, once it is there
 ``MERGES``     a file: the requests of each batch that was merged of two, one of which has tensors for penalties
 ``RAISES``     ``REQUESTS RANK``: a rehearsed forward pass of as many requests raises, on one rank or on ``all``
+``HOLDS``      the second rehearsed forward pass lasts until the process ends
 ``SLEEPS``     the log has a line for each sleep of a scheduler that has nothing to do
 ``TUNES``      a file: each time that memory is mapped, and that the engine is where it tunes, a line of it
 """
@@ -48,6 +49,7 @@ def register():
     hooks[here + "serving"] = look_often
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
+    hooks["sglang.srt.batch_invariant_ops"] = lambda ops: setattr(ops, "enable_batch_invariant_mode", int)  # a GPU's
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
         hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
@@ -107,6 +109,8 @@ def be_patient(rehearsal):
         count_what_is_sampled(rehearsal)
     if "STEPS" in os.environ:
         keep_steps(rehearsal)
+    if "HOLDS" in os.environ:
+        hold_forwards(rehearsal)
     if "RAISES" in os.environ:
         raise_in_forwards(rehearsal)
 
@@ -154,6 +158,30 @@ def keep_steps(rehearsal):
 
 def raise_in_forwards(rehearsal):
     requests, where = os.environ["RAISES"].split()
+
+    def fail(batch):
+        if batch.batch_size == int(requests) and where in ("all", rank()):
+            raise AssertionError("no such forward pass")
+
+    after_each_forward(rehearsal, fail)
+
+
+def hold_forwards(rehearsal):
+    done = []
+
+    def hold(batch):
+        done.append(batch)
+        while len(done) > 1:
+            if len(done) == 2:
+                print("a forward pass is held", file=sys.stderr, flush=True)
+                done.append(batch)
+            time.sleep(0.1)
+
+    after_each_forward(rehearsal, hold)
+
+
+def after_each_forward(rehearsal, do):
+    """Call ``do`` with the batch behind each rehearsed forward pass."""
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
@@ -162,8 +190,7 @@ def raise_in_forwards(rehearsal):
 
         def forward(batch, *args, **kwargs):
             result = watched(batch, *args, **kwargs)
-            if batch.batch_size == int(requests) and where in ("all", rank()):
-                raise AssertionError("no such forward pass")
+            do(batch)
             return result
 
         rehearsal.runner.forward = forward

@@ -361,7 +361,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_slots_that_are_held_come_back_later_and_a_flush_brings_all": [
             ("any(taken) or self._flushed", "any(taken)"),
-            ("self._orders.give(EvictPrefixes())", "pass"),
+            ("self._orders.send(EvictPrefixes())", "pass"),
         ],
         "test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size": [
             ("int(held[-1]) + 1 if len(held) else 0", "len(held)")

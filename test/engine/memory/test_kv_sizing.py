@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 import image_model
+import psutil
 import pytest
 import unsized_servers
 from common import dummy_weights, kinds, plugins
@@ -27,7 +29,7 @@ from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, ROUTED, Server, answers, answers_in_process, on_path, server, started
 from sglang_moe_patches.core import engine as seen
-from sglang_moe_patches.lab.servers.server import free_port
+from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
 from sglang_moe_patches.memory.kv_sizing import eligibility, phases, pools, rehearsal, serving
 
 PLUGINS = ("tells_memory", "has_pools", "scans_for_tokens")
@@ -536,10 +538,7 @@ def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_t
 
 
 FLAGS = {
-    "deterministic": (["--enable-deterministic-inference"], {}),
     "on policy": (["--rl-on-policy-target", "fsdp"], {}),
-    "tokenizers": (["--tokenizer-worker-num", "2"], {}),
-    "receives": ([], {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}),
     "interval": (["--scheduler-recv-interval", "5"], {}),
     "grammar": (["--grammar-backend", "xgrammar"], {}),
 }
@@ -553,8 +552,7 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
     short = place / "short"
     model = checkpoint(family="qwen3-moe")  # the engine refuses deterministic DeepSeek beside this attention
     grown = sized("grown", model, place, *flags, SHORT=str(short), **variables)
-    stock = server("stock", model, place, *SMALL, *flags, SGLANG_MOE_PATCHES="none", **variables)
-    stock.environment["PYTHONPATH"] = grown.environment["PYTHONPATH"]
+    stock = sized("stock", model, place, *flags, limited=True, SGLANG_MOE_PATCHES="none", **variables)
     with started(grown, stock):
         assert not any("not reached" in line for line in said(grown))
         expected = answers(stock, prompts=PROMPTS)
@@ -567,6 +565,56 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
         wait_for(lambda: "memory was short" in said(grown)[-1])
         assert capacities(grown).pop() < now
         assert answers(grown, prompts=PROMPTS) == expected
+        assert httpx.get(f"{grown.url}/health", timeout=PATIENCE).status_code == 200
+
+
+def processes_of(running: Server) -> list[psutil.Process]:
+    """Every process of a server, the launcher first: they have its environment."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.environ().get("SERVER_NAME") == running.name:
+                found.append(process)
+    return found
+
+
+def schedulers_of(running: Server) -> list[psutil.Process]:
+    """Schedulers of a server, by their ranks."""
+    found = {process.name(): process for process in processes_of(running)}
+    return [found[name] for name in sorted(found) if name.startswith("sglang::sched")]
+
+
+@pytest.mark.ci
+@pytest.mark.every_release
+@pytest.mark.parametrize("who", ["launcher", "rank"])
+def test_a_server_that_is_ended_while_it_rehearses_leaves_no_process(who: str, place: Path, checkpoint):
+    """By SIGTERM, as Kubernetes ends it, or because one of its ranks is killed."""
+    ended = sized("ended", checkpoint(), place, "--tp", "2", HOLDS="1", SERVER_NAME="ended")
+    were: list[psutil.Process] = []
+
+    def end(seconds: float, line: str) -> None:
+        if "a forward pass is held" in ended.log_text() and not were:
+            were.extend(processes_of(ended))
+            (were[0].terminate if who == "launcher" else schedulers_of(ended)[1].kill)()
+
+    ended.progress = end
+    with pytest.raises(ServerFailed), started(ended):
+        pytest.fail("it serves")
+    assert len(were) > 2
+    assert psutil.wait_procs(were, timeout=PATIENCE)[1] == []
+
+
+@pytest.mark.ci
+@pytest.mark.every_release
+def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place: Path, checkpoint):
+    short = place / "short"
+    ended = sized("ended", checkpoint(), place, "--tp", "2", SHORT=str(short), SERVER_NAME="ended")
+    with started(ended):
+        answers(ended, prompts=PROMPTS)
+        were = processes_of(ended)
+        short.write_text("110000000")
+        schedulers_of(ended)[1].kill()
+        assert psutil.wait_procs(were, timeout=PATIENCE)[1] == []
 
 
 def in_words(running: Server) -> list[int]:

@@ -322,7 +322,7 @@ class Orders:
     def close(self) -> None:
         self._patcher.undo()
 
-    def give(self, *what: Any) -> None:
+    def send(self, *what: Any) -> None:
         """On the first rank: have every rank take this in, in the first turn that it reads in.
 
         :param what: orders, and requests of the engine's; in this order.

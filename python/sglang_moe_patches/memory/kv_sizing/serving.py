@@ -191,7 +191,7 @@ class Serving:
                 self._board.raise_flag(held_flag)
             return
         if held or self._board.is_raised(held_flag):
-            self._orders.give(EvictPrefixes())
+            self._orders.send(EvictPrefixes())
         another = self._board.is_raised(short_flag)
         if not self._ordered and (shortage or another):
             # What another rank lacks it does not say: half of the margin brings it back to where it is not short.
@@ -212,7 +212,7 @@ class Serving:
         frees = self._pools.bytes_behind(wanted) < behind_goal
         if frees or answer:
             self._ordered = True
-            self._orders.give(Retire(wanted.tokens if frees else self._goal))
+            self._orders.send(Retire(wanted.tokens if frees else self._goal))
 
     def _longest_request(self) -> int:
         """Tokens with which the longest request is admitted and comes to its end, beside what sessions hold.

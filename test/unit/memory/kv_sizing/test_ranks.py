@@ -253,7 +253,7 @@ def test_orders_come_before_users_requests_and_not_to_the_engine():
     orders.open()
     assert loop.recv_from_tokenizer.fileno == 7
     note = Note()
-    orders.give(note, "c")
+    orders.send(note, "c")
     loop.turn()
     loop.turn()
     assert (obeyed, loop.turns) == ([note], [["c"], ["a", "b"]])
@@ -268,9 +268,9 @@ def test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests():
     orders.open()
     for _ in range(2):
         loop.turn(limit=2)
-    orders.give(Note(), "a")
-    orders.give("b")
-    orders.give("c")
+    orders.send(Note(), "a")
+    orders.send("b")
+    orders.send("c")
     for _ in range(3):
         loop.turn(limit=2)
     assert loop.turns == [[0, 1], [2, 3], ["a", "b"], ["c", 4], [5, 6]]

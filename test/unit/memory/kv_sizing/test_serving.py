@@ -119,7 +119,7 @@ def served(monkeypatch):
         made = SimpleNamespace(free=free, board=board, pools=Pools(10_000), given=[], told=engine.told)
         made.scheduler, made.allocator = engine, allocator
         memory = FreeMemory(lambda: Memory(free=made.free), 2 * GB, lambda: next(clock))
-        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(give=made.given.append)
+        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=made.given.append)
         made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, beside=BESIDE)
         return made
 
