@@ -271,7 +271,9 @@ class ServerStart:
                 if not self._outlives_exception():
                     raise
                 problem = one_line_error(error)
-                log.logger.warning(log.of("kv-sizing", "a rehearsed forward pass failed: %s"), error, exc_info=True)
+                log.logger.warning(
+                    log.format_line("kv-sizing", "a rehearsed forward pass failed: %s"), error, exc_info=True
+                )
             # Outside of the except clause, whose exception keeps the tensors of its frames.
             rehearsal.drop_requests(scheduler)
             assert self._rehearsal is not None
@@ -291,7 +293,7 @@ class ServerStart:
             self.board.publish(topic, "")
             return self.board.wait_for_all(topic, str, EXCEPTION_WAIT_S) is not None
         except Exception as error:
-            log.logger.warning(log.of("kv-sizing", "the other ranks do not answer: %s"), error)
+            log.logger.warning(log.format_line("kv-sizing", "the other ranks do not answer: %s"), error)
             return False
 
     def _begin(self, scheduler: Any) -> None:
