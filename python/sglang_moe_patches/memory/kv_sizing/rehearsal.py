@@ -681,6 +681,7 @@ class Rehearsal:
             return False
         # The allocator reserves a larger decode anew if its free blocks are too small. So count the memory that it has
         # reserved since the first decode of more requests, not the tensors.
+        assert self._reserved_by_others is not None
         cost = self._peak_reserved - self._reserved_by_others + taken_next - taken
         # The margin must stay free, too: more requests never make the KV cache smaller than the engine's own.
         return cost <= self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
