@@ -1,10 +1,13 @@
-"""``register()``: the engine calls it once per process, and nothing else lives here.
+"""Entry point of this package: the engine calls :func:`register` once in each process.
 
-The engine logs an exception of a plugin and goes on without it, in the launcher and in every scheduler process alike.
-So little is done there: ``register`` only checks the variables and asks to be told when the engine's model runner is
-imported; where even that fails, a strict process ends. The changes are applied when a model runner is *constructed*,
-which happens in exactly the processes that run a model, before the model is built, and inside the engine's own error
-handling: an exception there ends the scheduler and the server like any other failure to start.
+If a plugin raises an exception, the engine logs it and starts without the plugin. :func:`register` therefore does
+little: it checks the environment variables, and registers hooks for the imports of engine modules. If it fails in a
+strict process (``SGLANG_MOE_PATCHES_STRICT=1``), it ends the process.
+
+The changes are applied later, when the engine constructs a model runner (:func:`activate`):
+
+- This happens only in processes that run a model, and before the model is built.
+- An exception there ends the scheduler and the server, like any other failure to start.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from typing import Any
 
 
 def _end_if_strict(error: Exception) -> None:
-    """The variable is read without any module of ours: one of them may be what failed.
+    """End the process if ``SGLANG_MOE_PATCHES_STRICT=1``.
 
-    :raises SystemExit: ``SGLANG_MOE_PATCHES_STRICT=1``, and nothing can be applied.
+    This function uses no other module of this package, because the error may come from the import of such a module.
+
+    :raises SystemExit: the variable is 1. The message contains the error.
     """
     if os.environ.get("SGLANG_MOE_PATCHES_STRICT", "").strip() == "1":
         message = f"sglang-moe-patches: SGLANG_MOE_PATCHES_STRICT=1, and no change can be applied: {error!r}"
@@ -41,11 +46,13 @@ _plans: dict[str, patch.Plan] | None = None
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``.
+    """Check this package's environment variables, and register hooks for the imports of engine modules.
 
-    :raises SystemExit: a variable of ours is wrong, or anything fails and ``SGLANG_MOE_PATCHES_STRICT=1``. The engine
-        swallows an ``Exception`` here, and a server that runs without the change that its user asked for by a misspelt
-        name is what must not happen.
+    This is the entry point ``sglang.srt.plugins``.
+
+    :raises SystemExit: a variable of this package has an invalid value, or ``SGLANG_MOE_PATCHES_STRICT=1`` and an
+        exception occurs. The engine swallows an ``Exception``, but not a ``SystemExit``. A server must not start
+        without a change that its user has selected by a misspelt name.
     """
     try:
         patch.check_environment(CHANGES)
@@ -59,6 +66,7 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
+    """Register the hooks that run when the engine's model runner, or a module of a launcher hook, is imported."""
     names = patch.selected_names(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
@@ -69,6 +77,10 @@ def _register_hooks() -> None:
 
 
 def _report_no_model_runner(reason: str) -> None:
+    """Log that no change can be applied.
+
+    :raises SystemExit: ``SGLANG_MOE_PATCHES_STRICT=1``.
+    """
     message = f"{log.PREFIX}{reason}; no change can be applied"
     if variables.STRICT.read():
         raise SystemExit(message)
@@ -76,7 +88,10 @@ def _report_no_model_runner(reason: str) -> None:
 
 
 def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], None], module: ModuleType) -> None:
-    """When its module is imported: the hook's wrappers stay for the life of the process, all of them or none."""
+    """Run a change's launcher hook for the module that was just imported. If it fails, undo all its patches.
+
+    :param change: the name of the change.
+    """
     patcher = patch.Patcher()
     with patch.best_effort(f"{module.__name__} (change {change})"):
         try:
@@ -87,6 +102,10 @@ def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], 
 
 
 def _wrap_model_runner(module: Any) -> None:
+    """Wrap the constructor of the engine's model runner: it calls :func:`activate` first.
+
+    :param module: the engine's module that defines ``ModelRunner``.
+    """
     runner = getattr(module, "ModelRunner", None)
     if runner is None:
         _report_no_model_runner(f"{MODEL_RUNNER_MODULE} has no ModelRunner")
@@ -101,8 +120,10 @@ def _wrap_model_runner(module: Any) -> None:
 
 
 def activate(server_args: Any = None) -> dict[str, patch.Plan]:
-    """Apply the selected changes in this process, once, and log one summary line.
+    """Apply the selected changes in this process and log one summary line. A second call does nothing.
 
+    :param server_args: the engine's ``ServerArgs``, or ``None`` if they are not known.
+    :returns: the plan of every change, by the change's name.
     :raises patch.PatchError: ``SGLANG_MOE_PATCHES_STRICT=1`` and a selected change is unsupported.
     """
     global _plans
@@ -113,8 +134,8 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())
     if is_unsupported and variables.STRICT.read():
         raise patch.PatchError(f"{variables.STRICT.name}=1 and a change cannot be applied. {summary}")
-    for line in patch.describe_unread_variables(CHANGES):
-        log.logger.warning(f"{log.PREFIX}{line}")
+    for warning in patch.describe_unread_variables(CHANGES):
+        log.logger.warning(f"{log.PREFIX}{warning}")
     level = log.logger.warning if is_unsupported else log.logger.info
     level(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
     if folder := variables.OBSERVE.read():

@@ -1,6 +1,6 @@
-"""The changes, one module each, in the order in which they are reported.
+"""List of all changes, in the order in which they are reported.
 
-Importing this package imports neither torch nor the engine: the launcher imports it too.
+The launcher imports this module, too. The import therefore loads neither torch nor the engine.
 """
 
 from sglang_moe_patches.changes import (
