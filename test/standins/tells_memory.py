@@ -78,7 +78,9 @@ def free_before_pools():
 
 
 def margin():
-    return int(os.environ["SGLANG_MOE_PATCHES_KV_MARGIN_MB"]) * 1_000_000
+    from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN
+
+    return KV_MARGIN.read()
 
 
 def taken_by_forwards():

@@ -1,12 +1,14 @@
-"""A server for each flag with which kv-sizing leaves the KV cache alone.
+"""Command lines of servers that kv-sizing leaves alone, for each argument of its table.
 
-Written by hand: tests compare it with kv-sizing's own tables, and see a flag that these lose.
+A plain switch needs no entry here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from sglang_moe_patches.memory.kv_sizing.eligibility import UNSIZED
 
 EAGLE = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
 EAGLE += " --speculative-num-draft-tokens 4"
@@ -15,11 +17,11 @@ ATTENTION = "--tp 2 --dp 2 --enable-dp-attention"
 
 @dataclass(frozen=True)
 class UnsizedServer:
-    """A server with the flag.
+    """A server with the argument.
 
-    :param value: of the flag; ``True``: it is a switch.
-    :param more: what its command line has besides the flag and ``value``.
-    :param arguments: how its resolved arguments show it; without any, the argument of the flag's name is ``value``.
+    :param value: value of the argument; ``True``: it is a switch.
+    :param more: the rest of the command line.
+    :param arguments: the resolved arguments that show it. Empty: the argument has ``value``.
     """
 
     value: object = True
@@ -28,7 +30,7 @@ class UnsizedServer:
 
 
 _EAGLE = {"speculative_algorithm": "EAGLE"}
-INELIGIBLE = {
+SPECIAL = {
     "--attn-cp-size": UnsizedServer(2, "--tp 2"),
     "--speculative-algorithm": UnsizedServer("DFLASH"),
     "--speculative-adaptive": UnsizedServer(more=EAGLE, arguments=_EAGLE | {"speculative_adaptive": True}),
@@ -52,8 +54,6 @@ INELIGIBLE = {
         f"{ATTENTION} --enable-dp-lm-head",
         {"attn_dp_size": 2, "moe_dense_tp_size": 1, "enable_dp_lm_head": True},
     ),
-    "--is-embedding": UnsizedServer(),
-    "--encoder-only": UnsizedServer(),
     "--language-only": UnsizedServer(more="--encoder-urls http://127.0.0.1:1"),
     "--dllm-algorithm": UnsizedServer("LowConfidence"),
     "--enable-pdmux": UnsizedServer(more="--chunked-prefill-size -1 --disable-overlap-schedule"),
@@ -61,30 +61,17 @@ INELIGIBLE = {
     "--enable-lora": UnsizedServer(
         more="--max-lora-rank 8 --lora-target-modules q_proj", arguments={"lora_paths": ["x"]}
     ),
-    "--enable-memory-saver": UnsizedServer(),
     "--cpu-offload-gb": UnsizedServer(1),
-    "--enable-unified-memory": UnsizedServer(),
-    "--keep-mm-feature-on-device": UnsizedServer(),
     "--offload-group-size": UnsizedServer(2),
-    "--enable-return-hidden-states": UnsizedServer(),
-    "--enable-priority-scheduling": UnsizedServer(),
-    "--use-ray": UnsizedServer(),
-    "--enable-hisparse": UnsizedServer(),
-    "--enable-hierarchical-cache": UnsizedServer(),
-    "--enable-lmcache": UnsizedServer(),
-    "--enable-flexkv": UnsizedServer(),
     "--radix-cache-backend": UnsizedServer("flexkv"),
-    "--enable-unified-cache-external-linker": UnsizedServer(),
     "--kv-canary": UnsizedServer("log"),
-    "--enable-return-routed-experts": UnsizedServer(),
-    "--enable-return-indexer-topk": UnsizedServer(),
-    "--prefill-only-disable-kv-cache": UnsizedServer(),
     "--dcp-size": UnsizedServer(2, "--tp 2"),
     "--enable-kv-cache-sharding": UnsizedServer(more="--tp 2"),
     "--enable-dsa-cache-layer-split": UnsizedServer(more="--tp 2"),
-    "--enable-page-major-kv-layout": UnsizedServer(),
-    "--enable-pd-role-switch": UnsizedServer(),
 }
+"""Servers of the arguments that are no plain switches, or that need others beside them."""
+SERVERS = {kind.name: SPECIAL.get(kind.name, UnsizedServer()) for kind in UNSIZED if kind.name.startswith("--")}
+"""A server of each argument."""
 ABSENT_FROM_SOME_RELEASES = {
     "attn_dp_size",
     "dcp_size",
@@ -104,15 +91,15 @@ ABSENT_FROM_SOME_RELEASES = {
     "radix_cache_backend",
     "speculative_skip_dp_mlp_sync",
 }
-"""Arguments that kv-sizing reads and a tested release lacks."""
+"""Arguments that kv-sizing reads and that one of the tested releases does not have."""
 
 
-def arguments(flag: str) -> dict[str, object]:
-    """What the resolved arguments of the flag's server say of it."""
-    one = INELIGIBLE[flag]
-    return dict(one.arguments) or {flag.removeprefix("--").replace("-", "_"): one.value}
+def arguments(name: str) -> dict[str, object]:
+    """Return the resolved arguments that show a server with an argument."""
+    server = SERVERS[name]
+    return dict(server.arguments) or {name.removeprefix("--").replace("-", "_"): server.value}
 
 
 def command_lines() -> list[str]:
-    """Of all these servers. A release that has no such flag refuses the server."""
-    return [f"{flag} {'' if one.value is True else one.value} {one.more}" for flag, one in INELIGIBLE.items()]
+    """Return the command lines of all these servers. A release without the argument refuses the server."""
+    return [f"{name} {'' if server.value is True else server.value} {server.more}" for name, server in SERVERS.items()]

@@ -293,7 +293,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes": [
             ("        self._need = self._before = self._slack = 0\n        self._phases", "        self._phases"),
             ("        self._phases.clear()\n", ""),
-            ("        self._started_over = True\n", ""),
+            ("        self._started_over, self._limits_penalized = True,", "        _, self._limits_penalized = True,"),
             ("and self._pass == 1 and (tokens", "and (tokens"),
             ("limits=self._limits.with_requests(fewer)", "limits=self._limits"),
         ],
@@ -395,7 +395,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended": [
             ("max(self._goal, self._longest_request())", "self._goal"),
-            ("max(lengths) + self._beside if", "max(lengths) if"),
+            ("return needed + self._beside if", "return needed if"),
             ('"grammar_queue", ()', '"no_queue", ()'),
             ("if self._goal < self._pools.counts.tokens:  #", "if False:  #"),
         ],
@@ -411,12 +411,47 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("self._failed.add(what)", "pass"),
             ("if what in self._failed:", "if self._failed:"),
         ],
-        "test_fewer_are_admitted_while_one_with_penalties_has_not_ended": [
-            (" or not set(with_penalties).isdisjoint(batch)", ""),
-            ("any(not req.finished() for req in with_penalties)", "False"),
-            ("any(not req.finished() for req in with_penalties)", "bool(with_penalties)"),
-            ("most - running_bs", "most"),
+        "test_what_streaming_sessions_hold_is_never_given_back": [
+            ("        return 2 * largest + held\n", "        return 2 * largest\n"),
+            ("needed = longest + whole_pages(held.values(), page)", "needed = longest"),
+            ("max(tokens, held.get(session.session_id, 0))", "held.get(session.session_id, 0)"),
+            ('getattr(record, "kv", record)', "record"),
         ],
+        "test_fewer_requests_are_admitted_while_a_penalized_one_waits": [
+            ("return (rows - running) // widest", "return rows // widest"),
+            ("            self._penalized_queue.append(request)\n            self._limit = None\n", ""),
+            (
+                "            self._penalized_queue.append(request)\n            self._limit = None\n",
+                "            pass\n",
+            ),
+        ],
+        "test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it": [
+            ("            penalized.popleft()\n", "            break\n")
+        ],
+        "test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary": [
+            ("or batch_is_penalized(self._batch)", ""),
+            ("    if not batch.reqs:\n", "    if False:\n"),
+            ("        or sampling.need_min_p_sampling\n", ""),
+        ],
+        "test_the_batch_counts_to_which_requests_are_admitted": [("args[0] if args else kwargs.get", "kwargs.get")],
+        "test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch": [
+            (" or (chunked is not None and is_penalized(chunked))", "")
+        ],
+        "test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request": [
+            (
+                "        if self._limit is None:\n            self._limit = self._derive()",
+                "        self._limit = self._derive()",
+            )
+        ],
+        "test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized": [
+            ("        or beam_width(request) > 1\n", ""),
+            ("- sum(beam_width(request) - 1 for request in running)", ""),
+            ("*filter(None, [scheduler.chunked_req])", ""),
+        ],
+        "test_a_request_with_more_beams_than_may_run_runs_alone": [
+            ("return rows if running else max(rows, widest), widest", "return rows, widest")
+        ],
+        "test_each_beam_of_a_request_keeps_its_own_new_tokens": [("new * beam_width(request)", "new")],
     },
     OURS + "memory/kv_sizing/rehearsal.py": {
         "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
@@ -564,10 +599,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "memory/kv_sizing/eligibility.py": {
         "test_nothing_is_hooked_where_it_is_not_asked_for": [(", can_be_enabled=not asked", "")],
         "test_every_store_of_prompts_that_a_scheduler_may_make_is_named": [
-            ('a.get("enable_lmcache")', 'a.get("enable_lm_cache")')
+            ('UnsizedKind("--enable-lmcache"', 'UnsizedKind("--enable-lm-cache"')
         ],
         "test_each_argument_that_kv_sizing_reads_is_one_of_the_engines": [
-            ('a.get("enable_flexkv")', 'a.get("enable_flex_kv")')
+            ('UnsizedKind("--enable-flexkv"', 'UnsizedKind("--enable-flex-kv"')
         ],
     },
     OURS + "memory/kv_sizing/planted_prefix.py": {

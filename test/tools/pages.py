@@ -14,6 +14,7 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     tested                          the releases, their PyTorch, and how many tests passed
     reasons                         the reasons behind it, those of neighbouring releases in one line
     offers                          which families offer their dead input where, and why others do not
+    unsized                         servers that keep the engine's KV cache, and why
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
 
@@ -118,6 +119,18 @@ def variables() -> str:
     return table(("variable", "default", "read by", "meaning"), rows)
 
 
+def unsized() -> str:
+    """Return a table of the servers that kv-sizing leaves alone, with a line for each reason."""
+    package()
+    from sglang_moe_patches.memory.kv_sizing.eligibility import UNSIZED
+
+    rows = []
+    for reason, kinds in groupby(UNSIZED, key=lambda kind: kind.reason):
+        names = [f"`{kind.name}` {kind.condition}".strip() for kind in kinds]
+        rows.append(((", " if all(name.endswith("`") for name in names) else "; ").join(names), reason))
+    return table(("server", "why it keeps the engine's KV cache"), rows)
+
+
 def statuses(found: dict[str, Any]) -> str:
     """A table with a line for each change, and a column for neighbouring releases on which all changes are alike."""
     names = known(found)
@@ -197,6 +210,7 @@ def generated(name: str) -> str:
         "status": lambda: status(argument, found),
         "changes": lambda: changes(found),
         "variables": variables,
+        "unsized": unsized,
         "statuses": lambda: statuses(found),
         "tested": lambda: tested(found),
         "reasons": lambda: reasons(found),

@@ -21,7 +21,7 @@ COMMAND_LINES = [
     *("", "--mem-fraction-static 0.8", "--max-total-tokens 100000", EAGLE, ATTENTION),
     *unsized_servers.command_lines(),
 ]
-SWITCHES = (*eligibility.ENGINE_SWITCHES, eligibility.SKIP_ALL_GATHER)
+SWITCHES = tuple(kind.name for kind in eligibility.UNSIZED if not kind.name.startswith("--"))
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +119,7 @@ STARTED = {
 """At least one of each row of the page's tables that names a flag or a variable."""
 ASKED_OTHERWISE = {
     "`--dcp-size`": "none of its flags starts on a CPU, and a unit test compares the page with the table of flags",
+    "`--enable-priority-scheduling`": "it starts as other servers do, and a unit test asks for the flag",
     "`--use-ray`": "Ray is not installed with the engine, and a unit test asks for the flag",
     "several machines": "what another machine runs is known when it answers",
     "a KV cache of another kind": "its pools have no reference kernels",

@@ -79,8 +79,8 @@ def asked() -> set[str]:
             names.add(name)
             return super().get(name, default)
 
-    for applies, _ in eligibility.INELIGIBLE.values():
-        applies(Asked(speculative_algorithm="EAGLE", attn_dp_size=2))
+    for kind in eligibility.UNSIZED:
+        kind.includes(Asked(speculative_algorithm="EAGLE", attn_dp_size=2), {})
     return names
 
 

@@ -1,12 +1,13 @@
-"""Which servers measure what they need and size their KV cache by it: by arguments, environment, and images.
+"""Table of the servers that keep the engine's KV cache size, and the two variables that a user sets.
 
-In the launcher a hook remembers whether ``--mem-fraction-static`` was given, before the engine fills it in.
+In the launcher, a hook remembers whether ``--mem-fraction-static`` was given, before the engine fills it in.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,134 +34,211 @@ def _margin(text: str) -> int:
 
 
 LEAST_MARGIN_MB = 200
-"""Below it a server could not take one more buffer of a library."""
+"""Least margin. With less, a server could not allocate one more buffer of a library."""
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
-    "auto: each start measures what forwards need and gives the rest to the KV cache; a given --mem-fraction-static is "
-    "left alone. always: with a given one the KV cache begins, and is measured and grown all the same",
+    "auto: each start measures the memory of forward passes and gives the rest to the KV cache; a given "
+    "--mem-fraction-static is kept. always: the KV cache begins with a given fraction, and is measured and grown too",
     _mode,
     "off",
 )
 KV_MARGIN = Variable(
     "SGLANG_MOE_PATCHES_KV_MARGIN_MB",
-    "MB (10^6 bytes) kept free beside what was measured; with half of it left while serving, KV cache is given back",
+    "MB (10^6 bytes) that stay free beside the measured memory; if half of it is left while serving, memory of the KV "
+    "cache is given back",
     _margin,
     "2000",
 )
-"""Between two kinds of load the need of fourteen servers has differed by up to 1,180 MB, and once by 2 GB, on H100s
-and H200s. ``docs/changes/kv-sizing.md`` states the default under *What it does*, and
-``test_the_page_says_the_margin`` in ``test/unit/memory/kv_sizing/test_eligibility.py`` compares; ``make pages`` writes
-the README's. ``hooks.py`` reads it in a server, ``lab/predict/engine_pools.py`` for ``doctor``, which says in three of
-the recipes with what fraction the KV cache begins: run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
-benchmark/results/recipes/RELEASE.json`` again for each file that is there (five minutes each). Figures say that they
-are of 2,000 MB, and stay: in ``docs/benchmarks/serving.md``, in ``docs/benchmarks/earlier-measurements.md`` under *How
-the first table was measured*, and among the measurements of ``docs/changes/kv-sizing.md``. Stand-ins follow the
-default."""
+"""Margin, read and parsed here alone. In fourteen servers on H100s and H200s, the need of two kinds of load differed by
+up to 1,180 MB, and once by 2 GB.
 
+``docs/changes/kv-sizing.md`` states the default under *What it does*; ``test_the_page_says_the_margin`` in
+``test/unit/memory/kv_sizing/test_eligibility.py`` compares. ``make pages`` writes the README's. For three of the
+recipes ``doctor`` says with what fraction the KV cache begins: run ``.venvs/RELEASE/bin/python benchmark whole/recipes
+--json benchmark/results/recipes/RELEASE.json`` again for each file that is there (five minutes each). Figures were
+measured with 2,000 MB, and stay as they are: in README, ``docs/benchmarks`` and ``docs/changes``."""
 
-_NOT_REHEARSED = "whose forwards are not rehearsed"
-_MEMORY_CHANGES = "whose memory comes and goes"
-_KEEPS_PROMPTS = "which would keep the prompts of a rehearsal"
-_BY_SLOT = "which keeps something for every slot of the KV cache, as many as there are at first"
-_SHARDS = "whose KV cache lies in pieces on several ranks"
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 """Speculative algorithms that a rehearsal exercises, by the engine's names."""
-
-Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
-"""By flag: whether a server's resolved arguments have the feature, and the reason, worded to follow "of FLAG,"."""
-
-# What a new flag must be looked at for: docs/development/new-argument.md.
-INELIGIBLE: Reasons = {
-    "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_REHEARSED),
-    "--speculative-algorithm": (
-        lambda a: str(a.get("speculative_algorithm") or "").upper() not in ("", *REHEARSED_ALGORITHMS),
-        _NOT_REHEARSED,
-    ),
-    "--speculative-adaptive": (lambda a: speculates(a) and a.get("speculative_adaptive"), _MEMORY_CHANGES),
-    "--speculative-skip-dp-mlp-sync": (
-        lambda a: speculates(a) and a.get("speculative_skip_dp_mlp_sync"),
-        "whose ranks do not run in step",
-    ),
-    "--speculative-ngram-external-corpus-path": (
-        lambda a: speculates(a) and a.get("speculative_ngram_external_corpus_path"),
-        "whose corpus the flush after a rehearsal would drop",
-    ),
-    "--pp-size": (lambda a: speculates(a) and (a.get("pp_size") or 1) > 1, "whose stages do not all speculate"),
-    "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_REHEARSED),
-    "--enable-eplb": (lambda a: a.get("enable_eplb"), "whose rebalance is not rehearsed yet"),
-    "--moe-a2a-backend": (
-        lambda a: a.get("moe_a2a_backend") not in (None, "none"),
-        "whose buffers may hold fewer requests than are admitted",
-    ),
-    "--enable-dp-attention-local-control-broadcast": (
-        lambda a: attention_ranks(a) > 1 and a.get("enable_dp_attention_local_control_broadcast"),
-        "with which other ranks do not receive rank 0's requests",
-    ),
-    "--moe-dense-tp-size": (
-        lambda a: attention_ranks(a) > 1 and a.get("moe_dense_tp_size") and a.get("enable_dp_lm_head"),
-        "with which ranks do not exchange batch information",
-    ),
-    "--is-embedding": (lambda a: a.get("is_embedding"), _NOT_REHEARSED),
-    "--encoder-only": (lambda a: a.get("encoder_only"), _NOT_REHEARSED),
-    "--language-only": (lambda a: a.get("language_only"), _NOT_REHEARSED),
-    "--dllm-algorithm": (lambda a: a.get("dllm_algorithm"), _NOT_REHEARSED),
-    "--enable-pdmux": (lambda a: a.get("enable_pdmux"), _NOT_REHEARSED),
-    "--elastic-ep-backend": (lambda a: a.get("elastic_ep_backend"), _MEMORY_CHANGES),
-    "--enable-lora": (lambda a: a.get("enable_lora") or a.get("lora_paths"), _MEMORY_CHANGES),
-    "--enable-memory-saver": (lambda a: a.get("enable_memory_saver"), _MEMORY_CHANGES),
-    "--cpu-offload-gb": (lambda a: a.get("cpu_offload_gb"), _MEMORY_CHANGES),
-    "--enable-unified-memory": (lambda a: a.get("enable_unified_memory"), "whose pools take from one another"),
-    "--keep-mm-feature-on-device": (lambda a: a.get("keep_mm_feature_on_device"), _MEMORY_CHANGES),
-    "--offload-group-size": (lambda a: (a.get("offload_group_size") or 0) > 0, _MEMORY_CHANGES),
-    "--enable-return-hidden-states": (
-        lambda a: a.get("enable_return_hidden_states"),
-        "with which a request captures all graphs again",
-    ),
-    "--enable-priority-scheduling": (
-        lambda a: (
-            a.get("enable_priority_scheduling")
-            and not a.get("disable_priority_preemption")
-            and a.get("max_running_requests") is None
-        ),
-        "with which more requests may run at once than were rehearsed; --max-running-requests says how many",
-    ),
-    "--use-ray": (
-        lambda a: a.get("use_ray"),
-        "whose launcher asks for the number of KV tokens before the rehearsal",
-    ),
-    "--enable-hisparse": (lambda a: a.get("enable_hisparse"), _NOT_REHEARSED),
-    "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), _KEEPS_PROMPTS),
-    "--enable-lmcache": (lambda a: a.get("enable_lmcache"), _KEEPS_PROMPTS),
-    "--enable-flexkv": (lambda a: a.get("enable_flexkv"), _KEEPS_PROMPTS),
-    "--radix-cache-backend": (lambda a: a.get("radix_cache_backend") not in (None, "", "auto"), _KEEPS_PROMPTS),
-    "--enable-unified-cache-external-linker": (lambda a: a.get("enable_unified_cache_external_linker"), _KEEPS_PROMPTS),
-    "--kv-canary": (lambda a: a.get("kv_canary") not in (None, "", "none"), _BY_SLOT),
-    "--enable-return-routed-experts": (lambda a: a.get("enable_return_routed_experts"), _BY_SLOT),
-    "--enable-return-indexer-topk": (lambda a: a.get("enable_return_indexer_topk"), _BY_SLOT),
-    "--prefill-only-disable-kv-cache": (lambda a: a.get("prefill_only_disable_kv_cache"), "which has no KV cache"),
-    "--dcp-size": (lambda a: (a.get("dcp_size") or 1) > 1, _SHARDS),
-    "--enable-kv-cache-sharding": (lambda a: a.get("enable_kv_cache_sharding"), _SHARDS),
-    "--enable-dsa-cache-layer-split": (lambda a: a.get("enable_dsa_cache_layer_split"), _SHARDS),
-    "--enable-page-major-kv-layout": (lambda a: a.get("enable_page_major_kv_layout"), "whose layout is not known"),
-    "--enable-pd-role-switch": (lambda a: a.get("enable_pd_role_switch"), "which registers the KV cache's memory"),
-}
-ENGINE_SWITCHES = {
-    "SGLANG_RUST_SERVER": "it has no inbox of the kind that a rehearsal needs",
-    "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "another allocator makes the KV cache, and registers its memory",
-}
-"""Environment variables of the engine's, each with why a server that has it on is not sized."""
 SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
-"""With it ranks do not exchange batch information, which matters where each runs requests of its own."""
+"""Variable of the engine's. With it, ranks do not exchange batch information; this matters if each rank has requests of
+its own."""
+
+Applies = Callable[[Mapping[str, Any], Mapping[str, str]], object]
+"""Whether a server's resolved arguments and its environment are of a kind."""
+
+
+@dataclass(frozen=True)
+class UnsizedKind:
+    """Kind of server that keeps the KV cache size of the engine's rule.
+
+    :param name: argument or environment variable of the engine's.
+    :param reason: a clause that says why.
+    :param applies: the test for it. ``None``: the argument of this name is on.
+    :param condition: condition beside the name, for the page.
+    """
+
+    name: str
+    reason: str
+    applies: Applies | None = None
+    condition: str = ""
+
+    @property
+    def argument(self) -> str:
+        """Attribute of the engine's arguments that the name stands for."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def includes(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+        """Whether a server is of this kind."""
+        return bool(self.applies(arguments, environ) if self.applies else arguments.get(self.argument))
+
+
+def _argument_over(name: str, limit: int) -> Applies:
+    return lambda arguments, _: (arguments.get(name) or limit) > limit
+
+
+def _argument_other_than(name: str, *values: object) -> Applies:
+    return lambda arguments, _: arguments.get(name) not in (None, *values)
+
+
+def _with_speculation(applies: Applies) -> Applies:
+    return lambda arguments, environ: speculates(arguments) and applies(arguments, environ)
+
+
+def _with_attention_ranks(applies: Applies) -> Applies:
+    return lambda arguments, environ: attention_ranks(arguments) > 1 and applies(arguments, environ)
+
+
+def _variable_on(name: str) -> Applies:
+    return lambda _, environ: is_on(name, environ)
+
+
+_NOT_REHEARSED = "its forward passes are not rehearsed"
+_MEMORY_CHANGES = "its memory comes and goes"
+_KEEPS_PROMPTS = "it copies or registers the KV cache, or keeps the rehearsal's prompts"
+_BY_SLOT = "it keeps something for every slot of the KV cache, for as many as there are at first"
+_SHARDS = "the KV cache lies in pieces on several ranks, or in a layout that is not known, or there is none"
+_REGISTERED = "the memory of the KV cache is registered elsewhere, or comes from another allocator"
+_APART = "ranks do not receive rank 0's requests, or do not exchange batch information"
+_SPECULATION, _ATTENTION = "with speculation", "with data-parallel attention"
+
+# What a new argument must be looked at for: docs/development/new-argument.md.
+UNSIZED: tuple[UnsizedKind, ...] = (
+    UnsizedKind("--is-embedding", _NOT_REHEARSED),
+    UnsizedKind("--encoder-only", _NOT_REHEARSED),
+    UnsizedKind("--language-only", _NOT_REHEARSED),
+    UnsizedKind("--dllm-algorithm", _NOT_REHEARSED),
+    UnsizedKind("--enable-pdmux", _NOT_REHEARSED),
+    UnsizedKind("--enable-hisparse", _NOT_REHEARSED),
+    UnsizedKind("--attn-cp-size", _NOT_REHEARSED, _argument_over("attn_cp_size", 1)),
+    UnsizedKind("--enable-eplb", _NOT_REHEARSED),
+    UnsizedKind(
+        "--speculative-algorithm",
+        _NOT_REHEARSED,
+        lambda arguments, _: (
+            str(arguments.get("speculative_algorithm") or "").upper() not in ("", *REHEARSED_ALGORITHMS)
+        ),
+        f"other than {', '.join(REHEARSED_ALGORITHMS)}",
+    ),
+    UnsizedKind(
+        "--enable-priority-scheduling",
+        "more requests may run at once than were rehearsed; set --max-running-requests",
+        lambda arguments, _: (
+            arguments.get("enable_priority_scheduling")
+            and not arguments.get("disable_priority_preemption")
+            and arguments.get("max_running_requests") is None
+        ),
+        "without `--max-running-requests` or `--disable-priority-preemption`",
+    ),
+    UnsizedKind("--disaggregation-mode", _REGISTERED, _argument_other_than("disaggregation_mode", "null")),
+    UnsizedKind("--enable-pd-role-switch", _REGISTERED),
+    UnsizedKind("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", _REGISTERED, _variable_on("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"), "on"),
+    UnsizedKind("--enable-hierarchical-cache", _KEEPS_PROMPTS),
+    UnsizedKind("--enable-lmcache", _KEEPS_PROMPTS),
+    UnsizedKind("--enable-flexkv", _KEEPS_PROMPTS),
+    UnsizedKind("--radix-cache-backend", _KEEPS_PROMPTS, _argument_other_than("radix_cache_backend", "", "auto")),
+    UnsizedKind("--enable-unified-cache-external-linker", _KEEPS_PROMPTS),
+    UnsizedKind("--kv-canary", _BY_SLOT, _argument_other_than("kv_canary", "", "none")),
+    UnsizedKind("--enable-return-routed-experts", _BY_SLOT),
+    UnsizedKind("--enable-return-indexer-topk", _BY_SLOT),
+    UnsizedKind("--dcp-size", _SHARDS, _argument_over("dcp_size", 1)),
+    UnsizedKind("--enable-kv-cache-sharding", _SHARDS),
+    UnsizedKind("--enable-dsa-cache-layer-split", _SHARDS),
+    UnsizedKind("--enable-page-major-kv-layout", _SHARDS),
+    UnsizedKind("--prefill-only-disable-kv-cache", _SHARDS),
+    UnsizedKind(
+        "--enable-lora",
+        _MEMORY_CHANGES,
+        lambda arguments, _: arguments.get("enable_lora") or arguments.get("lora_paths"),
+    ),
+    UnsizedKind("--enable-memory-saver", _MEMORY_CHANGES),
+    UnsizedKind("--cpu-offload-gb", _MEMORY_CHANGES),
+    UnsizedKind("--offload-group-size", _MEMORY_CHANGES, _argument_over("offload_group_size", 0)),
+    UnsizedKind("--elastic-ep-backend", _MEMORY_CHANGES),
+    UnsizedKind("--keep-mm-feature-on-device", _MEMORY_CHANGES),
+    UnsizedKind("--enable-unified-memory", _MEMORY_CHANGES),
+    UnsizedKind(
+        "--speculative-adaptive",
+        _MEMORY_CHANGES,
+        _with_speculation(lambda arguments, _: arguments.get("speculative_adaptive")),
+        _SPECULATION,
+    ),
+    UnsizedKind(
+        "--speculative-skip-dp-mlp-sync",
+        "its ranks do not run in step",
+        _with_speculation(lambda arguments, _: arguments.get("speculative_skip_dp_mlp_sync")),
+        _SPECULATION,
+    ),
+    UnsizedKind(
+        "--speculative-ngram-external-corpus-path",
+        "the flush after a rehearsal would drop its corpus",
+        _with_speculation(lambda arguments, _: arguments.get("speculative_ngram_external_corpus_path")),
+        _SPECULATION,
+    ),
+    UnsizedKind(
+        "--pp-size",
+        "its stages do not all speculate",
+        _with_speculation(_argument_over("pp_size", 1)),
+        _SPECULATION,
+    ),
+    UnsizedKind(
+        "--moe-a2a-backend",
+        "its buffers may hold fewer requests than are admitted",
+        _argument_other_than("moe_a2a_backend", "none"),
+    ),
+    UnsizedKind(
+        "--enable-dp-attention-local-control-broadcast",
+        _APART,
+        _with_attention_ranks(lambda arguments, _: arguments.get("enable_dp_attention_local_control_broadcast")),
+        _ATTENTION,
+    ),
+    UnsizedKind(
+        "--moe-dense-tp-size",
+        _APART,
+        _with_attention_ranks(
+            lambda arguments, _: arguments.get("moe_dense_tp_size") and arguments.get("enable_dp_lm_head")
+        ),
+        f"{_ATTENTION} and `--enable-dp-lm-head`",
+    ),
+    UnsizedKind(SKIP_ALL_GATHER, _APART, _with_attention_ranks(_variable_on(SKIP_ALL_GATHER)), f"on, {_ATTENTION}"),
+    UnsizedKind("--use-ray", "its launcher asks for the number of KV tokens before the rehearsal"),
+    UnsizedKind("--enable-return-hidden-states", "a request captures all graphs again"),
+    UnsizedKind(
+        "SGLANG_RUST_SERVER", "it has no inbox that a rehearsal could use", _variable_on("SGLANG_RUST_SERVER"), "on"
+    ),
+)
+"""Every kind that a server's arguments and environment show, those with one reason together. A server of two kinds gets
+the reason of the first."""
 
 
 def arguments_of(server_args: Any) -> dict[str, Any]:
-    """A server's arguments, as resolved."""
+    """Return a server's arguments, as resolved."""
     return dict(vars(engine.resolve_arguments(server_args)))
 
 
 def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Why the engine's rule sizes a server; ``None``: it measures and sizes itself, if its pools are known.
+    """Return why the engine's rule sizes a server. ``None``: the server measures, if its pools are known.
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     :returns: the reason, worded to follow "because".
@@ -169,19 +247,12 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
         return f"{KV_SIZING.name} is off; auto turns it on"
     if str(arguments.get("device")) != "cuda":
         return f"--device is {arguments.get('device')}"
-    for name, (has, reason) in INELIGIBLE.items():
-        if has(arguments):
-            return f"of {name}, {reason}"
-    for name, why in ENGINE_SWITCHES.items():
-        if is_on(name, environ):
-            return f"{name} is set: {why}"
-    if attention_ranks(arguments) > 1 and is_on(SKIP_ALL_GATHER, environ):
-        return f"{SKIP_ALL_GATHER} is set"
-    return None
+    kind = next((kind for kind in UNSIZED if kind.includes(arguments, environ)), None)
+    return f"of {kind.name}: {kind.reason}" if kind else None
 
 
 def given_reason(asked: object) -> str:
-    """Why a given ``--mem-fraction-static`` is left alone, worded to follow "because"; "": a KV cache begins with it.
+    """Return why a given ``--mem-fraction-static`` is kept, worded to follow "because". "": it is not.
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
@@ -189,12 +260,12 @@ def given_reason(asked: object) -> str:
 
 
 def is_on(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether a boolean environment variable of the engine is on."""
+    """Return whether a boolean environment variable of the engine is on."""
     return environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "t", "on")
 
 
 def skip(server_args: Any) -> Skip | None:
-    """:func:`skip_reason` of a server's own arguments, in this process's environment."""
+    """Return the :func:`skip_reason` of a server's own arguments, in this process's environment."""
     asked = KV_SIZING.read()
     reason = skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
     return Skip(reason, can_be_enabled=not asked) if reason else None
@@ -203,11 +274,11 @@ def skip(server_args: Any) -> Skip | None:
 # --- Whether the fraction was given ----------------------------------------------------------------------------------
 
 MARK = "_moe_patches_fraction_by_rule"
-"""Attribute of a ``ServerArgs`` that came without a fraction. It goes with it to the schedulers, which take it off."""
+"""Attribute of a ``ServerArgs`` that came without a fraction. The schedulers receive it, and delete it."""
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Have ``ServerArgs`` remember whether ``--mem-fraction-static`` was given, where the engine does not by itself."""
+    """Make ``ServerArgs`` remember whether ``--mem-fraction-static`` was given, if the engine does not itself."""
     server_args = module.ServerArgs
     if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
         return
@@ -217,13 +288,13 @@ def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
 def _mark(original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any) -> None:
     by_rule = server_args.mem_fraction_static is None
     original(server_args, *args, **kwargs)
-    # Schedulers that size nothing would show it among their arguments.
+    # A scheduler that sizes nothing would show the mark among its arguments.
     if by_rule and skip(server_args) is None:
         setattr(server_args, MARK, True)
 
 
 def given_by_the_user(server_args: Any) -> bool:
-    """Whether ``--mem-fraction-static`` was given.
+    """Return whether ``--mem-fraction-static`` was given.
 
     Arguments that arrive resolved, as from ``Engine(server_args=...)``, count as given.
     """
@@ -233,23 +304,24 @@ def given_by_the_user(server_args: Any) -> bool:
     return not getattr(server_args, MARK, False)
 
 
-# --- What the engine keeps for images, which are not rehearsed -------------------------------------------------------
+# --- The engine's allowance for images, which are not rehearsed ------------------------------------------------------
 
 IMAGE_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
-"""Has graphs of the vision model captured while serving, one for each size of image."""
+"""Variable of the engine's. With it, the engine captures graphs of the vision model while serving, one for each size of
+image."""
 IMAGE_RULE = "sglang.srt.arg_groups.memory_hook"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 class NoAllowance(Exception):
-    """The message says why."""
+    """The engine's rule has no allowance that covers images; the message says why."""
 
 
 def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: float, before_gib: float) -> float:
-    """What the rule keeps for them, and the cache of what the vision model made of them, in GiB.
+    """Return the rule's allowance for images and the size of the embedding cache, in GiB.
 
-    :param fraction: by the rule, with the allowance.
-    :raises NoAllowance: what the rule keeps is not all that they take, or nothing.
+    :param fraction: the rule's fraction, with the allowance.
+    :raises NoAllowance: the rule has none, or images take more than it.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
         raise NoAllowance(f"images are not rehearsed yet, nor what {IMAGE_GRAPHS} captures of them")
@@ -260,18 +332,18 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
 
 
 def image_factor(model_config: Any) -> float:
-    """By which the rule makes the fraction smaller for a model that takes images; 1: it does not."""
+    """Return the factor by which the rule lowers the fraction of a model that takes images. 1: it does not."""
     if engine.has_module(IMAGE_RULE):
         return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
-    told = SimpleNamespace(mem_fraction_static=1.0)
-    engine.module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(told, model_config)
-    return told.mem_fraction_static
+    arguments = SimpleNamespace(mem_fraction_static=1.0)
+    engine.module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(arguments, model_config)
+    return float(arguments.mem_fraction_static)
 
 
 def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """What fills up with images and stays: the embeddings, and from 0.5.2x on what carries images to the scheduler.
+    """Return the size of the caches that images fill: embeddings, and from 0.5.2x on the transport to the scheduler.
 
-    Later releases take it from the KV cache at every start, so that a rehearsal finds it free.
+    Later releases reserve it at every start beside the KV cache, so a rehearsal finds it free.
     """
     maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
     reserved = getattr(maker, "mm_runtime_reservation_gb", None)

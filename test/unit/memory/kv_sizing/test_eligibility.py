@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ import unsized_servers
 from releases import ROOT
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.memory.kv_sizing import eligibility
+from sglang_moe_patches.memory.kv_sizing.eligibility import UNSIZED
 from sglang_moe_patches.registry import CHANGES
-from unsized_servers import INELIGIBLE
+from unsized_servers import SERVERS
 
 NAME = eligibility.KV_SIZING.name
 
@@ -45,20 +47,22 @@ ARGUMENTS: dict[str, object] = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp
 ARGUMENTS |= {"disaggregation_mode": "null", "offload_group_size": -1, "radix_cache_backend": None}
 
 
-@pytest.mark.parametrize("flag", INELIGIBLE)
-def test_a_server_that_is_not_rehearsed_keeps_the_rule_and_the_flag_is_named(flag):
-    arguments = ARGUMENTS | unsized_servers.arguments(flag)
-    assert str(eligibility.skip_reason(True, arguments, {})).startswith(f"of {flag}, ")
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_of_the_table_keeps_the_rule_and_the_reason_names_the_argument(name):
+    arguments = ARGUMENTS | unsized_servers.arguments(name)
+    assert str(eligibility.skip_reason(True, arguments, {})).startswith(f"of {name}: ")
 
 
-def test_every_server_that_is_not_sized_is_tested_and_on_the_page():
-    assert set(eligibility.INELIGIBLE) == set(INELIGIBLE)
-    page = (ROOT / "docs/changes/kv-sizing.md").read_text()
-    assert [flag for flag in (*INELIGIBLE, *eligibility.ENGINE_SWITCHES) if f"`{flag}`" not in page] == []
+def test_each_name_of_the_table_is_there_once_and_names_with_one_reason_are_neighbours():
+    names, reasons = [kind.name for kind in UNSIZED], [kind.reason for kind in UNSIZED]
+    assert len(set(names)) == len(names) > 40
+    assert len([reason for reason, _ in groupby(reasons)]) == len(set(reasons))
+    assert set(unsized_servers.SPECIAL) <= set(names)
 
 
 ALONE: dict[str, object] = {"attn_dp_size": 1}
 RUST, MOONCAKE, SKIP = "SGLANG_RUST_SERVER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL", eligibility.SKIP_ALL_GATHER
+REASONS = {kind.name: kind.reason for kind in UNSIZED}
 
 
 @pytest.mark.parametrize(
@@ -73,12 +77,12 @@ RUST, MOONCAKE, SKIP = "SGLANG_RUST_SERVER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL", 
         (unsized_servers.arguments("--enable-dp-attention-local-control-broadcast") | ALONE, {}, None),
         (unsized_servers.arguments("--moe-dense-tp-size") | ALONE, {}, None),
         ({"device": "cpu"}, {}, "--device is cpu"),
-        ({}, {RUST: "1"}, f"{RUST} is set: {eligibility.ENGINE_SWITCHES[RUST]}"),
-        ({}, {MOONCAKE: "true"}, f"{MOONCAKE} is set: {eligibility.ENGINE_SWITCHES[MOONCAKE]}"),
+        ({}, {RUST: "1"}, f"of {RUST}: {REASONS[RUST]}"),
+        ({}, {MOONCAKE: "true"}, f"of {MOONCAKE}: {REASONS[MOONCAKE]}"),
         ({}, {RUST: "0", MOONCAKE: ""}, None),
         ({}, {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, None),  # the engine's own, maybe in vain
         ({}, {SKIP: "1"}, None),  # ranks without requests of their own exchange no batch information
-        ({"attn_dp_size": 2}, {SKIP: "1"}, f"{SKIP} is set"),
+        ({"attn_dp_size": 2}, {SKIP: "1"}, f"of {SKIP}: {REASONS[SKIP]}"),
     ],
     ids=str,
 )
