@@ -120,6 +120,9 @@ STARTED = {
 ASKED_OTHERWISE = {
     "`--dcp-size`": "none of its flags starts on a CPU, and a unit test compares the page with the table of flags",
     "`--enable-priority-scheduling`": "it starts as other servers do, and a unit test asks for the flag",
+    "`--speculative-skip-dp-mlp-sync`": "it starts as the adaptive one, and a unit test asks for the flag",
+    "`--speculative-ngram-external-corpus-path`": "it starts as the adaptive one, and a unit test asks for the flag",
+    "`--pp-size`": "it starts as the adaptive one, and a unit test asks for the flag",
     "`--use-ray`": "Ray is not installed with the engine, and a unit test asks for the flag",
     "several machines": "what another machine runs is known when it answers",
     "a KV cache of another kind": "its pools have no reference kernels",
