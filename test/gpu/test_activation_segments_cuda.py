@@ -93,7 +93,7 @@ def run(script: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_activations_come_from_expandable_segments_and_what_was_there_is_what_it_was() -> None:
+def test_activations_use_expandable_segments_and_older_tensors_keep_their_values() -> None:
     run("""
 start()
 assert kind(weights) == kind(early[1]) == "ordinary"
@@ -105,7 +105,7 @@ early[0].replay()
 """)
 
 
-def test_a_graph_that_is_captured_later_has_no_expandable_segment_in_its_pool() -> None:
+def test_the_pool_of_a_later_graph_has_no_expandable_segment() -> None:
     run("""
 start()
 held = eager()
@@ -116,7 +116,7 @@ assert kind(eager(60)) == "expandable", "and it is on again"
 """)
 
 
-def test_without_the_guard_a_later_graphs_pool_has_expandable_segments() -> None:
+def test_without_the_guard_the_pool_of_a_later_graph_has_expandable_segments() -> None:
     run("""
 start(guarded=False)
 late = captured()
@@ -140,7 +140,7 @@ assert kind(eager(61)) == "expandable"
 """)
 
 
-def test_in_the_engines_region_around_captures_and_in_a_pool_memory_is_ordinary() -> None:
+def test_captures_and_memory_pools_use_ordinary_segments() -> None:
     run("""
 start()
 with Coordinator().graph_capture() as registered:
@@ -155,7 +155,7 @@ assert kind(eager(100)) == "expandable"
 """)
 
 
-def test_ordinary_blocks_that_are_freed_later_are_used_again_or_given_back() -> None:
+def test_ordinary_blocks_that_are_freed_later_are_reused_or_released() -> None:
     run("""
 start()
 blocks = eager(10)
@@ -172,7 +172,7 @@ assert torch.cuda.memory_reserved() == before, "unmapped again"
 """)
 
 
-def test_of_many_lengths_less_is_kept() -> None:
+def test_many_lengths_keep_less_memory() -> None:
     """The point of it: tensors of rising and of random sizes, one set alive at a time."""
     run("""
 import random
@@ -196,7 +196,7 @@ assert expandable < 1.3 * peak < ordinary, (expandable, peak, ordinary)
 """)
 
 
-def test_an_allocator_that_does_not_do_it_is_left_alone() -> None:
+def test_an_allocator_without_expandable_segments_is_left_alone() -> None:
     said = run("""
 import logging
 logging.basicConfig(level=logging.INFO)
@@ -415,7 +415,7 @@ def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, rank
     assert control.prefills[-1]["expandable"] == 0
 
 
-def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_path: Path) -> None:
+def test_a_graph_captured_while_serving_uses_ordinary_segments(tmp_path: Path) -> None:
     """On one GPU nothing breaks without the guard, but the graphs' memory is of the other kind."""
     case = Case(meanwhile=update_from_disk, variables={"ANEW": "1"})
     control, guarded, unguarded = map(seen_of, at_once(case, ("control", "unset", "unguarded"), tmp_path))
@@ -433,7 +433,7 @@ LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600
 
 @NEEDS_TWO
 @pytest.mark.parametrize("variables", [{"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"}, {}], ids=["v1", "v2"])
-def test_without_the_guard_two_ranks_end_where_they_capture_again_and_with_it_they_go_on(
+def test_two_ranks_that_capture_again_fail_without_the_guard_and_serve_with_it(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
     """A handle of CUDA IPC cannot be had for what the new graphs read."""

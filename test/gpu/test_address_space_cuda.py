@@ -19,7 +19,7 @@ def memory():
 @pytest.mark.parametrize(
     ("shape", "axis"), [((ROWS, 8, 128), 0), ((2, ROWS, 8, 128), 1), ((ROWS // 64, 64 * 132), 0)], ids=str
 )
-def test_memory_is_mapped_where_it_is_asked_for_zeroed_and_given_back(shape, axis, memory):
+def test_mapped_memory_is_zero_and_is_freed_by_unmapping(shape, axis, memory):
     free = torch.cuda.mem_get_info()[0]
     buffer = ElasticBuffer(shape, torch.bfloat16, axis, memory)
     assert torch.cuda.mem_get_info()[0] == free  # addresses cost nothing
@@ -57,7 +57,7 @@ def test_more_than_there_is_changes_nothing(memory):
     buffer.release()
 
 
-def test_a_graph_writes_into_what_was_mapped_after_its_capture(memory):
+def test_a_graph_writes_into_memory_mapped_after_its_capture(memory):
     buffer = ElasticBuffer((ROWS, 1024), torch.float32, 0, memory)
     buffer.map_rows(1000)
     slots, values = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.ones(4, 1024, device="cuda")

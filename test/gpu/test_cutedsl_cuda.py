@@ -58,7 +58,7 @@ def model(wrappers, weights, hidden):
     return residual + hidden
 
 
-def test_captured_and_replayed_as_with_one_wrapper_per_layer(weights):
+def test_a_captured_graph_answers_as_with_one_wrapper_per_layer(weights):
     wrappers = [SharedMoE(Wrapper(), 1, torch.cuda.is_current_stream_capturing)] * LAYERS
     scratch = wrappers[0]._gemm1_output
     graphs = {}

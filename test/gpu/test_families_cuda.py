@@ -125,7 +125,7 @@ def _experts(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_that_no_list_names_answers_as_stock_and_offers(name, tmp_path):
+def test_a_family_without_a_special_case_offers_and_answers_as_stock(name, tmp_path):
     paths = [ROOT / "python", ROOT / "benchmark", ROOT / "test" / "engine", ROOT / "test" / "tools"]
     done = subprocess.run(
         [sys.executable, __file__, name, str(tmp_path)],

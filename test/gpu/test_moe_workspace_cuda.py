@@ -290,7 +290,7 @@ def product(*case):
         product("fp8-block", True),
     ],
 )
-def test_columns_give_the_bits_of_the_whole(modules, ran, kind, inplace):
+def test_column_slices_give_the_same_bits(modules, ran, kind, inplace):
     stock, ours = both(modules, layer(kind=kind, inplace=inplace))
     assert torch.isfinite(stock).all()
     assert ran == [2 if "block" in kind else 4]  # a slice has a multiple of four block scales
@@ -320,7 +320,7 @@ def elsewhere():
         pytest.param({"filter_expert": True}, 4, id="experts of other ranks"),
     ],
 )
-def test_whatever_the_sequence_is_asked_for(modules, ran, more, slices):
+def test_all_options_of_the_fused_moe_function_give_stock_results(modules, ran, more, slices):
     if more.get("is_gated") is False:
         more = {**more, "w1": layer(intermediate=16)["w1"]}
     if more.get("filter_expert"):
@@ -377,7 +377,7 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter runs one thread at a time")
-def test_forwards_in_two_threads_have_nothing_in_common(modules, ran):
+def test_forward_passes_in_two_threads_share_no_state(modules, ran):
     given = [layer(seed=seed, kind=kind) for seed, kind in itertools.product((1, 2), ("bf16", "fp8-block"))]
     stock = [run(modules, one) for one in given]
     ours = [None] * len(given)
@@ -427,7 +427,7 @@ def read_beside(modules, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("beside", [True, False])
-def test_an_input_that_another_stream_reads_is_written_when_the_last_gemm_is_done(
+def test_an_input_that_another_stream_reads_is_overwritten_only_after_the_last_gemm(
     modules, ran, read_beside, monkeypatch, beside
 ):
     monkeypatch.setattr(streams, "has_concurrent_reader", beside)
@@ -444,7 +444,7 @@ def test_an_input_that_another_stream_reads_is_written_when_the_last_gemm_is_don
 
 
 @pytest.mark.usefixtures("small")
-def test_what_is_not_in_place_is_written_at_once(modules, ran, monkeypatch):
+def test_an_out_of_place_output_is_written_at_once(modules, ran, monkeypatch):
     monkeypatch.setattr(streams, "has_concurrent_reader", True)
     with Allocations() as ours:
         assert same_bits(*both(modules, layer()))
@@ -542,7 +542,7 @@ def test_memory_that_is_not_a_dead_input_is_left_alone(modules, ran, unusable, i
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("inplace", [False, True])
-def test_writing_over_the_moe_input_would_be_seen(modules, inplace, monkeypatch):
+def test_overwriting_the_moe_input_changes_the_answers(modules, inplace, monkeypatch):
     given = layer(inplace=inplace)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
     monkeypatch.setattr(channel, "withhold_if_shared", lambda moe_input: None)
@@ -555,7 +555,7 @@ def test_writing_over_the_moe_input_would_be_seen(modules, inplace, monkeypatch)
 
 
 @pytest.mark.usefixtures("small")
-def test_a_lost_slice_is_seen(modules, ran, monkeypatch):
+def test_a_lost_slice_changes_the_result(modules, ran, monkeypatch):
     monkeypatch.setattr(
         column_slices, "split_columns", lambda hidden, width: [(c, c + width) for c in range(0, hidden - width, width)]
     )
@@ -565,7 +565,7 @@ def test_a_lost_slice_is_seen(modules, ran, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_another_tile_is_seen(modules, ran, monkeypatch):
+def test_another_tile_size_changes_the_bits(modules, ran, monkeypatch):
     """The slices run with the tiles that the engine chose for the whole; others may add in another order."""
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
@@ -617,7 +617,7 @@ def test_no_tensor_of_the_full_size_is_made(modules, ran):
 @pytest.mark.parametrize(
     ("in_kernel", "more", "stock_tensors"), [(False, {"no_combine": True}, 2), (True, {"inplace": True}, 1)]
 )
-def test_a_tensor_that_nobody_writes_is_not_made(modules, ran, monkeypatch, in_kernel, more, stock_tensors):
+def test_no_unwritten_tensor_is_allocated(modules, ran, monkeypatch, in_kernel, more, stock_tensors):
     """Without a sum, and with the sum in the kernel."""
     monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", in_kernel)
     monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", in_kernel)
@@ -651,7 +651,7 @@ def hooks():
         pytest.param({"kind": "w4a16-zero-points"}, True, id="zero points"),
     ],
 )
-def test_what_stays_whole(modules, ran, monkeypatch, more, reached):
+def test_some_calls_stay_uncut(modules, ran, monkeypatch, more, reached):
     if more.get("tokens") == 32:  # the engine compiles that sum, in an order of its own
         monkeypatch.setattr(
             modules.sequence, "moe_sum_reduce_torch_compile", lambda x, out, scale: moe_sum.moe_sum_torch(x, out, scale)
@@ -662,7 +662,7 @@ def test_what_stays_whole(modules, ran, monkeypatch, more, reached):
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(40, id="small"), pytest.param(400, id="691 kB of the 1 MB allowed")])
-def test_where_one_slice_is_best_the_engines_own_sequence_runs(modules, ran, monkeypatch, tokens):
+def test_if_one_slice_is_best_the_engines_own_function_runs(modules, ran, monkeypatch, tokens):
     if tokens > 40:
         monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "1")
     stock, ours = both(modules, layer(tokens=tokens))

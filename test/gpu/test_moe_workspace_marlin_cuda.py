@@ -258,7 +258,7 @@ def biases():
         pytest.param(biases(), "w2_bias", FOUR, id="biases"),
     ],
 )
-def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, caplog, more, needs, slices):
+def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, caplog, more, needs, slices):
     if needs and not takes(module, needs):
         pytest.skip("not in this release")
     caplog.set_level("INFO", log.logger.name)
@@ -292,7 +292,7 @@ def test_experts_elsewhere_add_nothing(module, ran, given_map):
         assert not ours[2::4].any()
 
 
-def test_the_input_is_read_no_more_when_the_output_is_written_over_it(module):
+def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
     """``inplace``: the engine's callers never ask for it."""
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
@@ -305,7 +305,7 @@ def test_the_input_is_read_no_more_when_the_output_is_written_over_it(module):
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_tensor_is_as_large_as_the_one_that_is_not_there(module, ran):
+def test_no_tensor_is_larger_than_the_output(module, ran):
     given = layer(intermediate=64)
     with patched(), Poison() as poison:
         run(module, given)
@@ -313,7 +313,7 @@ def test_no_tensor_is_as_large_as_the_one_that_is_not_there(module, ran):
     assert poison.largest == 40 * 512  # the output
 
 
-def test_the_first_output_is_gone_before_the_slices_begin(module, monkeypatch):
+def test_the_first_gemms_output_is_freed_before_the_slices_begin(module, monkeypatch):
     alive, sums = [], []
     fill, gemm_and_sum = marlin._FirstOutput.allocate, marlin.gemm_and_sum
 
@@ -335,7 +335,7 @@ def test_the_first_output_is_gone_before_the_slices_begin(module, monkeypatch):
     assert sums == [None]
 
 
-def test_what_is_asked_for_is_kept(module, ran, monkeypatch):
+def test_moe_workspace_mb_bounds_the_workspace(module, ran, monkeypatch):
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "1")
     given = layer(tokens=500, intermediate=64, experts=2, top_k=2)
@@ -352,7 +352,7 @@ def test_what_is_asked_for_is_kept(module, ran, monkeypatch):
 
 
 @pytest.mark.parametrize("offered", ["a dead input", "the MoE input", "to a whole call"])
-def test_the_output_lies_in_the_dead_input_and_in_no_other_memory(module, ran, monkeypatch, offered):
+def test_the_output_lies_in_the_dead_input(module, ran, monkeypatch, offered):
     given = layer()
     stock, x = run(module, given), given["hidden_states"].clone()
     buffer = x.view(-1).view(40, 512) if offered == "the MoE input" else torch.full_like(x, math.nan)
@@ -387,7 +387,7 @@ def reordered():
         pytest.param({"beside": True, "inplace": True}, "another stream", id="beside in place"),
     ],
 )
-def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
+def test_some_calls_stay_uncut(module, ran, monkeypatch, caplog, more, reason):
     if "no_combine" in more and not takes(module, "no_combine"):
         pytest.skip("not in this release")
     monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
@@ -431,7 +431,7 @@ def test_arguments_by_their_place(module, ran):
 # --- Probing ---------------------------------------------------------------------------------------------------------
 
 
-def test_taking_it_back_leaves_the_module_as_it_was(module):
+def test_undo_restores_the_module(module):
     before = dict(vars(module))
     with patched():
         assert vars(module) != before
@@ -443,7 +443,7 @@ def test_taking_it_back_leaves_the_module_as_it_was(module):
     [(__name__, "not the engine's own operator|wrapped or replaced"), (ELSEWHERE, "not the engine's own operator")],
     ids=["another plugin", "another module of the engine"],
 )
-def test_another_s_function_is_left_alone(module, monkeypatch, owner, reason):
+def test_a_function_of_another_plugin_is_left_alone(module, monkeypatch, owner, reason):
     code = (lambda *args, **kwargs: None).__code__
     monkeypatch.setattr(module, marlin.NAME, FunctionType(code, vars(importlib.import_module(owner))))
     with pytest.raises(engine.Unsupported, match=reason):
@@ -485,7 +485,7 @@ def test_a_function_with_other_uses_is_unsupported(module, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("tokens", "columns_", "start", "stop"), [(5, 512, 128, 384), (3, 4096, 0, 2304), (0, 320, 256, 320)]
 )
-def test_our_kernels_sum_one_slice_and_copy_another_and_touch_nothing_else(dtype, tokens, columns_, start, stop):
+def test_our_kernels_write_only_the_slice_that_they_sum_or_copy(dtype, tokens, columns_, start, stop):
     width = stop - start
     experts_output = torch.randn(tokens, 3, width, device=DEVICE).to(DTYPE)
     both = [torch.full((tokens + 2, columns_), math.nan, device=DEVICE).to(DTYPE) for _ in range(2)]
@@ -511,7 +511,7 @@ def test_our_kernels_sum_one_slice_and_copy_another_and_touch_nothing_else(dtype
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_a_captured_call_is_the_eager_one(module, ran):
+def test_a_captured_call_equals_the_eager_call(module, ran):
     given = layer(tokens=400, intermediate=64)
     with patched():
         eager = run(module, given)

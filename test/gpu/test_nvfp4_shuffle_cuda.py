@@ -195,7 +195,7 @@ def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_a_layer_on_another_device_than_the_current():
+def test_a_layer_on_another_than_the_current_device_works():
     layer = tuple(t.to("cuda:1") for t in random_layer(4, 256, 128))
     expected = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*(t.cpu() for t in layer), 256, 128, 4)
     with torch.cuda.device(0):

@@ -100,7 +100,7 @@ def test_quantize_equals_the_plain_one_to_the_bit(rows, columns, multiplier):
 
 
 @ON_GPU
-def test_quantize_allocates_its_result_only():
+def test_quantize_allocates_only_its_result():
     x, multiplier = torch.randn(4096, 7168, device="cuda").bfloat16(), torch.tensor([1.0], device="cuda")
     of_result = sum(t.nbytes for t in nvfp4_triton.quantize(x, multiplier))
     assert peak_bytes(lambda: nvfp4_triton.quantize(x, multiplier)) <= of_result + MIB

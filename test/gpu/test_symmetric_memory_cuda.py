@@ -136,7 +136,7 @@ def symmetric(counts: dict[str, int]) -> int:
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_as_many_collectives_are_symmetric_as_with_stock(layout, tmp_path, monkeypatch):
+def test_stock_and_patched_have_equally_many_symmetric_collectives(layout, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "none")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # as the engine's launcher has it
     monkeypatch.setenv("SGLANG_SYMM_MEM_PREALLOC_GB_SIZE", "1")

@@ -170,7 +170,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     "test/tools/processor_time.py": {
-        "test_what_takes_too_long_in_its_process_or_below_fails_without_a_reason": [
+        "test_a_test_that_takes_too_long_with_its_child_processes_fails_unless_marked": [
             ("taken_s > (limit_s := LIMIT_S * how_slow())", "False"),
             ("this.children(recursive=True)", "this.children()"),
             ('fixturedef.scope == "session"', "False"),
@@ -178,7 +178,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     "test/standins/preloaded/sitecustomize.py": {
-        "test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails": [
+        "test_a_spawned_process_is_forked_with_its_environment_and_its_failure_ends_the_server": [
             ("_Popen = context.ForkServerProcess._Popen", "_Popen = context.SpawnProcess._Popen"),
             ('os.environ.update(data.pop("environ"))', 'data.pop("environ")'),
             ("os.kill(os.getppid(), signal.SIGQUIT)", "None"),

@@ -23,7 +23,7 @@ EVERY_RELEASE = (
     "test_reference_kernels.py",
 )
 """They look at the engine's functions or FlashInfer's, or ask its torch to compile something."""
-ONCE = ("test_the_triton_kernels_in_the_interpreter",)
+ONCE = ("test_the_triton_kernels_work_in_the_interpreter",)
 """Of those: half a minute of kernels of our own, the same on every release."""
 
 

@@ -347,7 +347,7 @@ def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without
 
 
 def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_seam_has_changed(tmp_path):
-    """An engine without the modules that are looked at. (As it is: test_this_release_is_as_the_table_says.)"""
+    """An engine without the modules that are looked at. (As it is: test_the_record_of_this_release_is_up_to_date.)"""
     sabotage = tmp_path / "sitecustomize.py"
     sabotage.write_text("from sglang_moe_patches.core import engine\nengine.has_module = lambda name: False\n")
     done = command("doctor", "--json", PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES="output-buffer")

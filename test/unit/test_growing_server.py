@@ -23,7 +23,7 @@ RULE = "using the engine's default fraction 0.9000 because it's so"
         ["--mem-fraction-static", "0.3", "--tp", "2", "--mem-fraction-static", "0.4"],
     ],
 )
-def test_a_fraction_that_would_stand_is_left_out(given: list[str]):
+def test_growing_server_sets_no_fraction_that_would_pin_the_kv_cache(given: list[str]):
     assert growing_server.without_fraction(given) == ["--tp", "2"]
 
 

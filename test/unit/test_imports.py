@@ -95,7 +95,7 @@ def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
     TopologicalSorter(found).prepare()  # names the circle
 
 
-def test_what_goes_up_and_what_goes_round_is_found(tmp_path: Path) -> None:
+def test_upward_and_circular_imports_are_found(tmp_path: Path) -> None:
     """Inside functions too, and under TYPE_CHECKING: whoever reads a file has to know the other."""
     for name, text in {
         "core/engine": "def f():\n    from sglang_moe_patches.lab.servers.client import Client\n",

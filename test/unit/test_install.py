@@ -33,7 +33,7 @@ def register_without(absent: set[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-def test_nothing_but_these_three_is_installed_with_us():
+def test_installing_the_package_adds_only_its_three_dependencies():
     assert names(PROJECT["dependencies"]) == {"wrapt", "typer", "rich"}
 
 

@@ -31,7 +31,7 @@ def test_a_release_without_a_constraints_file_can_be_installed(target: str):
     assert f"--override .venvs/{UNKNOWN}/overrides.txt" in done.stdout
 
 
-def test_the_logs_of_releases_tested_at_once_are_shown_one_by_one_and_a_failure_fails(tmp_path: Path):
+def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fails(tmp_path: Path):
     """In the place of the tests of each release: two lines with a pause between them, and one release that fails."""
     tests, failing = tmp_path / "tests", releases.EVERY_TIME[-1]
     tests.write_text(

@@ -61,7 +61,9 @@ def test_registering_imports_neither_torch_nor_the_engine():
         ("SGLANG_MOE_PATCHES_STRICT", "maybe", "SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'maybe'"),
     ],
 )
-def test_a_wrong_variable_ends_the_process_although_exceptions_are_swallowed(variable, value, message, monkeypatch):
+def test_an_invalid_variable_ends_the_process_although_the_engine_swallows_exceptions(
+    variable, value, message, monkeypatch
+):
     monkeypatch.setenv(variable, value)
     with pytest.raises(SystemExit) as ended:  # which is no Exception
         plugin.register()
@@ -93,7 +95,7 @@ import takes long, is imported once."""
 
 
 @pytest.mark.every_release
-def test_where_this_package_itself_fails_a_strict_server_does_not_start():
+def test_if_this_package_fails_to_import_a_strict_server_does_not_start():
     """The engine logs what fails while it loads a plugin, and goes on."""
     missing = ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
     done = python(IN_FORKS, *missing)
@@ -105,7 +107,7 @@ def test_where_this_package_itself_fails_a_strict_server_does_not_start():
         assert "\n" not in strict
 
 
-def test_a_registration_that_fails_ends_a_strict_process_alone(monkeypatch):
+def test_a_failed_registration_ends_only_a_strict_process(monkeypatch):
     monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         plugin.register()
@@ -137,12 +139,12 @@ HOOKS = [(change.name, *hook) for change in CHANGES for hook in change.launcher_
 
 
 @pytest.mark.parametrize(("name", "module", "hook"), HOOKS, ids=[f"{name} {module}" for name, module, _ in HOOKS])
-def test_a_module_in_which_a_launcher_hook_finds_nothing_is_imported_all_the_same(name, module, hook, caplog):
+def test_a_module_without_the_hook_point_of_a_launcher_hook_is_imported_unpatched(name, module, hook, caplog):
     plugin._run_launcher_hook(name, hook, ModuleType(module))
     assert f"{module} (change {name}) stays unpatched" in caplog.text
 
 
-def test_a_launcher_hook_that_fails_half_way_is_undone(caplog):
+def test_a_failed_launcher_hook_is_undone(caplog):
     module = ModuleType("of_the_engine")
 
     def hook(module, patcher):
@@ -154,7 +156,7 @@ def test_a_launcher_hook_that_fails_half_way_is_undone(caplog):
     assert "AttributeError" in caplog.text
 
 
-def test_a_variable_that_nobody_reads_is_one_warning_at_start_up():
+def test_an_unread_variable_is_one_warning_at_start_up():
     code = "import logging; logging.basicConfig(); from sglang_moe_patches import plugin; plugin.activate()"
     done = python(code, SGLANG_MOE_PATCHES="none", SGLANG_MOE_PATCHES_STRIKT="1")
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails(tmp_path: Path):
+def test_a_spawned_process_is_forked_with_its_environment_and_its_failure_ends_the_server(tmp_path: Path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").touch()
     (tmp_path / "sglang/launch_server.py").write_text(LAUNCHER)

@@ -65,7 +65,7 @@ def run(folder: Path, **variables: str) -> set[str]:
     return {line.partition("::")[2].split()[0] for line in done.stdout.splitlines() if line.startswith("ERROR ")}
 
 
-def test_what_takes_too_long_in_its_process_or_below_fails_without_a_reason(tmp_path):
+def test_a_test_that_takes_too_long_with_its_child_processes_fails_unless_marked(tmp_path):
     assert run(tmp_path) == {"test_first", "test_by_itself", "test_below"}
 
 

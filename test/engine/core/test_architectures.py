@@ -157,7 +157,7 @@ def buildable(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, run, by_source, monkeypatch, caplog):
+def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(name, run, by_source, monkeypatch, caplog):
     with without_buffer(), buildable(name):
         stock = run(name)
     assert stock[1].isfinite().all()

@@ -101,7 +101,7 @@ def unreadable():
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3-moe"])
-def test_a_family_that_is_refused_is_left_alone_with_the_reason(
+def test_a_family_whose_proof_fails_is_unpatched_and_the_reason_is_logged(
     proof, refuse, reason, path, run, stock_qwen3, monkeypatch, caplog
 ):
     original = getattr(proofs, proof)
@@ -130,7 +130,7 @@ class CannotBeImported:
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
-def test_deepseeks_module_that_cannot_be_imported_takes_no_other_family_with_it(
+def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
     engine, path, stock_qwen3, kernels, monkeypatch
 ):
     """The engine passes over such a module, and serves the others."""
@@ -160,7 +160,9 @@ def written_over(engine, model, kernels):
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
-def test_a_deepseek_layer_of_a_forks_goes_without_by_itself(engine, path, checkpoint, kernels, run, monkeypatch):
+def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
+    engine, path, checkpoint, kernels, run, monkeypatch
+):
     """The others keep theirs, and what the engine itself offers in that layer is still withheld."""
     layer = layer_class("deepseek-v3")
     paths = (path, checkpoint(dense_layers=0))
@@ -220,7 +222,7 @@ def keep_norms_inputs(model, keeper):
         (keep_norms_inputs, False),
     ],
 )
-def test_what_a_hook_keeps_is_not_written_over(keep, in_place, engine, path, monkeypatch):
+def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, engine, path, monkeypatch):
     if not in_place:
         norms_out_of_place(monkeypatch)
 
@@ -275,7 +277,7 @@ def layer_class(family):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["deepseek-v3", *ONE_IN_CI])
-def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatch):
+def test_offering_the_residual_changes_a_familys_answers(family, path, run, monkeypatch):
     """The guard removed: the first layer offers its input, which becomes the residual."""
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
@@ -311,7 +313,7 @@ def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine,
 
 
 @pytest.mark.parametrize("family", ONE_IN_CI)
-def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, monkeypatch):
+def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, path, run, monkeypatch):
     if probe(cutedsl_sizing.CHANGE).install is None:
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
     taken, take = [], channel.take_output
@@ -326,7 +328,7 @@ def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, mo
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
-def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, path, kernels, monkeypatch):
+def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monkeypatch):
     """A model with a loop of its own around the same layers: it may keep what it likes."""
     with installed(output_buffer.CHANGE):
         stack = engine_code.module("sglang.srt.models.qwen3_moe").Qwen3MoeModel
@@ -336,7 +338,7 @@ def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, path, kernels, m
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
-def test_with_symmetric_memory_the_pool_is_not_walked_in_every_layer(engine, path, kernels, monkeypatch):
+def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, path, kernels, monkeypatch):
     """The engine's own runner asks for each buffer on offer whether it lies in the pool. Without an offer it asks for
     none, and so it must with ours, once the addresses are known."""
     pool = Pool(monkeypatch)
@@ -416,7 +418,9 @@ OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
         *(further(family, "all", SCRATCH) for family in FAMILIES if family != "qwen3-moe"),
     ],
 )
-def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, selected, expected, bf16, run, taken):
+def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
+    family, selected, expected, bf16, run, taken
+):
     path = bf16(family)
     stock = run(path)
     assert stock[1].isfinite().all()
@@ -427,7 +431,7 @@ def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, sel
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("triton")
-def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run, patcher):
+def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
     """Of four layers, the input of the first is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON["all"]]
     tally = acted.Tally([count for counts in acted.declared(applied).values() for count in counts])
@@ -444,7 +448,7 @@ def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run, patcher):
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("triton", "taken")
 @pytest.mark.parametrize(("family", "selected"), [("deepseek-v3", "deferred-shared-experts"), ("qwen3-moe", "all")])
-def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, monkeypatch):
+def test_offering_the_residual_to_triton_changes_the_answers(family, selected, bf16, run, monkeypatch):
     path = bf16(family)
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
@@ -484,7 +488,7 @@ def outputs(monkeypatch):
 
 @pytest.mark.usefixtures("in_no_pool", "triton")
 @pytest.mark.parametrize(("selected", "pays"), [("deferred-shared-experts", True), ("all", True), ("all", False)])
-def test_with_symmetric_memory_tritons_output_lies_in_the_pool_whatever_is_on_offer(
+def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
     selected, pays, bf16, engine, run, outputs, monkeypatch
 ):
     """Stock writes it over an input that lies there. The first of four layers offers nothing, and where columns do not
@@ -501,7 +505,7 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_whatever_is_on_of
 
 
 @pytest.mark.usefixtures("deferred", "triton")
-def test_where_no_shared_experts_wait_tritons_output_takes_no_more_memory_than_stock(bf16, engine, outputs):
+def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(bf16, engine, outputs):
     """A traced prefill graph runs the routed experts alone. Where it was traced with the shared experts before them,
     another output would be one tensor more."""
     with installed(deferred_shared_experts.CHANGE):

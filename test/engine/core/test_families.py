@@ -33,7 +33,7 @@ def kind_of(name: str) -> str:
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("family", OTHERS)
-def test_the_engine_answers_by_the_checkpoint_and_repeats_itself(engine, checkpoint, family):
+def test_answers_depend_on_the_checkpoint_and_are_deterministic(engine, checkpoint, family):
     model, other = (engine.load(checkpoint(family=family, seed=seed)) for seed in (0, 1))
     normed = []
     norm = model.model.layers[-1].post_attention_layernorm
@@ -144,7 +144,7 @@ def test_minimax_normalises_over_all_heads_as_the_engines_own_layer_does(engine,
 
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-def test_a_first_layer_with_experts_answers_otherwise(engine, checkpoint):
+def test_a_dense_first_layer_changes_the_answers(engine, checkpoint):
     paths: list[Path] = [checkpoint(family="glm4-moe", dense_layers=layers) for layers in (0, 1)]
     models = [engine.load(path) for path in paths]
     assert [hasattr(model.model.layers[0].mlp, "experts") for model in models] == [True, False]

@@ -168,7 +168,7 @@ def another_plugin(
         for takeover in TAKEOVERS
     ],
 )
-def test_a_hook_point_that_is_somebody_elses_is_left_to_it(change, takeover):
+def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, takeover):
     """One hook point after another: a single one is enough for the change to do nothing at all, rather than half of it.
     Where dead inputs are offered, what the change does without is named."""
     hook_points = hook_points_of(change)
@@ -206,7 +206,7 @@ def plans(*names: str) -> dict[str, patch.Plan]:
     return {change.name: patch.probe(change) for change in CHANGES if change.name in names}
 
 
-def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
+def test_a_family_that_another_plugin_patches_is_left_out_and_the_changes_apply():
     layer = layer_of("qwen3_moe")
     assert probe.probe_layer(layer).family == "qwen3_moe"
     with another_plugin(replaces, (layer, "forward")):
@@ -220,7 +220,7 @@ def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
 
 
 @pytest.mark.parametrize("takeover", [wraps, replaces, subclasses], ids=lambda takeover: takeover.__name__)
-def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(takeover):
+def test_without_deepseeks_layer_columns_apply_and_shared_experts_are_not_deferred(takeover):
     layer = layer_of("deepseek_v2")
     with another_plugin(takeover, (layer, "forward")):
         found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
@@ -248,7 +248,7 @@ KEPT: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_what_another_plugin_keeps_of_a_layer_is_not_written_over(kept, engine, checkpoint, monkeypatch):
+def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, checkpoint, monkeypatch):
     path = checkpoint(family="qwen3-moe")
     find, keeps, in_place = KEPT[kept]
     owner, method = find(engine.load(path).model.layers[1])
@@ -296,7 +296,7 @@ def fresh_process(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_a_server_beside_it_starts_and_answers_as_without_us(engine, checkpoint, request, caplog):
+def test_a_server_with_another_plugin_starts_and_answers_as_without_this_package(engine, checkpoint, request, caplog):
     stock = engine.generate(engine.load(checkpoint()), PROMPTS, 2)
     request.getfixturevalue("everything_is_somebody_elses")
     before = contents()
@@ -311,7 +311,7 @@ def test_a_server_beside_it_starts_and_answers_as_without_us(engine, checkpoint,
 
 
 @pytest.mark.usefixtures("fresh_process", "everything_is_somebody_elses")
-def test_a_strict_server_beside_it_does_not_start(engine, monkeypatch):
+def test_a_strict_server_with_another_plugin_does_not_start(engine, monkeypatch):
     monkeypatch.setitem(os.environ, STRICT.name, "1")
     before = contents()
     with pytest.raises(patch.PatchError, match="output-buffer: unsupported, because"):

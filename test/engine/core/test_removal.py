@@ -30,7 +30,7 @@ def install_all(patcher: patch.Patcher) -> list[str]:
 
 
 @pytest.mark.usefixtures("engine")
-def test_probing_changes_nothing_and_all_changes_taken_back_leave_every_module_and_class_as_it_was():
+def test_probing_and_undoing_all_changes_leave_every_module_and_class_unchanged():
     """Not only what the patcher remembers: everything that the engine and FlashInfer hold, name by name."""
     for change in CHANGES:
         patch.probe(change)  # imports what it looks at
@@ -47,7 +47,7 @@ def test_probing_changes_nothing_and_all_changes_taken_back_leave_every_module_a
     assert differences(before) == []
 
 
-def test_answers_after_removal_are_those_before(engine, checkpoint):
+def test_undoing_all_changes_restores_the_answers(engine, checkpoint):
     path = checkpoint()
     before = engine.generate(engine.load(path), PROMPTS, 4)
     with installed(*CHANGES):
@@ -57,7 +57,7 @@ def test_answers_after_removal_are_those_before(engine, checkpoint):
     assert torch.equal(after[1], before[1])
 
 
-def test_an_engine_that_is_told_to_leave_us_out_loads_nothing_of_ours():
+def test_an_engine_whose_plugin_list_leaves_this_plugin_out_loads_no_module_of_it():
     """Whatever patches the engine later on is ours, and would be loaded by then."""
     code = (
         "import sys; from sglang.srt.plugins import load_plugins; load_plugins(); "

@@ -38,7 +38,7 @@ def module():
     return made
 
 
-def test_what_is_missing_is_named(module):
+def test_a_missing_module_or_attribute_is_named(module):
     with pytest.raises(Unsupported, match=r"sglang\.srt\.made_up has no walk"):
         engine.require_unpatched(module, "walk")
     with pytest.raises(Unsupported, match="Layer has no backward"):
@@ -61,7 +61,7 @@ OURS = "sglang_moe_patches.changes.first"
     ],
     ids=["ours", "the engine's and PyTorch's", "another plugin's", "ours around it", "ours around a hook"],
 )
-def test_whose_a_function_is_that_was_wrapped(module, wrappers, own):
+def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers, own):
     """:param own: after how many wrappers it is the engine's own, or who has wrapped it."""
     functions = [module.run]
     for name in wrappers:
@@ -74,19 +74,19 @@ def test_whose_a_function_is_that_was_wrapped(module, wrappers, own):
             engine.require_unpatched(module, "run")
 
 
-def test_a_function_that_somebody_replaced_is_not_the_engines_own(module):
+def test_a_replaced_function_is_not_the_engines_own(module):
     module.run = of_module(template, "somebody_else")
     with pytest.raises(Unsupported, match="replaced by somebody_else"):
         engine.require_unpatched(module, "run")
 
 
-def test_a_class_that_somebody_replaced_is_not_the_engines_own(module):
+def test_a_replaced_class_is_not_the_engines_own(module):
     module.Layer = type("Better", (module.Layer,), {"__module__": "somebody_else"})
     with pytest.raises(Unsupported, match=r"made_up.Layer is somebody_else.Better"):
         engine.require_unpatched(module, "Layer")
 
 
-def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
+def test_mentions_reads_inner_functions_and_decorated_functions(module):
     for function in (module.run, wrapped_by("sglang.srt.utils", module.run)):
         assert engine.mentions(function, "hidden_states", "mark", "range", "layers", "shape")
         assert not engine.mentions(function, "hidden_states", "nothing_of_the_kind")
@@ -96,12 +96,12 @@ def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
         engine.require_mentions(template, "mark", "nothing")
 
 
-def test_assigning_is_told_from_reading():
+def test_sets_attribute_ignores_reads():
     assert engine.sets_attribute(template, "mark")
     assert not engine.sets_attribute(template, "shape")
 
 
-def test_parameters_are_a_start_or_all_of_them():
+def test_require_parameters_checks_the_first_or_all_parameters():
     engine.require_parameters(template, ["hidden_states"])
     with pytest.raises(Unsupported, match=r", expected \(hidden_states\)$"):
         engine.require_parameters(template, ["hidden_states"], exactly=True)

@@ -46,7 +46,7 @@ def answerer(module, **how):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([IN_PLACE, HOOKED])), ids=["as given", "reversed"])
-def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order):
+def test_two_changes_share_one_wrapper_in_any_order(module, order):
     patchers = []
     for route in order:
         patchers.append(Patcher())
@@ -63,7 +63,7 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
     assert getattr(module, fused_moe_call.NAME) is sequence_of_the_engine
 
 
-def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
+def test_undoing_changes_in_another_order_leaves_no_wrapper(module):
     patchers = [Patcher(), Patcher()]
     for patcher, route in zip(patchers, FIRST, strict=True):
         fused_moe_call.add_route(patcher, route)
@@ -75,7 +75,7 @@ def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
 
 
 @pytest.mark.parametrize("by_place", range(6))
-def test_arguments_may_come_by_their_names(module, by_place):
+def test_arguments_may_be_keywords(module, by_place):
     fused_moe_call.add_route(Patcher(), IN_PLACE)
     names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "config")
     given = dict(zip(names, (*CALL, 7), strict=True))
@@ -85,7 +85,7 @@ def test_arguments_may_come_by_their_names(module, by_place):
     assert run(*call, **given, inplace=False) == ("the engine's", *CALL, 7, False, None)
 
 
-def test_no_route_is_asked_while_tracing():
+def test_no_route_is_called_while_tracing():
     """Graphs must not depend on what is on offer, and the tracer knows no ContextVar."""
 
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
@@ -113,7 +113,7 @@ def test_no_route_is_asked_while_tracing():
         ),
     ],
 )
-def test_a_sequence_that_takes_its_arguments_otherwise_is_left_alone(module, monkeypatch, parameters, reason):
+def test_a_fused_moe_function_with_other_parameters_is_unsupported(module, monkeypatch, parameters, reason):
     monkeypatch.setattr(engine, "require_unpatched", lambda owner, name: eval(f"lambda {parameters}: None"))
     if reason is None:
         assert fused_moe_call.probe()[0] is module

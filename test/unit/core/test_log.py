@@ -7,7 +7,7 @@ import logging
 from sglang_moe_patches.core import log
 
 
-def test_what_happens_at_every_forward_is_said_once(caplog):
+def test_once_logs_one_message_per_key(caplog):
     with caplog.at_level(logging.INFO, log.logger.name):
         for rows in (16, 17):
             log.once(logging.WARNING, "cut", "%d rows are cut", rows)

@@ -35,7 +35,7 @@ THREE = (change("one"), change("two"), change("three"))
         (" three, one ,", {"one", "three"}),
     ],
 )
-def test_selected(value, expected):
+def test_selected_names(value, expected):
     assert patch.selected_names(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
 
 
@@ -61,7 +61,7 @@ def without_a_hook_point():
         ),
     ],
 )
-def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_unsupported(probe, plan):
+def test_a_plan_without_installer_is_reported_and_an_unexpected_engine_is_unsupported(probe, plan):
     assert patch.apply([Change("a", "", probe)], {"a"}) == {"a": plan}
 
 
@@ -91,14 +91,14 @@ def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_uns
     ],
     ids=["not selected", "not needed", "off", "asked in vain", "arguments not as expected"],
 )
-def test_a_change_is_left_out_with_its_reason_before_anything_is_probed(selected, skip, plan):
+def test_a_skipped_change_has_its_reason_and_is_not_probed(selected, skip, plan):
     skipped = Change("a", "", pytest.fail, skip=skip)
     plans = patch.apply([skipped, change("b")], selected, SimpleNamespace(backend="triton"))
     assert plans["a"] == plan
     assert plans["b"].status is Status.APPLIED
 
 
-def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
+def test_a_failed_optional_patch_is_logged_once_and_ends_only_a_strict_server(monkeypatch, caplog):
     for _ in range(2):
         with patch.best_effort("a layer"):
             raise AttributeError("no runner")
@@ -110,7 +110,7 @@ def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_serve
         raise AttributeError("no runner")
 
 
-def test_an_installation_that_fails_half_way_is_undone_and_unsupported():
+def test_a_failed_installation_is_undone_and_unsupported():
     def install(patcher):
         patcher.replace(Owner, "value", "patched")
         patcher.replace(Owner, "missing", "patched")
@@ -127,7 +127,7 @@ def test_an_installation_that_fails_half_way_is_undone_and_unsupported():
 SWITCH = Variable("A_SWITCH", "on or off", parse_zero_or_one, default="0")
 
 
-def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else():
+def test_an_invalid_value_is_refused_only_if_its_change_is_selected():
     reads = change(variables=(SWITCH,))
     with pytest.raises(ValueError, match="A_SWITCH: expected 0 or 1, got 'on'"):
         patch.check_environment([reads], {"A_SWITCH": "on"})
@@ -148,14 +148,14 @@ def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else(
         ),
     ],
 )
-def test_a_variable_of_an_earlier_version_is_refused_by_what_replaces_it_where_its_change_is_selected(name, message):
+def test_a_retired_variable_is_refused_with_its_replacement_if_its_change_is_selected(name, message):
     with pytest.raises(ValueError, match=message):
         patch.check_environment(CHANGES, {name: "4096"})
     patch.check_environment(CHANGES, {name: "4096", patch.SELECT_VARIABLE: "none"})
     patch.check_environment(CHANGES, {name: ""})
 
 
-def test_every_variable_that_the_code_names_is_in_the_table():
+def test_every_variable_named_in_the_code_is_listed():
     package = Path(patch.__file__).parents[1]
     named = {
         name
@@ -176,7 +176,7 @@ def test_every_variable_that_the_code_names_is_in_the_table():
         ("SGLANG_MOE_PADDING", None),
     ],
 )
-def test_a_name_like_ours_that_nobody_reads_is_said(name, words):
+def test_an_unread_variable_with_our_prefix_is_reported(name, words):
     said = [f"{name} is set, but no code reads it{hint}" for hint in words or ()]
     assert patch.describe_unread_variables(CHANGES, {name: "1"}) == said
 
@@ -188,7 +188,7 @@ class Heir(Owner):
     pass
 
 
-def test_what_is_inherited_is_replaced_on_the_heir_alone():
+def test_an_inherited_attribute_is_replaced_on_the_subclass_alone():
     patcher = Patcher()
     patcher.wrap(Heir, "value", lambda original: original + "+")
     assert (Heir.value, Owner.value) == ("stock+", "stock")
@@ -196,7 +196,7 @@ def test_what_is_inherited_is_replaced_on_the_heir_alone():
     assert "value" not in vars(Heir)
 
 
-def test_undo_restores_in_reverse_and_takes_away_what_was_added():
+def test_undo_restores_attributes_in_reverse_order_and_removes_added_ones():
     patcher = Patcher()
     patcher.wrap(Owner, "value", lambda original: original + "+")
     patcher.wrap(Owner, "value", lambda original: original + "+")
@@ -227,7 +227,7 @@ def test_undo_restores_in_reverse_and_takes_away_what_was_added():
         ({"moe_runner_backend": "triton", "speculative_algorithm": "EAGLE"}, False),
     ],
 )
-def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
+def test_a_change_is_needed_if_the_model_or_its_draft_model_uses_its_runner(server, needed):
     found = runners.skip_unless_runner(*runners.TRTLLM)(SimpleNamespace(**server))
     assert (found is None) == needed
     assert needed or "triton" in found.reason

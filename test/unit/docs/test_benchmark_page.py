@@ -53,7 +53,7 @@ def outdated() -> list[str]:
     return [path.name for path in render.outdated()]
 
 
-def test_a_changed_result_a_changed_page_and_a_missing_plot_are_seen(apart: Path):
+def test_an_outdated_result_page_or_plot_is_reported(apart: Path):
     result, page = apart / "results/mori-rows/rows.json", apart / "docs/benchmarks/overheads-and-checks.md"
     before, rows = result.read_text(), json.loads(result.read_text())
     case = next(case for case in rows["figures"]["cases"] if (case["ep"], case["batch"]) == (8, 32))

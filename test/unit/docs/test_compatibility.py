@@ -18,13 +18,13 @@ from sglang_moe_patches.registry import CHANGES
 FOUND = json.loads(pages.FOUND.read_text())
 
 
-def test_every_release_was_asked_and_passed_its_tests():
+def test_every_release_is_recorded_and_passed_its_tests():
     assert list(FOUND) == list(releases.ALL)
     for release, facts in FOUND.items():
         assert compatibility.passed(facts["tests"]), release
 
 
-def test_every_release_was_asked_about_every_change_but_those_of_the_next_version():
+def test_every_release_has_a_record_of_every_released_change():
     """Who writes a change has the default release alone; who merges it has all of them."""
     names = [change.name for change in CHANGES]
     unreleased = (pages.ROOT / "CHANGELOG.md").read_text().partition("## Unreleased")[2].partition("\n## ")[0]
@@ -53,7 +53,7 @@ def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: 
 
 @pytest.mark.long("doctor imports the whole engine in a process of its own, and probes it for every change")
 @pytest.mark.every_release
-def test_this_release_is_as_the_table_says():
+def test_the_record_of_this_release_is_up_to_date():
     release = engine.version()
     if release not in FOUND:
         pytest.skip(f"SGLang {release} is not in the table")
@@ -73,7 +73,7 @@ def test_this_release_is_as_the_table_says():
     assert done.returncode == ("unsupported" in [status for status, _ in changes.values()])
 
 
-def test_of_all_tests_each_part_that_ended_is_recorded_and_the_others_keep_what_was_known(tmp_path):
+def test_finished_parts_of_test_all_are_recorded_and_other_parts_keep_their_record(tmp_path):
     newest = releases.EVERY_TIME[-1]
     failed = "= 2 failed, 9 passed, 1 skipped, 4 deselected in 65.01s (0:01:05) =\nmake[1]: *** [unit] Error 1\n"
     (tmp_path / f"test-{newest}-unit.log").write_text(f"collected 12 items\n{failed}")

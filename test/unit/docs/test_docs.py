@@ -70,7 +70,7 @@ def test_a_table_has_at_most_six_columns(name: str):
     assert [rule for rule in rules if rule.count("|") - 1 > MAX_COLUMNS] == []
 
 
-def test_the_readme_says_the_most_important_first_and_is_short():
+def test_the_readme_and_its_first_screen_are_short():
     readme = (pages.ROOT / "README.md").read_text()
     first_screen = re.sub(r"<!-- .*? -->", "", readme[: readme.index("\n## ")])
     assert len([token for token in first_screen.split() if re.search(r"\w", token)]) <= MAX_FIRST_SCREEN_WORDS
@@ -79,7 +79,7 @@ def test_the_readme_says_the_most_important_first_and_is_short():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_generated_is_up_to_date(name: str):
+def test_generated_parts_of_pages_are_up_to_date(name: str):
     page = (pages.ROOT / name).read_text()
     assert same.same(page, pages.render(page)), "run `make pages`"
 
@@ -98,5 +98,5 @@ def found(*told: tuple[str, str]) -> dict[str, dict]:
         ("aba", "a on 1, b on 2, a from 3"),
     ],
 )
-def test_what_a_change_is_where_is_put_in_words(statuses: str, words: str):
+def test_the_page_states_the_status_of_a_change_by_release(statuses: str, words: str):
     assert pages.status("x", found(*((status, "") for status in statuses))) == words

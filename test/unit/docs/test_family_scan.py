@@ -64,7 +64,7 @@ def scan(tmp_path):
     return scan
 
 
-def test_a_family_offers_where_every_proof_holds_and_else_says_why(scan):
+def test_a_family_offers_if_every_proof_holds_and_otherwise_gives_a_reason(scan):
     source = LAYER.format(name="A")
     attends, binds = "        hidden_states = self.self_attn", "            layer = self"
     assert scan(
@@ -95,13 +95,13 @@ def test_a_family_offers_where_every_proof_holds_and_else_says_why(scan):
         ("update=PostNormAdd(norm)", False),
     ],
 )
-def test_a_residual_that_may_be_more_than_a_sum_is_noticed(scan, told, plain):
+def test_a_residual_that_is_no_plain_sum_is_refused(scan, told, plain):
     imports = "from sglang.srt.models.a import ALayer, AModel, Block\n"
     found = scan(a=LAYER.format(name="A"), b=imports + STAGES.format(told=told))
     assert found == {"a": "", "b": "" if plain else "the residual of StageLayer may not be a plain sum"}
 
 
-def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
+def test_other_modules_are_scanned_if_one_cannot_be_parsed(scan):
     imports = "from sglang.srt.models.broken import Something\nfrom sglang.srt.models.gone import Another\n"
     found = scan(a=imports + LAYER.format(name="A"), broken="class Something(:\n    get_moe_impl_class")
     assert found == {"a": ""}
@@ -121,6 +121,6 @@ def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
         ),
     ],
 )
-def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
+def test_the_scan_ends_although_modules_import_each_other(scan, ours, theirs):
     uses = LAYER.format(name="A").replace("        self.layers", "        self.other = Other()\n        self.layers")
     assert scan(a=f"{ours}\n{uses}", b=theirs) == {"a": ""}

@@ -23,7 +23,7 @@ def test_every_test_that_a_page_names_exists():
     assert named - names_of_tests() - files == set()
 
 
-def test_each_mutation_is_of_one_place_and_of_a_test_that_is_there():
+def test_each_mutation_matches_one_place_and_names_an_existing_test():
     for mutation in guards.MUTATIONS:
         assert (ROOT / mutation.file).read_text().count(mutation.old) == 1, mutation
         file, _, test = mutation.test.partition("[")[0].partition("::")

@@ -138,13 +138,13 @@ def unknown_members(path: Path) -> list[str]:
     ("suffixes", "unknown"),
     [((".py",), unknown_names), ((".md", ".py"), unknown_paths), ((".md", ".py"), unknown_members)],
 )
-def test_what_is_referred_to_exists(suffixes: tuple[str, ...], unknown: Callable[[Path], list[str]]):
+def test_every_reference_exists(suffixes: tuple[str, ...], unknown: Callable[[Path], list[str]]):
     asked = [name for name in TRACKED if name.endswith(suffixes) and name != "test/unit/docs/test_references.py"]
     found = {name: unknown(pages.ROOT / name) for name in asked}
     assert {name: references for name, references in found.items() if references} == {}
 
 
-def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dangling_reference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = tmp_path / "module.py"
     quoted = [f":func:`{name}`" for name in ("here", "gone")] + [f"`core/{name}.py`" for name in ("patch", "gone")]
     module.write_text(f"{' '.join(quoted)!r}\nhere = 1\n")

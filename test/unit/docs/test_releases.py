@@ -32,12 +32,12 @@ def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], compl
         releases.check(SENSIBLE | change)
 
 
-def test_the_engine_that_pip_brings_is_at_least_the_oldest_supported():
+def test_pip_installs_a_supported_engine():
     """pip cannot read releases.toml, so that one number is stated again."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["engine"] == [f"sglang>={releases.ALL[0]}"]
 
 
-def test_every_release_that_is_tested_every_time_is_frozen():
+def test_every_release_of_test_all_has_frozen_constraints():
     for release in releases.EVERY_TIME:
         assert (ROOT / "test" / "constraints" / f"{release}.txt").exists(), release

@@ -108,7 +108,7 @@ def test_regress_compares_servers_on_the_reference_kernels(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("value", "installs"), [("1", True), ("0", False), ("", False)])
-def test_nothing_is_replaced_unless_the_variable_says_so(monkeypatch, value, installs):
+def test_nothing_is_replaced_unless_the_variable_is_set(monkeypatch, value, installs):
     done = []
     monkeypatch.setattr(environment, "install", lambda: done.append(1))
     monkeypatch.setenv(environment.SWITCH, value)
@@ -118,7 +118,7 @@ def test_nothing_is_replaced_unless_the_variable_says_so(monkeypatch, value, ins
 
 
 @pytest.mark.parametrize("variable", [environment.KERNELS, environment.WORKSPACE_MB])
-def test_a_wrong_value_ends_the_start(monkeypatch, variable):
+def test_an_invalid_value_ends_the_start(monkeypatch, variable):
     """The engine goes on without a plugin that raises an ``Exception``."""
     monkeypatch.setenv(variable.name, "yes")
     with pytest.raises(SystemExit, match=f"{variable.name}: expected"):

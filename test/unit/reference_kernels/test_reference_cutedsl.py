@@ -103,7 +103,7 @@ def test_dense(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) ->
     assert_close(got, layer.expect(tokens, ids, scales))
 
 
-def test_the_experts_may_be_added_up_in_a_step_of_their_own() -> None:
+def test_the_sum_over_experts_may_be_a_separate_step() -> None:
     """FlashInfer's deterministic mode; each expert's output is rounded first."""
     if "use_fused_finalize" not in inspect.signature(fused_moe.CuteDslMoEWrapper).parameters:
         pytest.skip("this FlashInfer has no deterministic mode")
@@ -172,7 +172,7 @@ SORTED = (
 
 @holds_buffers
 @pytest.mark.parametrize("name", [*OUTPUTS, *(f"out_{name}" for name in SORTED)])
-def test_the_buffers_are_what_is_computed_in(name: str) -> None:
+def test_a_buffer_that_is_too_small_is_an_error(name: str) -> None:
     """One that is too small ends the run; none is silently replaced."""
     layer = Layer(experts=2)
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
@@ -182,7 +182,7 @@ def test_the_buffers_are_what_is_computed_in(name: str) -> None:
         run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
 
 
-def test_an_output_that_was_not_zeroed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_is_not_zeroed_changes_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
     monkeypatch.setattr(FINALIZE, lambda out, **arguments: KERNELS[FINALIZE](out=out.fill_(8), **arguments))

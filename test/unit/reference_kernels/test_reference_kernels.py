@@ -309,7 +309,7 @@ class TestLeftToBeFinalized:
         return (of_slots.view(*weights.shape, -1) * weights.double().unsqueeze(-1)).sum(1).numpy()
 
     @pytest.mark.parametrize("form", ["packed", "tuple of bfloat16", "tuple of float32"])
-    def test_finalized_by_hand_is_the_finalized_result(self, form: str) -> None:
+    def test_finalizing_by_hand_gives_the_finalized_result(self, form: str) -> None:
         layer = Layer(experts=8)
         tokens, (ids, weights) = layer.tokens(33), routing(33, 16, 3)
         given = weights.float() if "float32" in form else weights
@@ -336,7 +336,7 @@ class TestLeftToBeFinalized:
             atol=3 * BFLOAT16_ROUNDOFF * largest,
         )
 
-    def test_one_expert_of_weight_one_is_the_finalized_result_to_the_bit(self) -> None:
+    def test_one_expert_with_weight_one_equals_the_finalized_result(self) -> None:
         layer = Layer()
         tokens, (ids, _) = layer.tokens(20), routing(20, 4, 1)
         topk = pack(ids, torch.ones(20, 1))
@@ -402,7 +402,7 @@ class TestBatchInvariance:
         for n in (1, 2, 3, 5, 8, 17, 33, 64):
             assert torch.equal(intermediate(slice(0, n)), together[:n]), n
 
-    def test_neighbours_that_are_not_numbers(self) -> None:
+    def test_nan_in_padding_rows_does_not_change_other_rows(self) -> None:
         """Padding rows may hold anything."""
         layer = Layer()
         tokens = layer.tokens(4)
@@ -453,7 +453,7 @@ def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("name", SERVED)
-def test_whatever_else_this_flashinfer_can_be_called_with_is_refused_by_its_name(name: str) -> None:
+def test_every_other_parameter_of_this_flashinfer_is_refused_by_name(name: str) -> None:
     home = flashinfer.fused_moe if name.startswith("trtllm") else flashinfer
     parameters = inspect.signature(getattr(home, name)).parameters
     for other in parameters.keys() - SERVED[name] - OF_ANY:
@@ -486,13 +486,13 @@ DOES_NOT_FIT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("kernel", "given"), NOT_DONE)
-def test_what_is_not_done_is_refused_by_its_name(kernel: str, given: dict[str, Any]) -> None:
+def test_unsupported_parameters_are_refused_by_name(kernel: str, given: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=list(given)[-1]):
         call_kernel(kernel, **given)
 
 
 @pytest.mark.parametrize("given", DOES_NOT_FIT)
-def test_what_does_not_fit_together_is_refused(given: dict[str, Any]) -> None:
+def test_inconsistent_arguments_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="output must be" if "output" in given else "must be|given"):
         call_kernel(IDS, **given)
 
@@ -543,7 +543,7 @@ class TestQuantize:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_the_triton_kernels_in_the_interpreter() -> None:
+def test_the_triton_kernels_work_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     ran, said = interpreted.passed(["test_reference_kernels_cuda.py"], timeout=600)
     assert ran == 11, said  # not skipped

@@ -75,7 +75,7 @@ def listed(weights: dict[str, torch.Tensor], below: str = "") -> dict[str, tuple
     return {n.removeprefix(below): (t.dtype, tuple(t.shape)) for n, t in weights.items() if n.startswith(below)}
 
 
-def test_tensors_are_those_of_the_shipped_model_that_the_engine_answers_by():
+def test_checkpoint_weights_match_the_shipped_model():
     """Names, dtypes and shapes; a NextN layer has those of another layer before quantization, and its own."""
     assert listed(model.checkpoint_weights(SHIPPED)) == listed(load_file(SHIPPED_MODEL))
     found = model.checkpoint_weights(dataclasses.replace(SHIPPED, nextn=True))
@@ -150,7 +150,7 @@ def test_dense_layers_and_the_nextn_layer_are_not_quantized(directory, path):
     )
 
 
-def test_a_seed_makes_the_same_bytes_whatever_was_there_of_ours(tmp_path):
+def test_the_same_seed_writes_the_same_bytes_over_an_older_model(tmp_path):
     small = ModelSpec(layers=1, dense_layers=1)
     (tmp_path / "empty").mkdir()
     make_model(tmp_path / "empty", small)

@@ -76,7 +76,7 @@ class TestQuantize:
         assert block_scale.tolist() == [448.0]
         assert set(packed.tolist()) == {0x77}
 
-    def test_leading_dimensions_and_a_last_dimension_that_does_not_fit(self) -> None:
+    def test_leading_dimensions_are_kept_and_an_unaligned_last_dimension_is_refused(self) -> None:
         packed, block_scale = nvfp4.quantize(torch.randn(2, 3, 48), 1.0)
         assert packed.shape == (2, 3, 24)
         assert block_scale.shape == (2, 3, 3)
