@@ -1,4 +1,4 @@
-"""What kv-sizing says of a start in a server's log: how far the KV cache grew, and what rehearsing took."""
+"""How far kv-sizing grew a server's KV cache, read from the server's ``/metrics`` and from its log."""
 
 from __future__ import annotations
 
@@ -7,47 +7,64 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAND_IN = Path(__file__).parents[2] / "test/standins/tells_memory.py"
-"""A plugin that says what the driver would say, where there is no GPU: the source of its module, of that name."""
-SAYS = "sglang-moe-patches: kv-sizing: "
-"""In front of each of its lines, behind the engine's time and rank."""
-GROWN = re.compile(
-    r"(?P<tokens>[\d,]+) KV tokens instead of (?P<rule_tokens>[\d,]+); forwards need (?P<need>[\d,]+) MB, "
-    r"(?P<margin>[\d,]+) MB of margin stay free(?:.*; the same as --mem-fraction-static (?P<fraction>[\d.]+))?"
-)
-REHEARSED = re.compile(r"rehearsed in (?P<seconds>\d+(?:\.\d+)?) s")
+"""Source of a plugin for machines without a GPU. It answers in place of the driver when kv-sizing reads free memory."""
+METRICS_FLAG = "--enable-metrics"
+"""Server argument without which ``/metrics`` does not exist."""
+METRIC_PREFIX = "sglang_moe_patches:"
+LOG_PREFIX = "sglang-moe-patches: kv-sizing: "
+"""Text that begins each log line of kv-sizing, after the engine's time and rank."""
+REHEARSAL = re.compile(r"\brehears\w* \w+ (?P<seconds>\d+(?:\.\d+)?) s\b")
+"""Duration of the rehearsal in a log line of kv-sizing, as in "rehearsed in 12 s". No metric has this number."""
 
 
 class Growth(NamedTuple):
-    """The line of a server whose KV cache was sized in its start.
+    """Result of kv-sizing in one server's start.
 
-    :param rule_tokens: what the engine's rule, or the given fraction, has room for.
-    :param need_bytes: what the largest forwards take beside weights and KV cache.
-    :param fraction: the ``--mem-fraction-static`` that is worth the same; ``None``: there is none.
+    :param tokens: KV cache size that the server uses.
+    :param rule_tokens: KV cache size by the engine's own rule, or by the given ``--mem-fraction-static``.
+    :param need_bytes: memory of the largest forward pass, CUDA graphs and buffers, beside weights and KV cache.
     """
 
     tokens: int
     rule_tokens: int
     need_bytes: int
-    margin_bytes: int
-    fraction: float | None
 
 
-def said(log: str) -> list[str]:
-    """Each line of kv-sizing's, without what stands in front of it."""
-    return [line.partition(SAYS)[2] for line in log.splitlines() if SAYS in line]
+def read_gauges(metrics: str) -> dict[str, float]:
+    """Read kv-sizing's gauges.
+
+    :param metrics: text of ``/metrics``.
+    :returns: the smallest value of each gauge on any rank, by the gauge's name without ``METRIC_PREFIX``.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    smallest = dict[str, float]()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.startswith(METRIC_PREFIX):
+                name = sample.name.removeprefix(METRIC_PREFIX)
+                smallest[name] = min(sample.value, smallest.get(name, sample.value))
+    return smallest
 
 
-def growth(lines: list[str]) -> Growth | None:
-    """The first line of :func:`said` that tells of a sizing; ``None``: the server was not sized."""
-    found = next(filter(None, map(GROWN.search, lines)), None)
-    if found is None:
+def read_growth(metrics: str) -> Growth | None:
+    """Read the KV cache size that kv-sizing chose.
+
+    :param metrics: text of ``/metrics``, read before the server gives any KV cache back.
+    :returns: ``None`` if kv-sizing did not measure, or kept the size of the engine's rule.
+    """
+    gauges = read_gauges(metrics)
+    if "need_bytes" not in gauges or gauges["kv_tokens"] == gauges["kv_tokens_by_rule"]:
         return None
-    tokens, rule_tokens, need, margin = (int(found[name].replace(",", "")) for name in list(GROWN.groupindex)[:4])
-    fraction = found["fraction"] and float(found["fraction"])
-    return Growth(tokens, rule_tokens, need * 10**6, margin * 10**6, fraction)
+    return Growth(*(int(gauges[name]) for name in ("kv_tokens", "kv_tokens_by_rule", "need_bytes")))
 
 
-def rehearsed_s(lines: list[str]) -> float | None:
-    """Seconds of the rehearsal; ``None``: there was none."""
-    found = next(filter(None, map(REHEARSED.search, lines)), None)
-    return float(found["seconds"]) if found else None
+def kv_sizing_lines(log: str) -> list[str]:
+    """Log lines of kv-sizing, without the text before and including ``LOG_PREFIX``."""
+    return [line.partition(LOG_PREFIX)[2] for line in log.splitlines() if LOG_PREFIX in line]
+
+
+def rehearsal_seconds(lines: list[str]) -> float | None:
+    """Duration of the rehearsal, read from :func:`kv_sizing_lines`. ``None``: no rehearsal ran."""
+    match = next(filter(None, map(REHEARSAL.search, lines)), None)
+    return float(match["seconds"]) if match else None

@@ -1,4 +1,4 @@
-"""A plugin of the engine for the servers of one run: code that every one of their processes runs at start-up."""
+"""Engine plugins for one benchmark run: every process of a server executes their code when it starts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def write(folder: Path, name: str, entry_point: str) -> Path:
-    """Make a folder from which, on ``PYTHONPATH``, the engine loads an installed plugin.
+    """Write the metadata of an installed plugin. The engine loads the plugin if ``folder`` is on ``PYTHONPATH``.
 
-    :param name: of the plugin and its distribution.
-    :param entry_point: ``module:function``, the module importable in the server.
-    :returns: the folder.
+    :param name: name of the plugin and of its distribution.
+    :param entry_point: ``module:function``. The server must be able to import the module.
+    :returns: ``folder``.
     """
     info = folder / f"{name}-0.dist-info"
     info.mkdir(parents=True)
@@ -20,7 +20,12 @@ def write(folder: Path, name: str, entry_point: str) -> Path:
 
 
 def write_module(folder: Path, name: str, source: str) -> Path:
-    """The same with the module written into the folder: ``source`` defines ``register()``."""
+    """Write a plugin with its module. ``folder`` then contains all that the engine loads.
+
+    :param name: name of the plugin, of its distribution and of its module.
+    :param source: source of the module, which defines ``register()``.
+    :returns: ``folder``.
+    """
     write(folder, name, f"{name}:register")
     (folder / f"{name}.py").write_text(source)
     return folder

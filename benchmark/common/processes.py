@@ -1,4 +1,4 @@
-"""What the processes that a benchmark starts are given, and what is said while they start."""
+"""Environment, progress lines and output of the processes that a benchmark starts."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from contextlib import contextmanager
 
 
 def variables(*folders: object) -> dict[str, str]:
-    """This process's environment without our variables; these folders come first in its ``PYTHONPATH``."""
+    """This process's environment without this project's variables. ``folders`` come first in its ``PYTHONPATH``."""
     ours = ("SGLANG_MOE_PATCHES", "SGLANG_MOE_REFERENCE")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    paths = [*map(str, folders), *filter(None, [own.get("PYTHONPATH")])]
-    return own | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    paths = [*map(str, folders), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
-def saying(name: str, every_s: int) -> Callable[[float, str], None]:
-    """A server's ``progress``, called twice a second: its last line of output, every so many seconds."""
+def print_progress(name: str, interval_s: int) -> Callable[[float, str], None]:
+    """Make a ``progress`` callback for :class:`~sglang_moe_patches.lab.servers.server.Server`.
+
+    :returns: a function that prints the last line of the server's log every ``interval_s`` seconds. The server calls
+        it twice a second.
+    """
 
     def progress(seconds: float, line: str) -> None:
-        if round(seconds * 2) % (2 * every_s) == 0:
+        if round(seconds * 2) % (2 * interval_s) == 0:
             print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
 
     return progress
 
 
 @contextmanager
-def reading(process: subprocess.Popen[str], take: Callable[[str], None]) -> Iterator[None]:
-    """Hand each line that a process prints to ``take``, in a thread; after the block the process is ended."""
+def read_lines(process: subprocess.Popen[str], handle: Callable[[str], None]) -> Iterator[None]:
+    """Call ``handle`` in a thread with each line that the process prints. End the process after the block."""
 
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            take(line)
+            handle(line)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

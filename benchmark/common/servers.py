@@ -116,7 +116,7 @@ class Setup:
         """``name`` starts with ``stock`` or ``patched``."""
         self.observed(name).mkdir()
         self.temporary(name).mkdir()
-        log, progress = self.work / f"{name}.log", processes.saying(name, 10)
+        log, progress = self.work / f"{name}.log", processes.print_progress(name, 10)
         return Server(name, self.command(), self.environment(name), log, timeout=400, progress=progress)
 
 

@@ -172,7 +172,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     own |= VARIABLES.get(name, {})
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     arguments = environment.server_arguments(["--model-path", str(model), *served.server_arguments(options)])
-    log, progress = work / f"{name}.log", processes.saying(name, 20)
+    log, progress = work / f"{name}.log", processes.print_progress(name, 20)
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

@@ -53,6 +53,7 @@ from common import (
     growth,
     kinds,
     machine,
+    neighbour,
     output,
     overfill,
     plugins,
@@ -61,7 +62,6 @@ from common import (
     servers,
     snapshot,
     stand_ins,
-    taken,
 )
 from common.client import Client
 from sglang_moe_patches.core.machine import has_gpu
@@ -198,8 +198,7 @@ def server_arguments(options: Any, model: Path, name: str) -> list[str]:
         given += ["--context-length", str(options.context)]
         if kind_of(name).grows:  # without the limit that servers without a GPU have
             given += ["--max-total-tokens", "100000000"]
-    if options.take:
-        given.append("--enable-metrics")  # which say what was given back
+    given.append(growth.METRICS_FLAG)  # in every server, so that all servers do the same work
     return environment.server_arguments(given)
 
 
@@ -254,7 +253,7 @@ def free_memory() -> Iterator[dict[str, int]]:
             gpu, free = line.split(",")
             lowest[gpu] = min(int(free), lowest.get(gpu, int(free)))
 
-    with processes.reading(process, read):
+    with processes.read_lines(process, read):
         yield lowest
 
 
@@ -359,7 +358,7 @@ def after_the_load(
         asked.append(("penalized", partial(penalized, server, info, vocabulary, options.penalized, folder)))
     if options.take and grows:
         margin = KV_MARGIN.read(server.environment)
-        asked.append(("taken", partial(taken.taken, server, info, vocabulary, margin, options.take, ask)))
+        asked.append(("taken", partial(neighbour.take_memory, server, info, vocabulary, margin, options.take, ask)))
     for name, drive in asked:
         with free_memory() as free:
             outcome = drive()
@@ -401,7 +400,7 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
         folders.append(plugins.write_module(stand_in, growth.STAND_IN.stem, growth.STAND_IN.read_text()))
     own = processes.variables(*folders)
     own |= {} if has_gpu() else environment.variables(own)
-    own |= {taken.STAND_IN: str(work / "taken"), KV_MARGIN.name: KV_MARGIN.default} if pretends else {}
+    own |= {neighbour.STAND_IN_VARIABLE: str(work / "taken"), KV_MARGIN.name: KV_MARGIN.default} if pretends else {}
     own = {each: value for each, value in own.items() if not each.startswith("XDG_")}
     own |= {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase()}
     own |= {variable: str(work / "compiled" / folder) for variable, folder in COMPILED.items()}
@@ -418,24 +417,23 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
 
-    log, progress = work / f"{name}.log", processes.saying(name, 20)
+    log, progress = work / f"{name}.log", processes.print_progress(name, 20)
     server = Server(name, server_arguments(options, model, name), own, log, timeout=STARTUP_S, progress=progress)
     with server:
         client = Client(server.url)
         info = client.info()
-        said = growth.said(server.log_text())
-        sized = growth.growth(said)
+        sizing = growth.read_growth(client.metrics()) if kind.grows else None
         found: dict[str, Any] = {
             "startup_s": round(server.startup_s, 1),
             "fraction": fraction_in_force(info),
             "tokens": info["max_total_num_tokens"],
             "loaded": dummy_weights.allocated_after_loading(server.log_text()),
-            "growth": None if sized is None else sized._asdict(),
-            "rehearsed_s": growth.rehearsed_s(said),
+            "growth": None if sizing is None else sizing._asdict(),
+            "rehearsed_s": growth.rehearsal_seconds(growth.kv_sizing_lines(server.log_text())),
         }
         print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)
-        if sized is not None and sized.tokens != found["tokens"]:
-            raise Failed(f"its log says {sized.tokens:,} KV tokens, and its answer {found['tokens']:,}")
+        if sizing is not None and sizing.tokens != found["tokens"]:
+            raise Failed(f"/metrics has {sizing.tokens:,} KV tokens, but /get_server_info has {found['tokens']:,}")
         new_tokens = min(ANSWER_TOKENS, options.output)
 
         def ask() -> list[str]:
@@ -456,7 +454,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
                 found[load] = outcome
                 if failures(found):
                     break  # it may have ended, and would end the next load as well
-    found["said"] = growth.said(server.log_text())
+    found["said"] = growth.kv_sizing_lines(server.log_text())
     if left := sorted(str(each.relative_to(home)) for each in home.rglob("*sglang-moe-patches*")):
         raise Failed(f"it left files in its home: {', '.join(left)}")
     return found
@@ -677,7 +675,7 @@ def main() -> None:
         try:
             for name in options.servers:
                 try:
-                    with taken.neighbour(options.leave_free):
+                    with neighbour.leave_free(options.leave_free):
                         figures["servers"][name] = found = serve(name, options, work, model)
                 except Exception as error:  # what the other servers were seen to do is worth keeping
                     print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -388,7 +388,7 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
-    log, progress = work / f"{name}.log", processes.saying(name, 20)
+    log, progress = work / f"{name}.log", processes.print_progress(name, 20)
     return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), forward_files
 
 

@@ -1,12 +1,13 @@
-"""A server whose KV cache grows in its start, with SGLANG_MOE_PATCHES_KV_SIZING=auto, and what it says of that.
+"""Start a server with SGLANG_MOE_PATCHES_KV_SIZING=auto and check that its KV cache grew.
 
     python test/tools/growing_server.py --model MODEL --output FOLDER [--report PAGE] -- SERVER_ARGUMENTS
 
-A --mem-fraction-static among the arguments is left out: with it the KV cache would not grow. Without a GPU forwards are
-small, and what the driver says is a stand-in's: all else is the engine's. The log is in FOLDER; PAGE, a report of
-regress, gets a row on its first screen and a section.
+A --mem-fraction-static among the arguments is removed, because a KV cache with a given fraction does not grow. Without
+a GPU, a plugin answers in place of the driver, and short limits keep the forward passes small. The engine itself is
+unchanged. FOLDER receives the server's log. PAGE is a report of `regress`: it receives a row in its overview and a
+section.
 
-Exits with 1 unless the server answers with more KV tokens than the engine's rule gives.
+The exit code is 1 unless the server has more KV tokens than the engine's rule gives.
 """
 
 from __future__ import annotations
@@ -29,71 +30,78 @@ from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
 from sglang_moe_reference import environment
 
 SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320")
+"""Limits of a server without a GPU, so that its rehearsal is short."""
 NO_LIMIT = ("--max-total-tokens", "100000000")
-"""In the place of the limit that servers without a GPU have."""
-GIVEN = "--mem-fraction-static"
-NO_GPU = "Without a GPU: what the driver says of memory is a stand-in's."
+"""Lifts the limit on KV tokens that the test environment sets for servers without a GPU."""
+FRACTION_FLAG = "--mem-fraction-static"
+NO_GPU = "Without a GPU: a stand-in answered in place of the driver."
 
 
 class Start(NamedTuple):
-    """A start of the server.
+    """One start of the server.
 
-    :param tokens: of its KV cache, by its own answer.
-    :param lines: what kv-sizing said.
+    :param tokens: KV cache size in ``/get_server_info``.
+    :param ready_s: seconds until the server was ready.
+    :param sizing: KV cache size in ``/metrics``; ``None``: kv-sizing kept the size of the engine's rule.
+    :param lines: kv-sizing's log lines.
     """
 
     tokens: int
     ready_s: float
+    sizing: Growth | None
     lines: list[str]
 
     @property
     def growth(self) -> Growth | None:
-        """What the log says of a KV cache that has grown; ``None``: nothing, or another number than the server does."""
-        found = growth.growth(self.lines)
-        return found if found and found.rule_tokens < found.tokens == self.tokens else None
+        """``sizing``, if the KV cache grew and both sources state the same size; else ``None``."""
+        grew = self.sizing and self.sizing.rule_tokens < self.sizing.tokens == self.tokens
+        return self.sizing if grew else None
 
 
-def without_fraction(arguments: Sequence[str]) -> list[str]:
-    """Server arguments but for a fraction, given in one word or in two."""
+def remove_fraction(arguments: Sequence[str]) -> list[str]:
+    """Remove every ``--mem-fraction-static``, written as one argument or as two, from server arguments."""
     kept = list(arguments)
-    while GIVEN in kept:
-        at = kept.index(GIVEN)
+    while FRACTION_FLAG in kept:
+        at = kept.index(FRACTION_FLAG)
         del kept[at : at + 2]
-    return [each for each in kept if not each.startswith(f"{GIVEN}=")]
+    return [argument for argument in kept if not argument.startswith(f"{FRACTION_FLAG}=")]
 
 
 def fragments(start: Start, *, gpu: bool) -> dict[str, str]:
-    """What a report of ``regress`` says of the start, by its markers."""
+    """HTML about the start for a report of ``regress``, by the marker in front of which it goes."""
     note = "" if gpu else f" {NO_GPU}"
     outcome = "which did not grow."
     if start.growth:
-        outcome = f"{start.growth.rule_tokens:,} by the engine's rule: the rest was not needed by any forward."
+        outcome = f"{start.growth.rule_tokens:,} by the engine's rule: no forward pass needed the rest."
     rows = "".join(f"<tr><td>{escape(line)}</td></tr>" for line in start.lines)
     return {
         "overview": f'<tr><th scope="row">KV cache</th><td>{start.tokens:,} tokens, {outcome}{note}</td></tr>\n',
         "sections": "<h2>The start of the patched server with SGLANG_MOE_PATCHES_KV_SIZING=auto</h2>\n"
-        '<section class="card scroll"><table>\n<thead><tr><th>What kv-sizing said</th></tr></thead>\n'
+        '<section class="card scroll"><table>\n<thead><tr><th>Log lines of kv-sizing</th></tr></thead>\n'
         f"<tbody>{rows}</tbody></table>\n"
-        f'<p class="soft">Before its first request the server has run its largest forwards and given what none of them '
-        f"needed to the KV cache. It was ready after {start.ready_s:.0f} s.{note}</p></section>\n\n",
+        '<p class="soft">Before its first request the server ran its largest forward passes. It then gave the memory '
+        f"that none of them needed to the KV cache. It was ready after {start.ready_s:.0f} s.{note}</p></section>\n\n",
     }
 
 
 def start_server(arguments: list[str], variables: dict[str, str], output: Path) -> Start:
-    """Start a server, ask it something, and end it."""
+    """Start a server, send it one request, and end it.
+
+    :raises SystemExit: the server did not answer the request.
+    """
     server = Server("growing", arguments, variables, output / "growing.log")
     with show_starting(server, Console(), interrupt=lambda: None), server:
         client = Client(server.url)
-        tokens = int(client.info()["max_total_num_tokens"])
-        if refused := client.generate([list(range(2, 200))], 8):
-            raise SystemExit(f"growing_server: {refused}; see {server.log}")
-    lines = growth.said(server.log_text())
+        tokens, metrics = int(client.info()["max_total_num_tokens"]), client.metrics()
+        if error := client.generate([list(range(2, 200))], 8):
+            raise SystemExit(f"growing_server: {error}; see {server.log}")
+    lines = growth.kv_sizing_lines(server.log_text())
     print(f"{tokens:,} KV tokens, ready in {server.startup_s:.0f} s", *lines, sep="\n  ", flush=True)
-    return Start(tokens, server.startup_s, lines)
+    return Start(tokens, server.startup_s, growth.read_growth(metrics), lines)
 
 
 def insert(page: Path, fragments: Mapping[str, str]) -> None:
-    """Add to a page that was written before.
+    """Insert HTML into an existing page.
 
     :param fragments: HTML, by the name of the marker in front of which it goes: ``<!-- name -->`` in the page.
     :raises ValueError: the page has no such marker.
@@ -107,17 +115,17 @@ def insert(page: Path, fragments: Mapping[str, str]) -> None:
     pages.replace({page.name: text}, page.parent)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--output", type=Path, required=True, help="a folder that is made")
-    parser.add_argument("--report", type=Path, help="the report.html of `regress` that tells of this, too")
-    parser.add_argument("arguments", nargs="*", help="of the server, after `--`")
-    options = parser.parse_args(given)
+    parser.add_argument("--output", type=Path, required=True, help="new folder for the server's log")
+    parser.add_argument("--report", type=Path, help="report.html of `regress`, to which the result is added")
+    parser.add_argument("arguments", nargs="*", help="server arguments, after `--`")
+    options = parser.parse_args(argv)
     output = options.output.absolute()
     output.mkdir(parents=True)
 
-    arguments, folders = ["--model-path", options.model, *without_fraction(options.arguments)], []
+    arguments, folders = ["--model-path", options.model, *remove_fraction(options.arguments), growth.METRICS_FLAG], []
     if not has_gpu():
         arguments += [*SMALL, *NO_LIMIT]
         stand_in = growth.STAND_IN
@@ -134,7 +142,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"Added to {options.report}")
     if start.growth:
         return 0
-    print(f"The KV cache has not grown; see {output}", file=sys.stderr)
+    print(f"The KV cache did not grow; see {output}", file=sys.stderr)
     return 1
 
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import dummy_weights, growth, kinds
+from common import dummy_weights, kinds
 from common.client import IDLE_WITHIN_S, Unanswered
+from common.growth import Growth
 from memory import serving
 from tokenizers import Tokenizer
 
@@ -170,38 +171,15 @@ def test_a_given_fraction_is_where_the_kv_cache_begins(monkeypatch, tmp_path):
     assert serving.variables("grown", given, tmp_path)[serving.KV_SIZING.name] == "always"
 
 
-def measured(*said: str, **more):
-    """What is known of a server."""
+def measured(*, grew: bool = False, **more):
+    """Figures of one server, as ``serving.serve`` returns them."""
     loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
-    known = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
-    sized = growth.growth(list(said))
-    return {**known, **loaded, "said": list(said), "growth": None if sized is None else sized._asdict(), **more}
+    started = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
+    sizing = Growth(1235, 987, 4_990_000_000)._asdict() if grew else None
+    return {**started, **loaded, "said": [], "growth": sizing, **more}
 
 
-RULE = "using the engine's default fraction 0.8000 because why"
-GROWN = "1,235 KV tokens instead of 987; forwards need 4,990 MB, 2,000 MB of margin stay free"
-PINNED = "; the same as --mem-fraction-static 0.9105"
 FULL = {"answered": 3, "retractions": 1, "lowest_free": None, "out_of_memory": False, "errors": []}
-
-
-@pytest.mark.parametrize(
-    ("line", "fraction"),
-    [(GROWN + PINNED, 0.9105), (GROWN, None), (f"{GROWN}, 17 MB the engine's for images{PINNED}", 0.9105)],
-)
-def test_a_servers_log_says_how_far_its_kv_cache_grew(line, fraction):
-    log = "\n".join(
-        f"[2026-11-27 07:11:25 TP0] sglang-moe-patches: kv-sizing: {each}"
-        for each in ("rehearsed in 12 s: prefill 2.1 s, decode 9 s", line)
-    )
-    lines = growth.said(log)
-    assert growth.growth(lines) == growth.Growth(1235, 987, 4_990_000_000, 2_000_000_000, fraction)
-    assert growth.rehearsed_s(lines) == 12
-
-
-def test_a_server_by_the_rule_has_not_grown():
-    lines = growth.said("x\nsglang-moe-patches: kv-sizing: 987 KV tokens, as by the rule; forwards need 1 MB")
-    assert lines
-    assert growth.growth(lines) is growth.rehearsed_s(lines) is None
 
 
 @pytest.mark.parametrize(
@@ -221,7 +199,7 @@ def test_a_server_by_the_rule_has_not_grown():
     ],
 )
 def test_a_server_that_fails_is_named_and_loses_no_other_ones_figures(second, said, tmp_path, monkeypatch):
-    servers = {"stock": measured(), "grown": second, "grown-again": measured(GROWN)}
+    servers = {"stock": measured(), "grown": second, "grown-again": measured(grew=True)}
 
     def serve(name, options, work, model):
         if name == "grown-again":  # whatever ends a run here, the first one's are kept
@@ -250,28 +228,28 @@ def table_of(requests: int = 0, **servers) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "label"),
+    ("name", "grew", "label"),
     [
-        ("grown", [GROWN + PINNED], "grown"),
-        ("grown", [RULE], "grown (by the rule)"),
-        ("grown-again", [RULE], "grown-again (by the rule)"),
-        ("patched", [], "patched"),
+        ("grown", True, "grown"),
+        ("grown", False, "grown (by the rule)"),
+        ("grown-again", False, "grown-again (by the rule)"),
+        ("patched", False, "patched"),
     ],
 )
-def test_a_start_that_stayed_with_the_rule_is_not_shown_as_grown(name, said, label):
-    assert f"| m | {label} | " in table_of(**{name: measured(*said)})
+def test_a_start_that_stayed_with_the_rule_is_not_shown_as_grown(name, grew, label):
+    assert f"| m | {label} | " in table_of(**{name: measured(grew=grew)})
 
 
 def test_a_run_with_a_number_of_requests_says_it():
-    assert ", at most 5 requests at once |" in table_of(5, grown=measured(GROWN))
-    assert "at once" not in table_of(0, grown=measured(GROWN))  # the engine's own number
+    assert ", at most 5 requests at once |" in table_of(5, grown=measured(grew=True))
+    assert "at once" not in table_of(0, grown=measured(grew=True))  # the engine's own number
 
 
 def test_loads_besides_have_rows_of_their_own():
     taken = FULL | {"answers": ["a", "c"], "tokens": 4, "given_back": 2_000_000, "lowest_free": 7_000_000}
     ended = FULL | {"errors": ["the grown server ended with exit code -9", "no answer"]}
     loads = {"overfill": FULL | {"out_of_memory": True}, "penalized": ended, "taken": taken}
-    table = table_of(grown=measured(GROWN, answers=["a", "b"], **loads))
+    table = table_of(grown=measured(grew=True, answers=["a", "b"], **loads))
     assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines() if "m, grown" in line] == [
         ["overfilled", "3", "out of memory", "", ""],
         ["with penalties", "3", "the server ended", "", ""],
@@ -297,6 +275,7 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
     (tmp_path / "homes/grown-again/.cache/sglang-moe-patches").mkdir(parents=True)  # of an earlier run
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
     monkeypatch.setattr(serving, "Server", Started)
+    monkeypatch.setattr(serving.Client, "metrics", lambda client: "")
     monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
     asked, answers = [], iter([400, 200, 200])  # at first it has something to do for too long
 
