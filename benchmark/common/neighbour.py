@@ -47,7 +47,8 @@ while len(full) < torch.cuda.device_count():
 print(sum(tensor.numel() for tensor in tensors), flush=True)
 time.sleep(3600)
 """
-"""Program of the neighbour. Arguments: bytes to leave free on each GPU, bytes of one allocation, seconds between two."""
+"""Program of the neighbour. Its arguments: bytes to leave free on each GPU, bytes of one allocation, and seconds
+between two allocations."""
 STAND_IN_VARIABLE = "SHORT"
 """Environment variable of a server without a GPU: path of a file with the bytes that another process has taken."""
 

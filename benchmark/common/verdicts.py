@@ -39,7 +39,7 @@ def tables() -> str:
         assert questions is not None
         for lost in LOST:
             shares = (churn + lost / 100, churn)
-            shown, called = bound.shown(questions, drop / 100, ALPHA, *shares), worse(questions, *shares)
+            shown, called = bound.pass_probability(questions, drop / 100, ALPHA, *shares), worse(questions, *shares)
             rows.append((f"{drop:g}", f"{questions}", f"{lost}", f"{100 * shown:.0f}", f"{100 * called:.0f}"))
     return "\n" + output.table(
         ("`--max-drop`", "questions", "points truly lost", "within `--max-drop`", "worse"), rows, left=0

@@ -244,7 +244,7 @@ def regress(
     require_engine()
     try:
         if num_questions is None:
-            num_questions = regression.enough(data_path, criterion)
+            num_questions = regression.default_questions(data_path, criterion)
         comparison = regression.run(
             subject,
             regression.Evaluation(data_path, num_questions, num_shots, max_new_tokens, parallel),
@@ -261,7 +261,7 @@ def regress(
         fail("interrupted; the servers are stopped and no report was written", 130)
     typer.echo(f"Report: {output / 'report.html'}")
     if not comparison.conclusive:
-        fail(f"inconclusive: {report.inconclusive(comparison)}", comparison.exit_code)
+        fail(f"inconclusive: {report.explain_inconclusive(comparison)}", comparison.exit_code)
     raise typer.Exit(comparison.exit_code)
 
 

@@ -128,10 +128,15 @@ def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, 
     for source in (["--data-path", str(many)], []):
         base = ["regress", "--model", model, "--port", "1", *source]
         refused(
-            run(*base, "--max-drop", "1"), "--max-drop 1 needs 1,971 questions", "there are 1,319", "--num-questions"
+            run(*base, "--max-drop", "1"),
+            "--max-drop 1 needs 1,971 questions",
+            "only 1,319 are available",
+            "--num-questions",
         )
-    assert regress.enough(many, regress.Criterion(False, 0.05)) == 282
-    assert regress.enough(many, regress.Criterion(True, 0.05, 1.0)) == 1319  # answers are compared one by one
+    assert regress.default_questions(many, regress.Criterion(False, 0.05)) == 282
+    assert (
+        regress.default_questions(many, regress.Criterion(True, 0.05, 1.0)) == 1319
+    )  # answers are compared one by one
 
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch):
@@ -164,7 +169,7 @@ def test_a_port_in_use(regress_of):
         (["--disaggregation-mode=decode"], ["router"]),
         (["--grpc-mode"], ["HTTP"]),
         (["--checkpoint-engine-wait-weights-before-ready"], ["weights"]),
-        (["--delete-ckpt-after-loading"], ["second server"]),
+        (["--delete-ckpt-after-loading"], ["patched server"]),
         (["--config", "CONFIG"], ["--ssl-keyfile", "plain HTTP"]),
         (["--port", "30000"], ["--port", "before the `--`"]),
         (["--host=0.0.0.0"], ["--host", "127.0.0.1"]),
@@ -205,7 +210,7 @@ def test_models_that_are_not_folders_are_the_engines_to_find(name):
 
 @pytest.mark.parametrize("name", ["/no/where", "./model", "~/nowhere", "a/b/c", "no such name", ""])
 def test_models_that_are_nowhere_are_refused(name):
-    with pytest.raises(ValueError, match="no model there"):
+    with pytest.raises(ValueError, match="no checkpoint found"):
         refusals.check_model(name)
 
 

@@ -1,25 +1,26 @@
-"""How much worse can the patched server be? An upper bound of the drop in accuracy, exact for paired answers.
+"""Upper bound of the drop in accuracy from a stock to a patched server, exact for paired answers.
 
-Both servers get the same ``n`` questions. Losses are those that only stock answers correctly, gains those that only
-patched does; the drop is the share of losses less that of gains. Nearly all questions are neither, and with so few the
-usual interval (the difference and 1.64 standard errors) says too much: without any loss or gain its width is zero.
-So this is an exact unconditional test of *the drop is* ``drop`` *or more*, ordered by the score statistic:
+Both servers answer the same ``n`` questions. A *loss* is a question that only the stock server answers correctly. A
+*gain* is a question that only the patched server answers correctly. The drop is the share of losses minus the share of
+gains. Nearly all questions are neither. The usual interval (the difference and 1.64 standard errors) is then too
+narrow: without losses and gains its width is zero. This module inverts an exact unconditional test instead. The null
+hypothesis is "the accuracy drops by at least ``drop``". Tables of losses and gains are ordered by the score statistic:
 
-- its variance is that of the likeliest table with just that drop (Nam, Tango);
-- its p is the probability of a table at least as favourable, under that drop and the worst rate of gains, added up over
-  all tables: multinomial, nothing approximated but that rates of gains are looked at on a grid (Hsueh and others).
+- The variance of the score comes from the most likely table with exactly this drop (Nam, Tango).
+- The p-value is the probability of all tables with at least this score, for the worst rate of gains. The sum over the
+  multinomial distribution is exact. Only the rates of gains are restricted to a grid (Hsueh and others).
 
-A bound from it is wrong with at most ``alpha``, whatever the true rates: a larger drop makes losses more probable and
-leaves gains as they are, so that no favourable table becomes more probable.
+The bound is wrong with a probability of at most ``alpha``, whatever the true rates are. A larger drop makes losses more
+probable and leaves gains unchanged, so no favourable table becomes more probable.
 
-Neither scipy nor statsmodels has an interval for paired proportions (statsmodels' ``confint_proportions_2indep`` is for
-independent ones). What is used here of scipy are its distributions.
+scipy and statsmodels have no interval for paired proportions: ``confint_proportions_2indep`` of statsmodels is for
+independent proportions. This module uses only the distributions of scipy.
 
 Sources: J. Nam, "Establishing equivalence of two treatments and sample size requirements in matched-pairs design",
 Biometrics 53 (1997), 1422: the statistic and :func:`questions_for`. T. Tango, "Equivalence test and confidence interval
 for the difference in proportions for the paired-sample design", Statistics in Medicine 17 (1998), 891: the statistic,
 and the interval by its inversion. H.-M. Hsueh, J.-P. Liu, J. J. Chen, "Unconditional exact tests for equivalence or
-noninferiority for paired binary endpoints", Biometrics 57 (2001), 478: the exact p.
+noninferiority for paired binary endpoints", Biometrics 57 (2001), 478: the exact p-value.
 """
 
 from __future__ import annotations
@@ -29,38 +30,39 @@ from math import ceil, log, sqrt
 from typing import Any
 
 CHURN = 0.03
-"""Share of questions, losses and gains together, that two servers are expected to answer otherwise, one of them
-correctly: what a change of batches does to a model at temperature 0."""
+"""Expected share of losses and gains together for two equally good servers. Different batches round differently, so a
+model's answers differ even at temperature 0."""
 POWER = 0.8
-"""How probably :func:`questions_for` questions show that a server is not worse by more, where it is as good."""
+"""Probability that :func:`questions_for` questions lead to the verdict "no worse", if both servers are equally good."""
 GRID = 160
-"""Rates of gains that are looked at, closer together where they are small."""
-NOTHING = 1e-12
-"""Probability of a number of gains that is not looked at further: it counts as favourable."""
+"""Number of rates of gains that the p-value is maximized over. They lie closer together near zero."""
+MIN_PROBABILITY = 1e-12
+"""Numbers of gains below this probability are not examined. Their tables count as favourable."""
 TIE = 1e-9
-"""Scores that differ by less are the same table's."""
+"""Largest difference between two scores that count as equal."""
 
 
 def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
-    """How probable a table at least as favourable as this one is, where the accuracy drops by ``drop``.
+    """Probability of a table with at least this table's score, if the accuracy drops by ``drop``.
 
-    :param drop: as a share, above 0 and below 1.
-    :returns: the exact one-sided p, for the worst rate of gains.
+    :param drop: drop in accuracy as a share, above 0 and below 1.
+    :returns: the exact one-sided p-value, for the worst rate of gains.
     """
-    return _largest(questions, float(_scores(questions, losses, gains, drop)), drop)
+    return _max_probability(questions, float(_scores(questions, losses, gains, drop)), drop)
 
 
-def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, looked_at: float) -> float:
-    """The upper end of the one-sided interval of the drop, at a level of ``1 - alpha``.
+def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, threshold: float) -> float:
+    """Upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
 
-    :param looked_at: a drop on the right side of which the bound lies, as :func:`p_value` says.
-    :returns: the share of questions, to a ten-thousandth.
+    :param threshold: a drop, as a share. The result lies below it exactly if :func:`p_value` of it is at most
+        ``alpha``.
+    :returns: the drop as a share of the questions, accurate to 0.0001.
     """
-    inside = p_value(questions, losses, gains, looked_at) <= alpha
-    low, high = ((losses - gains) / questions, looked_at) if inside else (looked_at, 1.0)
+    is_below = p_value(questions, losses, gains, threshold) <= alpha
+    low, high = ((losses - gains) / questions, threshold) if is_below else (threshold, 1.0)
     while high - low > 1e-4:
         middle = (low + high) / 2
-        # No drop below 0 is asked for: the bound would be a gain that is proven.
+        # The search stops at 0: a bound below 0 would prove a gain, and nobody needs that.
         if middle > 0 and p_value(questions, losses, gains, middle) > alpha:
             low = middle
         else:
@@ -71,19 +73,20 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, looke
 
 
 @functools.cache
-def fewest(drop: float, alpha: float) -> int:
-    """The fewest questions that can show a drop to be below ``drop``: where none is lost and none gained."""
-    questions = ceil(log(alpha) / log(1 - drop))  # none is lost, where a share of `drop` would be
+def min_questions(drop: float, alpha: float) -> int:
+    """Smallest number of questions that can show a drop below ``drop``. It suffices without any loss or gain."""
+    questions = ceil(log(alpha) / log(1 - drop))  # no loss is improbable if the share of losses is `drop`
     while p_value(questions, 0, 0, drop) > alpha:
         questions += 1
     return questions
 
 
 def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains: float = CHURN / 2) -> int | None:
-    """How many questions show with a probability of ``POWER`` that the drop is below ``drop``: Nam's formula.
+    """Number of questions that show a drop below ``drop`` with a probability of ``POWER``, by Nam's formula.
 
-    :param losses: the true share of losses, and ``gains`` that of gains.
-    :returns: ``None``: no number does, the true drop is as large.
+    :param losses: true share of losses.
+    :param gains: true share of gains.
+    :returns: ``None`` if no number suffices, because the true drop is at least ``drop``.
     """
     from scipy.stats import norm
 
@@ -92,20 +95,27 @@ def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains
         return None
     by_chance = norm.ppf(1 - alpha) * sqrt(_variance(1.0, losses, gains, drop))
     true = norm.ppf(POWER) * sqrt(losses + gains - (losses - gains) ** 2)
-    return max(fewest(drop, alpha), ceil(((by_chance + true) / room) ** 2))
+    return max(min_questions(drop, alpha), ceil(((by_chance + true) / room) ** 2))
 
 
-def shown(questions: int, drop: float, alpha: float, losses: float, gains: float) -> float:
-    """How probably a run says that the drop is below ``drop``, where that share is truly lost and gained."""
-    excluded = _most_losses(questions, _critical(questions, drop, alpha), drop)
-    return float(_probability(questions, excluded, losses, gains)[0])
+def pass_probability(questions: int, drop: float, alpha: float, losses: float, gains: float) -> float:
+    """Probability that a run shows a drop below ``drop``.
+
+    :param losses: true share of losses.
+    :param gains: true share of gains.
+    """
+    passing = _max_losses(questions, _critical_score(questions, drop, alpha), drop)
+    return float(_table_probability(questions, passing, losses, gains)[0])
 
 
 # --- The statistic ----------------------------------------------------------------------------------------------------
 
 
 def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """The likeliest rate of gains, where that of losses is ``drop`` higher: the root of the likelihood's derivative."""
+    """Most likely rate of gains if the rate of losses is higher by ``drop``.
+
+    It is the root of the likelihood's derivative.
+    """
     import numpy as np
 
     linear = 2 * questions * drop - losses * (1 + drop) - gains * (1 - drop)
@@ -115,12 +125,12 @@ def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> 
 
 
 def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Of losses less gains of one question, in the likeliest table with that drop."""
+    """Variance of losses minus gains of one question, in the most likely table with this drop."""
     return 2 * _likeliest_gains(questions, losses, gains, drop) + drop - drop * drop
 
 
 def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
-    """How far below ``drop`` the table is, in standard errors."""
+    """Distance of each table below ``drop``, in standard errors."""
     import numpy as np
 
     return (questions * drop - (losses - gains)) / np.sqrt(questions * _variance(questions, losses, gains, drop))
@@ -129,10 +139,11 @@ def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
 # --- Its distribution -------------------------------------------------------------------------------------------------
 
 
-def _most_losses(questions: int, score: float, drop: float) -> Any:
-    """For each number of gains from 0 on, the most losses with which a table has at least ``score``; -1 for none.
+def _max_losses(questions: int, score: float, drop: float) -> Any:
+    """Largest number of losses with which a table has at least ``score``, for each number of gains.
 
-    [questions + 1]. The score falls with each loss.
+    :returns: [questions + 1], by the number of gains from 0 on. -1: no table with this number of gains has the score.
+        Bisection finds the numbers, because the score falls with each loss.
     """
     import numpy as np
 
@@ -145,37 +156,39 @@ def _most_losses(questions: int, score: float, drop: float) -> Any:
     return least
 
 
-def _probability(questions: int, most_losses: Any, losses: Any, gains: Any) -> Any:
-    """Of a table with at most so many losses for its gains, at each of these rates.
+def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
+    """Probability of a table with at most ``max_losses`` for its number of gains, at each pair of rates.
 
-    :param losses: shares, [rates], and ``gains`` as many.
+    :param max_losses: [questions + 1], by the number of gains.
+    :param losses: [rates], shares of losses.
+    :param gains: [rates], shares of gains.
     """
     import numpy as np
     from scipy.stats import binom
 
     losses, gains = np.atleast_1d(losses)[:, None], np.atleast_1d(gains)[:, None]
-    seen = np.arange(questions + 1)
-    chances = binom.pmf(seen, questions, gains)
-    rates, seen = np.nonzero(chances > NOTHING)
-    # Losses among the questions that are no gain.
-    among = np.minimum(1.0, losses / (1 - gains))[rates, 0]
-    chances[rates, seen] *= binom.cdf(most_losses[seen], questions - seen, among)
+    counts = np.arange(questions + 1)
+    chances = binom.pmf(counts, questions, gains)
+    rates, counts = np.nonzero(chances > MIN_PROBABILITY)
+    # Share of losses among the questions that are no gain.
+    rest = np.minimum(1.0, losses / (1 - gains))[rates, 0]
+    chances[rates, counts] *= binom.cdf(max_losses[counts], questions - counts, rest)
     return chances.sum(1)
 
 
-def _largest(questions: int, score: float, drop: float) -> float:
-    """The largest probability, over the rates of gains, of a table with at least ``score`` where so much is lost."""
+def _max_probability(questions: int, score: float, drop: float) -> float:
+    """Largest probability, over all rates of gains, of a table with at least ``score`` if the drop is ``drop``."""
     import numpy as np
 
     rates = (1 - drop) / 2 * (np.arange(GRID) / GRID) ** 2
-    return float(_probability(questions, _most_losses(questions, score, drop), rates + drop, rates).max())
+    return float(_table_probability(questions, _max_losses(questions, score, drop), rates + drop, rates).max())
 
 
 @functools.cache
-def _critical(questions: int, drop: float, alpha: float) -> float:
-    """The least score with which a drop of ``drop`` is excluded."""
+def _critical_score(questions: int, drop: float, alpha: float) -> float:
+    """Smallest score that rejects a drop of ``drop`` or more."""
     low, high = 0.0, 10.0
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if _largest(questions, middle, drop) <= alpha else (middle, high)
+        low, high = (low, middle) if _max_probability(questions, middle, drop) <= alpha else (middle, high)
     return high

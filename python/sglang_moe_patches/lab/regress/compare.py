@@ -1,13 +1,13 @@
-"""Is the patched server worse than the stock one? Pure functions of what the two answered.
+"""Decide from the answers of a stock and a patched server whether the patched server is worse.
 
-Both servers get the same questions, so the comparison is paired: questions that both answer correctly, or both wrongly,
-say nothing about a difference. What is left are the losses (only stock was right) and the gains (only patched was).
-Without a real difference each is as likely as the other, so losses ~ Binomial(losses + gains, 1/2): McNemar's test in
-its exact form.
+Both servers answer the same questions, so the comparison is paired. Questions that both servers answer correctly, or
+both wrongly, say nothing about a difference. The test uses only losses (only the stock server is right) and gains (only
+the patched server is right). Without a real difference, a loss and a gain are equally likely. Losses then follow
+Binomial(losses + gains, 1/2), which is the exact form of McNemar's test.
 
-That a difference is not significant does not mean that there is none. Patched is called no worse only where the
-interval of the drop in accuracy ends below what may be lost (:mod:`~sglang_moe_patches.lab.regress.bound`); else the
-run is inconclusive.
+A difference that is not significant may still be real. The verdict "no worse" therefore requires more: the confidence
+interval of the drop in accuracy must end below the allowed drop (:mod:`~sglang_moe_patches.lab.regress.bound`).
+Otherwise the run is inconclusive.
 
 Source: Q. McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
 Psychometrika 12 (1947); the exact form is the sign test on the discordant pairs.
@@ -24,21 +24,25 @@ from sglang_moe_patches.lab.observers.events import Acted, ChangeStatus, Memory
 from sglang_moe_patches.lab.regress import bound
 
 SCHEMA = 2
-"""Version of ``Comparison.to_dict``: raised when a field is renamed, removed or changes its meaning."""
+"""Version of ``Comparison.to_dict``. It rises when a field is renamed, removed or changes its meaning."""
 MAX_DROP = 3.0
-"""Percentage points of accuracy that patched may lose, where nobody says otherwise."""
+"""Default allowed drop in accuracy, in percentage points."""
 NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 2
-"""Exit codes of ``regress``; 2 is a run that could not be made, too: neither has shown anything."""
+"""Exit codes of ``regress``. A run that failed before it had a result exits with 2, too."""
 
 
 @dataclass(frozen=True)
 class Answer:
+    """One server's answer to one question of GSM8K."""
+
     question: str
     text: str
     label: int
+    """The right number."""
     predicted: int | None
-    """The number read from the text; None if there is none."""
+    """Number that the engine's evaluation reads from ``text``; ``None`` if the text has no number."""
     tokens: tuple[int, ...]
+    """Token ids of ``text``."""
 
     @property
     def correct(self) -> bool:
@@ -47,29 +51,31 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """One server, evaluated."""
+    """One server with its answers and measurements."""
 
     name: str
     engine: str
+    """Release of the engine."""
     command: tuple[str, ...]
-    """The server's command, or its address if it was running already."""
+    """Command that started the server. For a server that was already running: its address."""
     answers: tuple[Answer, ...]
     startup_s: float
-    """Seconds from the start of the command until the server was ready; 0 if it was running already. Not for comparing:
-    the first server to start warms the page cache and compiles kernels for the second."""
+    """Seconds from the start of the command until the server was ready; 0 if it was already running. Start times cannot
+    be compared: the first server warms the page cache and compiles kernels for the second server."""
     latency_s: float
-    """Seconds that the evaluation took."""
+    """Duration of the evaluation, in seconds."""
     input_tokens: int
     output_tokens: int
     memory: Memory | None
-    """As the server observed it; ``None``: it did not."""
+    """Memory figures that the server's processes recorded; ``None`` if they recorded none."""
     changes: tuple[ChangeStatus, ...]
     acted: Acted = field(default_factory=Acted)
     not_observed: str = ""
-    """Why ``memory`` has not all its figures, where something went wrong."""
+    """Error because of which figures in ``memory`` are missing; empty if nothing failed."""
 
     @property
     def correct(self) -> int:
+        """Number of questions answered correctly."""
         return sum(answer.correct for answer in self.answers)
 
     @property
@@ -79,100 +85,115 @@ class Run:
 
     @property
     def input_throughput(self) -> float:
-        """Prompt tokens per second of the whole evaluation."""
+        """Prompt tokens per second, over the whole evaluation."""
         return self.input_tokens / self.latency_s if self.latency_s else 0.0
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens per second of the whole evaluation."""
+        """Generated tokens per second, over the whole evaluation."""
         return self.output_tokens / self.latency_s if self.latency_s else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs of the same questions, compared; made by ``compare``."""
+    """Comparison of two runs with the same questions. :func:`compare` makes it."""
 
     stock: Run
     patched: Run
     require_identical: bool
+    """Whether one differing answer is enough for the verdict "worse"."""
     alpha: float
+    """Significance level of the one-sided tests."""
     max_drop: float
-    """Percentage points of accuracy that patched may lose."""
+    """Allowed drop in accuracy, in percentage points."""
     losses: int
-    """Questions that only stock answered correctly."""
+    """Number of questions that only the stock server answered correctly."""
     gains: int
-    """Questions that only patched answered correctly."""
+    """Number of questions that only the patched server answered correctly."""
     p_two_sided: float
-    """McNemar's exact p that the two differ at all."""
+    """McNemar's exact two-sided p-value. The null hypothesis: both servers are equally accurate."""
     p_worse: float
-    """McNemar's exact one-sided p: of at least this many losses among the discordant questions by chance."""
+    """McNemar's exact one-sided p-value. The null hypothesis: the patched server is at least as accurate."""
     texts_differ: int
+    """Number of answers with a different text."""
     tokens_differ: int
+    """Number of answers with different token ids."""
     detectable_drop: int | None
-    """The fewest questions lost, with none gained, that would be called a drop; None if all of them are too few."""
+    """Smallest number of losses, without gains, that is significant; ``None`` if a loss of all questions is not."""
     differing: tuple[tuple[int, Answer, Answer], ...]
-    """(index, stock's answer, patched's answer) where text or tokens differ."""
+    """(index of the question, stock answer, patched answer) for each answer whose text or token ids differ."""
     reasons: tuple[str, ...]
-    """Why patched is worse, in plain sentences; empty if it is not."""
+    """Sentences that say why the patched server is worse; empty if it is not."""
 
     @property
     def questions(self) -> int:
+        """Number of questions."""
         return len(self.stock.answers)
 
     @property
     def token_identical(self) -> bool:
+        """Whether all answers have the same token ids."""
         return self.tokens_differ == 0
 
     @property
     def worse(self) -> bool:
+        """Whether the patched server is worse."""
         return bool(self.reasons)
 
     @cached_property
     def p_max_drop(self) -> float:
-        """Exact one-sided p of so few losses for the gains by chance, where accuracy drops by ``max_drop``."""
+        """Exact one-sided p-value. The null hypothesis: the accuracy drops by ``max_drop`` or more."""
         return bound.p_value(self.questions, self.losses, self.gains, self.max_drop / 100)
 
     @property
-    def within(self) -> bool:
-        """Whether the interval of the drop ends below ``max_drop``, and patched could have lost more."""
+    def is_within_max_drop(self) -> bool:
+        """Whether the confidence interval of the drop ends below ``max_drop``, and a larger drop would have shown."""
         return self.accuracy_can_tell and self.p_max_drop <= self.alpha
 
     @cached_property
     def largest_drop(self) -> float:
-        """Upper end, in percentage points, of the drop's one-sided interval at a level of ``1 - alpha``."""
+        """Upper end of the drop's one-sided confidence interval, in percentage points, at the level ``1 - alpha``."""
         share = self.max_drop / 100
-        return 100 * bound.largest_drop(self.questions, self.losses, self.gains, self.alpha, looked_at=share)
+        return 100 * bound.largest_drop(self.questions, self.losses, self.gains, self.alpha, threshold=share)
 
     @cached_property
     def questions_needed(self) -> int | None:
-        """How many questions would show, with a power of 80 %, that patched is no worse by more than ``max_drop``, if
-        the servers differ in truth as they did here; ``None``: no number, they differ by more."""
+        """Number of questions that would show with a power of 80 % that the drop is below ``max_drop``.
+
+        The true shares of losses and gains are assumed to be those of this run. ``None`` if no number suffices, because
+        this run's drop is at least ``max_drop``.
+        """
         losses, gains = (number / self.questions for number in (self.losses, self.gains))
         return bound.questions_for(self.max_drop / 100, self.alpha, losses=losses, gains=gains)
 
     @property
     def conclusive(self) -> bool:
-        """Whether there is a verdict: worse, identical where that was required, or no worse than it may be."""
-        return self.worse or self.require_identical or self.within
+        """Whether the run has a verdict: worse, no worse by more than ``max_drop``, or identical as required."""
+        return self.worse or self.require_identical or self.is_within_max_drop
 
     @property
     def exit_code(self) -> int:
+        """``NO_WORSE``, ``WORSE`` or ``INCONCLUSIVE``."""
         if self.worse:
             return WORSE
         return NO_WORSE if self.conclusive else INCONCLUSIVE
 
     @property
     def detectable_drop_points(self) -> float | None:
+        """``detectable_drop`` in percentage points of accuracy."""
         return None if self.detectable_drop is None else 100 * self.detectable_drop / self.questions
 
     @property
     def accuracy_can_tell(self) -> bool:
-        """Whether stock answers enough questions correctly: all of them lost would be called a drop, and be more than
-        may be lost."""
+        """Whether the stock server answers enough questions correctly.
+
+        If the patched server lost all of them, that must be significant and more than ``max_drop``.
+        """
         few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
         return not few and 100 * self.stock.accuracy > self.max_drop
 
     def to_dict(self) -> dict[str, Any]:
+        """Content of report.json."""
         return {
             "schema": SCHEMA,
             "settings": {name: getattr(self, name) for name in ("require_identical", "alpha", "max_drop")},
@@ -205,9 +226,12 @@ class Comparison:
 
 
 def mcnemar(losses: int, gains: int) -> tuple[float, float]:
-    """McNemar's exact test of pairs in which only the first was right, and of those in which only the second was.
+    """McNemar's exact test.
 
-    :returns: (two-sided p, one-sided p for the second being worse); both 1 without discordant pairs.
+    :param losses: number of pairs in which only the first answer is right.
+    :param gains: number of pairs in which only the second answer is right.
+    :returns: the two-sided p-value, and the one-sided p-value against "the second answers are at least as accurate".
+        Both are 1 without losses and gains.
     """
     from scipy.stats import binomtest
 
@@ -218,8 +242,8 @@ def mcnemar(losses: int, gains: int) -> tuple[float, float]:
     return two_sided, worse
 
 
-def smallest_sample(alpha: float) -> int:
-    """The fewest questions that can show a drop: all of them lost has p = 2 ** -k, which must be below ``alpha``."""
+def min_losses(alpha: float) -> int:
+    """Smallest number of losses, without gains, that is significant: ``k`` losses have a p-value of ``2 ** -k``."""
     return next(k for k in count(1) if 0.5**k < alpha)
 
 
@@ -228,13 +252,14 @@ def compare(
 ) -> Comparison:
     """Compare two runs of the same questions.
 
-    Patched is worse when it answers fewer questions correctly and chance explains that with less than ``alpha``, or
-    when identical answers are required and one is not, in its text or its tokens. Else it is no worse by more than
-    ``max_drop`` when chance explains with less than ``alpha`` that it lost no more, had it lost so much.
+    - *Worse*: the patched server answers significantly fewer questions correctly. With ``require_identical``, one
+      answer with a different text or different token ids is enough.
+    - *No worse*: a drop of ``max_drop`` or more is rejected at the level ``alpha``.
+    - *Inconclusive*: neither of the two.
 
     :param alpha: significance level of the one-sided tests, between 0 and 1.
-    :param max_drop: percentage points of accuracy, between 0 and 100.
-    :raises ValueError: no questions, not the same questions in the same order, or alpha or max_drop out of range.
+    :param max_drop: allowed drop in accuracy in percentage points, between 0 and 100.
+    :raises ValueError: the runs have no questions or different questions, or ``alpha`` or ``max_drop`` is out of range.
     """
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
@@ -254,7 +279,7 @@ def compare(
     gains = sum(b.correct and not a.correct for a, b in pairs)
     p_two_sided, p_worse = mcnemar(losses, gains)
     differing = tuple((i, a, b) for i, (a, b) in enumerate(pairs) if a.text != b.text or a.tokens != b.tokens)
-    fewest = smallest_sample(alpha)
+    fewest = min_losses(alpha)
     reasons = []
     if losses > gains and p_worse < alpha:
         reasons.append(

@@ -1,6 +1,6 @@
-"""The engine's own GSM8K evaluation, with each question's answer kept.
+"""Run the engine's own GSM8K evaluation against a server, and keep the answer to each question.
 
-Runs as a process of its own (``python -m sglang_moe_patches.lab.regress.gsm8k``), because it imports the engine.
+The evaluation imports the engine, so it runs in its own process (``python -m sglang_moe_patches.lab.regress.gsm8k``).
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from typing import Any
 from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 GSM8K = 1319
-"""Questions of GSM8K's test set, which the engine downloads."""
+"""Number of questions in GSM8K's test set, which the engine can download."""
 
 
 class EvaluationFailed(RuntimeError):
-    """Not every question was answered; the message carries the end of the client's output."""
+    """The server did not answer every question. The message ends with the client's last output."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How both servers are asked.
+    """Settings of an evaluation. Both servers are evaluated with the same settings.
 
-    :param data_path: GSM8K's test.jsonl; ``None`` lets the engine download it.
-    :param questions: how many of the first questions.
-    :param shots: worked examples in front of each.
+    :param data_path: GSM8K's test.jsonl; ``None``: the engine downloads it.
+    :param questions: number of questions, from the first one on.
+    :param shots: number of worked examples in front of each question.
+    :param max_new_tokens: maximum length of an answer, in tokens.
+    :param parallel: maximum number of concurrent requests.
     """
 
     data_path: Path | None
@@ -42,8 +44,10 @@ class Evaluation:
 
 
 def count_questions(path: Path) -> int:
-    """How many questions ``path`` has: GSM8K's JSON lines, ``question`` and ``answer``, which ends in ``#### NUMBER``.
+    """Count the questions in a file.
 
+    :param path: file with one JSON object per line, with the keys ``question`` and ``answer``. An answer ends in
+        ``#### NUMBER``.
     :raises ValueError: the file is missing or malformed.
     """
     try:
@@ -65,10 +69,13 @@ def count_questions(path: Path) -> int:
 
 
 def check_questions(path: Path, count: int, shots: int) -> None:
-    """:raises ValueError: the file is missing, malformed, or has fewer than ``count`` questions."""
-    there = count_questions(path)
-    if there < max(count, shots):
-        raise ValueError(f"{path}: has {there} questions, {max(count, shots)} are asked for (--num-questions)")
+    """Check that a file has enough questions.
+
+    :raises ValueError: the file is missing or malformed, or it has fewer questions than ``count`` or ``shots``.
+    """
+    available, needed = count_questions(path), max(count, shots)
+    if available < needed:
+        raise ValueError(f"{path}: has {available} questions, but --num-questions or --num-shots needs {needed}")
 
 
 def evaluate(
@@ -78,37 +85,37 @@ def evaluate(
     work: Path,
     while_waiting: Callable[[int, float], None] = lambda answered, seconds: None,
 ) -> dict[str, Any]:
-    """Ask the server at ``url``, at temperature 0.
+    """Evaluate the server at ``url``, at temperature 0.
 
-    :param environment: of the client's process.
-    :param work: folder for what the client writes.
-    :param while_waiting: called a few times a second, with the questions answered and the seconds since the start; what
-        it raises ends the evaluation.
-    :returns: ``answers`` (each: question, text, label, predicted, tokens), ``latency_s`` and the sums ``input_tokens``
-        and ``output_tokens``.
-    :raises EvaluationFailed: not every question was answered.
+    :param environment: environment of the client's process.
+    :param work: folder for the client's files.
+    :param while_waiting: called five times a second with the number of answered questions and the seconds since the
+        start. An exception from it ends the evaluation.
+    :returns: ``answers`` (a list of dictionaries with ``question``, ``text``, ``label``, ``predicted`` and ``tokens``),
+        ``latency_s``, and the sums ``input_tokens`` and ``output_tokens``.
+    :raises EvaluationFailed: the server did not answer every question.
     """
     result, log_path, answered = work / "answers.json", work / "evaluation.log", work / "answered"
     for path in (result, answered):
         path.unlink(missing_ok=True)
     data = None if evaluation.data_path is None else str(evaluation.data_path.resolve())
-    asked = json.dumps({**asdict(evaluation), "data_path": data})
-    command = [sys.executable, "-W", "ignore", "-m", __name__, url, str(result.resolve()), asked]
+    settings = json.dumps({**asdict(evaluation), "data_path": data})
+    command = [sys.executable, "-W", "ignore", "-m", __name__, url, str(result.resolve()), settings]
     started = time.monotonic()
     with log_path.open("wb") as log:
         client = Supervised(command, environment, log, cwd=str(work))
     try:
         ended = False
         while not ended:
-            ended = client.exit_code() is not None  # and then one look more: what was answered last
+            ended = client.exit_code() is not None  # read before the last report, so that it counts all answers
             while_waiting(answered.stat().st_size if answered.exists() else 0, time.monotonic() - started)
             time.sleep(0 if ended else 0.2)
     finally:
         client.end()
     if client.exit_code() or not result.exists():
         raise EvaluationFailed(f"the evaluation of {url} failed: {log_path.read_text(errors='replace')[-2000:]}")
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return outcome
 
 
 def _main(url: str, result: Path, evaluation: Evaluation) -> None:
@@ -117,8 +124,8 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
     host, port = url.rsplit(":", 1)
     lines: list[Any] = []
     states: list[Any] = []
-    # The engine's evaluation returns its totals alone. It reads the questions with the first of these functions and
-    # hands every state to the second one.
+    # The engine's evaluation returns only totals. It reads the questions with ``read_jsonl`` and passes the state of
+    # every answer to ``dump_state_text``, so both functions are replaced.
     read_jsonl = few_shot_gsm8k.read_jsonl
 
     def keep_lines(name: str) -> list[Any]:
@@ -126,13 +133,13 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
         return lines
 
     few_shot_gsm8k.read_jsonl = keep_lines
-    if hasattr(few_shot_gsm8k, "normalize_base_url"):  # takes "http://host" for a host name in newer releases
+    if hasattr(few_shot_gsm8k, "normalize_base_url"):  # newer releases take "http://host" for a host name
         few_shot_gsm8k.normalize_base_url = lambda host, port: url
     few_shot_gsm8k.dump_state_text = lambda name, all_states: states.extend(all_states)
     endpoint = few_shot_gsm8k.RuntimeEndpoint
 
-    class Counted(endpoint):  # type: ignore[misc, valid-type]
-        """A byte in a file for each answer."""
+    class CountingEndpoint(endpoint):  # type: ignore[misc, valid-type]
+        """Endpoint that appends a byte to a file after each answer, so that the parent process can count answers."""
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             answer = super().generate(*args, **kwargs)
@@ -140,7 +147,7 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
                 file.write(b".")
             return answer
 
-    few_shot_gsm8k.RuntimeEndpoint = Counted
+    few_shot_gsm8k.RuntimeEndpoint = CountingEndpoint
     totals = few_shot_gsm8k.run_eval(
         SimpleNamespace(
             host=host,
@@ -151,7 +158,7 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
             max_new_tokens=evaluation.max_new_tokens,
             parallel=evaluation.parallel,
             temperature=0,
-            return_logprob=True,  # the way to learn the token ids through the engine's own client
+            return_logprob=True,  # the engine's client returns token ids only with log-probabilities
             logprob_start_len=None,
         )
     )
@@ -171,9 +178,9 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
                 "tokens": [token for _, token, *_ in meta["output_token_logprobs"]],
             }
         )
-    found = {"answers": answers, "latency_s": totals["latency"]}
-    found |= {"input_tokens": input_tokens, "output_tokens": output_tokens}
-    result.write_text(json.dumps(found), encoding="utf-8")
+    outcome = {"answers": answers, "latency_s": totals["latency"]}
+    outcome |= {"input_tokens": input_tokens, "output_tokens": output_tokens}
+    result.write_text(json.dumps(outcome), encoding="utf-8")
 
 
 if __name__ == "__main__":

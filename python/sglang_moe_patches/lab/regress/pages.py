@@ -1,4 +1,4 @@
-"""A page that is read in a browser, with nothing to load from elsewhere: its template, its files."""
+"""Render an HTML page from a template, and replace the files of a report at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 
 def render(template: Path, **values: Any) -> str:
+    """Render a Jinja template with ``values``. Every value is escaped as HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # Answers are whatever a model says: everything is escaped unless it is marked as ours.
+    # A model's answer may contain HTML, so every value is escaped.
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
@@ -23,17 +24,17 @@ def render(template: Path, **values: Any) -> str:
 
 
 def replace(contents: Mapping[str, str], directory: Path) -> None:
-    """Write files, each whole or not at all, and none before all could be written.
+    """Write several files. If one cannot be written, all existing files stay as they are.
 
-    :param contents: by file name; what is there already is replaced.
-    :param directory: created if need be.
-    :raises OSError: the directory cannot be written.
+    :param contents: content of each file, by its name. An existing file of this name is replaced.
+    :param directory: folder of the files. It is created if it does not exist.
+    :raises OSError: the folder or a file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     partial = {name: directory / f".{name}.{os.getpid()}.tmp" for name in contents}
     try:
         for name, content in contents.items():
-            # A model can say half a surrogate pair, which UTF-8 cannot.
+            # A model can generate half a surrogate pair, and UTF-8 cannot encode it.
             partial[name].write_bytes(content.encode("utf-8", "backslashreplace"))
         for name, path in partial.items():
             os.replace(path, directory / name)

@@ -1,4 +1,4 @@
-"""Serve stock and patched, evaluate both, compare, report."""
+"""The command ``regress``: start and evaluate a stock and a patched server, compare them, and write a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.regress import bound, gsm8k, report
-from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison, Run, compare, smallest_sample
+from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison, Run, compare, min_losses
 from sglang_moe_patches.lab.regress.gsm8k import Evaluation
 from sglang_moe_patches.lab.servers import gpu, interrupts, refusals
 from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
@@ -23,55 +23,68 @@ from sglang_moe_patches.lab.servers.server import ServerFailed, show_progress, s
 from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
 from sglang_moe_patches.lab.servers.supervisor import StillRunning
 
-__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "ServerSpec", "check", "enough", "run"]
+__all__ = [
+    "Addresses",
+    "CannotRun",
+    "Criterion",
+    "Evaluation",
+    "PatchedFailed",
+    "ServerSpec",
+    "check",
+    "default_questions",
+    "run",
+]
 
 
 class CannotRun(RuntimeError):
-    """A run could not be made. The message says what to change, or carries the end of the server's log."""
+    """The comparison cannot be made. The message says what to change, or ends with the server's last log lines."""
 
 
 class PatchedFailed(RuntimeError):
-    """The patched server failed to start or to answer where the stock server did not: that is worse."""
+    """The stock server answered all questions, but the patched server did not start or answer. That is worse."""
 
 
 @dataclass(frozen=True)
 class Addresses:
+    """URLs of two servers that are already running."""
+
     stock: str
     patched: str
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """When patched is called worse, and when no worse; see :func:`compare.compare`."""
+    """Thresholds for the verdicts "worse" and "no worse"; see :func:`compare.compare`."""
 
     require_identical: bool
     alpha: float
     max_drop: float = MAX_DROP
 
     @property
-    def fewest(self) -> int:
-        """Questions with which there can be a verdict by accuracy."""
-        return max(smallest_sample(self.alpha), bound.fewest(self.max_drop / 100, self.alpha))
+    def min_questions(self) -> int:
+        """Smallest number of questions with which accuracy can give a verdict."""
+        return max(min_losses(self.alpha), bound.min_questions(self.max_drop / 100, self.alpha))
 
 
-def enough(data_path: Path | None, criterion: Criterion) -> int:
-    """How many questions to ask where nobody says: as many as show that patched is no worse by more than may be lost.
+def default_questions(data_path: Path | None, criterion: Criterion) -> int:
+    """Number of questions that suffice for the verdict "no worse", if both servers are equally good.
 
-    :param data_path: with the questions; ``None``: all of GSM8K's are there.
-    :raises CannotRun: there are fewer, or the file cannot be used.
+    :param data_path: file with questions; ``None``: the whole test set of GSM8K.
+    :raises CannotRun: the file has too few questions or cannot be read.
     """
     try:
-        there = gsm8k.GSM8K if data_path is None else gsm8k.count_questions(data_path)
+        available = gsm8k.GSM8K if data_path is None else gsm8k.count_questions(data_path)
     except ValueError as error:
         raise CannotRun(str(error)) from None
     needed = bound.questions_for(criterion.max_drop / 100, criterion.alpha)
-    assert needed is not None  # expected to lose as many as it gains
-    if needed <= there or criterion.require_identical:
-        return min(needed, there)
+    assert needed is not None  # losses and gains are expected to be equal
+    if needed <= available or criterion.require_identical:
+        return min(needed, available)
     raise CannotRun(
-        f"--max-drop {criterion.max_drop:g} needs {needed:,} questions at --alpha {criterion.alpha:g} if both servers "
-        f"are equally good and answer {100 * bound.CHURN:g} % otherwise, and there are {there:,}; allow a larger "
-        f"--max-drop, or ask all (--num-questions {there}) and risk that it is inconclusive"
+        f"--max-drop {criterion.max_drop:g} at --alpha {criterion.alpha:g} needs {needed:,} questions if the servers "
+        f"are equally good and only one of them is right on {100 * bound.CHURN:g} % of the questions, but only "
+        f"{available:,} are available; allow a larger --max-drop, or ask all (--num-questions {available}) and risk an "
+        "inconclusive result"
     )
 
 
@@ -82,9 +95,9 @@ def check(
     environment: Mapping[str, str],
     output: Path,
 ) -> None:
-    """Find out what is wrong before a minute is spent on starting a server.
+    """Check all arguments before a server starts, because a start takes minutes.
 
-    :raises CannotRun: one line that names the argument and what to give instead.
+    :raises CannotRun: an argument is wrong. The message is one line that names the argument and a better value.
     """
     try:
         if evaluation.data_path is not None:
@@ -97,11 +110,11 @@ def check(
             refusals.check_address("--patched-url", subject.patched)
     except ValueError as error:
         raise CannotRun(str(error)) from None
-    if not criterion.require_identical and evaluation.questions < criterion.fewest:
+    if not criterion.require_identical and evaluation.questions < criterion.min_questions:
         raise CannotRun(
-            f"{evaluation.questions} questions cannot show a drop in accuracy to be below --max-drop "
-            f"{criterion.max_drop:g} at --alpha {criterion.alpha:g}, however alike the answers; ask at least "
-            f"{criterion.fewest} (--num-questions), or compare answers one by one (--require-identical)"
+            f"{evaluation.questions} questions cannot show a drop in accuracy below --max-drop "
+            f"{criterion.max_drop:g} at --alpha {criterion.alpha:g}, even if all answers are equal; ask at least "
+            f"{criterion.min_questions} (--num-questions), or require identical answers (--require-identical)"
         )
     if isinstance(subject, ServerSpec) and not subject.names_device and not has_gpu():
         raise CannotRun("this machine has no NVIDIA GPU; name the device to serve on (-- --device ...)")
@@ -116,30 +129,31 @@ def run(
     output: Path,
     console: Console,
 ) -> Comparison:
-    """Evaluate stock and patched, print the comparison, and write the report with the servers' logs beside it.
+    """Evaluate both servers, print the comparison, and write the report and the servers' logs to ``output``.
 
-    What was found out is never lost: where the report cannot be made, what each server answered is written to
-    ``output``, or to a new temporary folder, and said.
+    Answers are never lost. If the report cannot be written, each server's answers are written to ``output``, or else to
+    a new temporary folder. Their paths are printed.
 
-    :param environment: of the servers; the client's is made from it.
-    :raises CannotRun: a run could not be made.
-    :raises PatchedFailed: the stock server answered everything and the patched one did not start or not answer.
-    :raises KeyboardInterrupt: a signal has come. All servers are ended.
+    :param environment: environment of the servers. The client's environment is derived from it.
+    :raises CannotRun: the comparison cannot be made.
+    :raises PatchedFailed: only the patched server did not start or did not answer.
+    :raises KeyboardInterrupt: a signal arrived. All servers have ended.
     """
     check(subject, evaluation, criterion, environment, output)
     runs: list[Run] = []
     with interrupts.catch_signals() as interrupt, scratch(keep_in=output) as logs:
-        ask = _Asking(evaluation, environment, interrupt, console, _beforehand(evaluation, criterion))
+        evaluator = _Evaluator(evaluation, environment, interrupt, console, _announcement(evaluation, criterion))
+        starts = isinstance(subject, ServerSpec)
         try:
-            for each in ask.servers(subject, logs) if isinstance(subject, ServerSpec) else ask.addresses(subject):
-                runs.append(each)
-                # Where we are killed, the next server's supervisor puts it into `output`.
-                (logs / f"{each.name}.json").write_bytes(_answers(each))
+            for finished in evaluator.start_servers(subject, logs) if starts else evaluator.ask_addresses(subject):
+                runs.append(finished)
+                # If this process is killed, the next server's supervisor copies this file to `output`.
+                (logs / f"{finished.name}.json").write_bytes(_to_json(finished))
             comparison = compare(*runs, **asdict(criterion))
             report.print_table(comparison, console)
             report.write(comparison, output)
         except BaseException as error:
-            answers = {f"{each.name}.json": _answers(each) for each in runs}
+            answers = {f"{finished.name}.json": _to_json(finished) for finished in runs}
             if answers or isinstance(error, Exception):
                 kept = keep({**answers, **logs_in(logs)}, output)
                 for name in answers:
@@ -149,105 +163,108 @@ def run(
     return comparison
 
 
-def _answers(found: Run) -> bytes:
-    return json.dumps(asdict(found)).encode()
+def _to_json(run: Run) -> bytes:
+    return json.dumps(asdict(run)).encode()
 
 
-def _beforehand(evaluation: Evaluation, criterion: Criterion) -> str:
-    asked = f"{evaluation.questions:,} questions to each server, one server after the other"
+def _announcement(evaluation: Evaluation, criterion: Criterion) -> str:
+    """Line that is printed before the first question: the number of questions and what it can show."""
+    questions = f"{evaluation.questions:,} questions to each server, one server after the other"
     if criterion.require_identical:
-        return f"{asked}; any answer that differs is worse."
+        return f'{questions}; the verdict is "worse" if any answer differs.'
     churn = bound.CHURN / 2
-    chance = bound.shown(evaluation.questions, criterion.max_drop / 100, criterion.alpha, churn, churn)
+    chance = bound.pass_probability(evaluation.questions, criterion.max_drop / 100, criterion.alpha, churn, churn)
     return (
-        f"{asked}. If both are equally good and answer {100 * bound.CHURN:g} % otherwise, so many show that patched is "
-        f"no worse by more than {report.points(criterion.max_drop)} in {100 * chance:.0f} of 100 runs."
+        f"{questions}. If the servers are equally good and only one of them is right on {100 * bound.CHURN:g} % of the "
+        f"questions, {100 * chance:.0f} of 100 such runs show that the patched server is no worse by more than "
+        f"{report.points(criterion.max_drop)}."
     )
 
 
 def evaluate_url(name: str, url: str, environment: dict[str, str], evaluation: Evaluation) -> Run:
-    """Evaluate a server that runs already.
+    """Evaluate a server that is already running.
 
-    :raises CannotRun: no engine answers at ``url``; nobody was asked anything.
-    :raises gsm8k.EvaluationFailed: it did not answer everything.
+    :raises CannotRun: no engine answers at ``url``. No question was sent.
+    :raises gsm8k.EvaluationFailed: the server did not answer every question.
     """
-    ask = _Asking(evaluation, environment, lambda: None, Console(quiet=True))
-    return ask.at(name, url, _release(url))
+    evaluator = _Evaluator(evaluation, environment, lambda: None, Console(quiet=True))
+    return evaluator.ask_address(name, url, _engine_release(url))
 
 
 @dataclass(frozen=True)
-class _Asking:
-    """Asks servers the same questions in the same way.
+class _Evaluator:
+    """Sends the same questions to several servers, with the same settings.
 
-    :param environment: of servers that are started; the client's is made from it.
-    :param interrupt: called a few times a second while waiting; raises when it is time to end.
-    :param console: where it is said how long it takes.
-    :param beforehand: said there once nothing is found to be wrong with what was given.
+    :param environment: environment of the servers to start. The client's environment is derived from it.
+    :param interrupt: called several times a second while the evaluator waits. It raises to end the run.
+    :param console: console for progress lines.
+    :param announcement: line to print before the first server.
     """
 
     evaluation: Evaluation
     environment: dict[str, str]
     interrupt: Callable[[], None]
     console: Console
-    beforehand: str = ""
+    announcement: str = ""
 
-    def addresses(self, subject: Addresses) -> Iterator[Run]:
-        """Stock, then patched; see :func:`run`."""
+    def ask_addresses(self, subject: Addresses) -> Iterator[Run]:
+        """Evaluate two running servers, first stock, then patched; errors as in :func:`run`."""
         urls = {STOCK: subject.stock.rstrip("/"), PATCHED: subject.patched.rstrip("/")}
-        releases = {name: _release(url) for name, url in urls.items()}
-        self.console.print(self.beforehand, highlight=False)
+        releases = {name: _engine_release(url) for name, url in urls.items()}
+        self.console.print(self.announcement, highlight=False)
         for name, url in urls.items():
             try:
-                found = self.at(name, url, releases[name])
+                finished = self.ask_address(name, url, releases[name])
             except gsm8k.EvaluationFailed as error:
-                raise _failure(name)(str(error)) from error
-            yield found
+                raise _failure_type(name)(str(error)) from error
+            yield finished
 
-    def at(self, name: str, url: str, release: str) -> Run:
+    def ask_address(self, name: str, url: str, release: str) -> Run:
         with scratch() as work:
-            return self._evaluate(name, url, work, (url,), release)
+            return self._ask(name, url, work, (url,), release)
 
-    def servers(self, subject: ServerSpec, logs: Path) -> Iterator[Run]:
-        """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
+    def start_servers(self, subject: ServerSpec, logs: Path) -> Iterator[Run]:
+        """Start, evaluate and end the stock server, then the patched server; errors as in :func:`run`.
 
-        One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other
-        down.
+        The servers run one after the other. Both at once would not fit on a GPU, and would slow each other down.
 
         :param logs: folder for the servers' logs.
         """
-        self.console.print(self.beforehand, highlight=False)
+        self.console.print(self.announcement, highlight=False)
         before = gpu.used_mib()
         try:
-            yield from self._server(STOCK, subject, logs)
+            yield from self._start_server(STOCK, subject, logs)
             gpu.wait_until_free(before, self.interrupt)
-            yield from self._server(PATCHED, subject, logs)
-        except (StillRunning, gpu.MemoryHeld, PortInUse) as error:
+            yield from self._start_server(PATCHED, subject, logs)
+        except (StillRunning, gpu.MemoryInUse, PortInUse) as error:
             raise CannotRun(str(error)) from error
 
-    def _server(self, name: str, subject: ServerSpec, logs: Path) -> Iterator[Run]:
+    def _start_server(self, name: str, subject: ServerSpec, logs: Path) -> Iterator[Run]:
         with scratch() as work:
-            observed = work / "observed"
-            observed.mkdir()
-            child = {**self.environment, OBSERVE.name: str(observed)}
-            server = subject.server(name, child, logs / f"{name}.log")
+            records = work / "observed"
+            records.mkdir()
+            environment = {**self.environment, OBSERVE.name: str(records)}
+            server = subject.server(name, environment, logs / f"{name}.log")
             try:
                 with ExitStack() as stack:
                     with show_starting(server, self.console, self.interrupt):
                         stack.enter_context(server)
-                    if events.collect(observed) is None:
+                    if events.collect(records) is None:
                         raise CannotRun(
-                            f"the {name} server did not load this package's plugin, so nothing would be compared; is "
-                            f"{child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
+                            f"the {name} server did not load this package's plugin, so a comparison would show "
+                            f"nothing; check SGLANG_PLUGINS={environment.get('SGLANG_PLUGINS', '')!r}. "
+                            f"{server.log_tail()}"
                         )
                     ready = f"{name}: ready after {server.startup_s:.0f} s"
                     self.console.print(f"{ready}; asking {self.evaluation.questions} questions")
-                    found = self._evaluate(name, server.url, work, tuple(server.command), engine.version() or "unknown")
+                    release = engine.version() or "unknown"
+                    finished = self._ask(name, server.url, work, tuple(server.command), release)
                     server.check()
-                    process = events.collect(observed)
-                    assert process is not None  # it was there before
-                    # Before the server is ended: whatever happens then, this run is made.
+                    process = events.collect(records)
+                    assert process is not None  # the records existed before the evaluation
+                    # The run is complete before the server ends: a failure to end it loses no answers.
                     yield replace(
-                        found,
+                        finished,
                         startup_s=server.startup_s,
                         memory=process.memory if process.memory.forwards else None,
                         acted=process.acted,
@@ -255,54 +272,54 @@ class _Asking:
                         changes=process.changes,
                     )
             except ServerFailed as error:
-                raise _failure(name)(str(error)) from error
+                raise _failure_type(name)(str(error)) from error
             except gsm8k.EvaluationFailed as error:
-                raise _failure(name)(f"{error}\n{server.log_tail()}") from error
+                raise _failure_type(name)(f"{error}\n{server.log_tail()}") from error
 
-    def _evaluate(self, name: str, url: str, work: Path, command: tuple[str, ...], release: str) -> Run:
-        # The client is no engine process: it must not observe or patch anything.
-        ours = (OBSERVE.name, patch.SELECT_VARIABLE)
-        client = {variable: value for variable, value in self.environment.items() if variable not in ours}
-        with show_progress(self.console, f"{name}: asking") as tell:
+    def _ask(self, name: str, url: str, work: Path, command: tuple[str, ...], release: str) -> Run:
+        # The client imports the engine, but it must not be patched or observed.
+        removed = (OBSERVE.name, patch.SELECT_VARIABLE)
+        client = {variable: value for variable, value in self.environment.items() if variable not in removed}
+        with show_progress(self.console, f"{name}: asking") as update:
 
             def watch(answered: int, seconds: float) -> None:
                 self.interrupt()
                 line = f"{name}: {answered:,} of {self.evaluation.questions:,} answered"
                 if answered:
                     left = seconds / answered * (self.evaluation.questions - answered)
-                    line += f", about {spoken(left)} left"
+                    line += f", about {format_duration(left)} left"
                     if name == STOCK:
-                        line += f"; then patched, about {spoken(seconds + left)}"
-                tell(seconds, line)
+                        line += f"; then patched, about {format_duration(seconds + left)}"
+                update(seconds, line)
 
-            found = gsm8k.evaluate(url, client, self.evaluation, work, watch)
+            outcome = gsm8k.evaluate(url, client, self.evaluation, work, watch)
         return Run(
             name=name,
             engine=release,
             command=command,
-            answers=tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in found["answers"]),
+            answers=tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in outcome["answers"]),
             startup_s=0.0,
-            latency_s=found["latency_s"],
-            input_tokens=found["input_tokens"],
-            output_tokens=found["output_tokens"],
+            latency_s=outcome["latency_s"],
+            input_tokens=outcome["input_tokens"],
+            output_tokens=outcome["output_tokens"],
             memory=None,
             changes=(),
         )
 
 
-def spoken(seconds: float) -> str:
-    """For people, to two digits at most."""
+def format_duration(seconds: float) -> str:
+    """Format a duration in seconds, minutes or hours, with about two digits."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
-def _failure(name: str) -> type[CannotRun | PatchedFailed]:
+def _failure_type(name: str) -> type[CannotRun | PatchedFailed]:
     return CannotRun if name == STOCK else PatchedFailed
 
 
-def _release(url: str) -> str:
-    """The engine's release.
+def _engine_release(url: str) -> str:
+    """Ask a running server for its engine's release.
 
     :raises CannotRun: no engine answers at ``url``.
     """

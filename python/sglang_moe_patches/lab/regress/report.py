@@ -1,4 +1,4 @@
-"""A comparison for people: a table on the terminal, report.html, and report.json for scripts."""
+"""Present a comparison: a table on the terminal, report.html for people, and report.json for scripts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 NOT_MEASURED = "not measured"
 STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONCLUSIVE: ("bold yellow", "open")}
-"""Of a verdict, on the terminal and on the page."""
+"""(style on the terminal, CSS class on the page) of each exit code."""
 
 
 class Row(NamedTuple):
-    """One line of the table; ``patched`` is empty where a figure is about both servers."""
+    """One row of the table of figures. ``patched`` is empty if ``stock`` is a figure about both servers."""
 
     label: str
     stock: str
     patched: str = ""
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- Texts ------------------------------------------------------------------------------------------------------------
 
 
 def _count(number: int, noun: str) -> str:
@@ -38,15 +38,15 @@ def _count(number: int, noun: str) -> str:
 
 
 def points(number: float) -> str:
-    """Percentage points of accuracy."""
+    """Format percentage points of accuracy."""
     return "1 point" if number == 1 else f"{number:g} points"
 
 
 def _bytes(value: int) -> str:
-    """Decimal units, as GPU vendors and this project's documents use them."""
+    """Format bytes in decimal units, as GPU vendors and this project's pages do."""
     if value < 10_000:
         return f"{value:,} B"
-    # Only from 10,000 on the next unit, so that the two sides of a comparison mostly have the same one.
+    # The next unit begins at 10,000, so that two compared figures mostly have the same unit.
     units = ["TB", "GB", "MB", "kB"]
     scaled, unit = value / 1000, units.pop()
     while units and scaled >= 9_999.95:
@@ -59,7 +59,7 @@ def _accuracy(run: Run) -> str:
 
 
 def _interval(run: Run) -> tuple[float, float]:
-    """95 % interval of the accuracy (Wilson), 0 to 1."""
+    """Wilson's 95 % confidence interval of the accuracy, 0 to 1."""
     from scipy.stats import binomtest
 
     interval = binomtest(run.correct, len(run.answers)).proportion_ci(0.95, method="wilson")
@@ -73,7 +73,7 @@ def _largest_drop(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The headline: the most that is true."""
+    """Headline of the report: the strongest statement that the comparison supports."""
     if comparison.worse:
         return "Patched is WORSE than stock"
     if comparison.conclusive and not comparison.differing:
@@ -81,65 +81,69 @@ def verdict(comparison: Comparison) -> str:
         if saved := _find_saving(comparison):
             less = f", {100 * (1 - saved.patched / saved.stock):.0f} % less activation memory"
         return f"All {_count(comparison.questions, 'answer')} are identical{less}"
-    if comparison.within:
+    if comparison.is_within_max_drop:
         return f"Patched is no worse than stock by more than {points(comparison.max_drop)}"
     if not comparison.accuracy_can_tell:
-        return "INCONCLUSIVE: no drop could have been detected"
+        return "INCONCLUSIVE: this run could not have detected a drop"
     return f"INCONCLUSIVE: patched may be worse than stock by more than {points(comparison.max_drop)}"
 
 
-def inconclusive(comparison: Comparison) -> str:
-    """Why there is no verdict, and what to change, in one line."""
+def explain_inconclusive(comparison: Comparison) -> str:
+    """One line that says why the run has no verdict, and what to change."""
     count, most = comparison.questions, comparison.max_drop
-    fewest = bound.fewest(most / 100, comparison.alpha)
+    fewest = bound.min_questions(most / 100, comparison.alpha)
     if not comparison.accuracy_can_tell:
         why = (
-            f"stock answers {comparison.stock.correct} of {_count(count, 'question')} correctly, too few for a drop of "
-            f"more than {points(most)} to be seen at --alpha {comparison.alpha:g}"
+            f"the stock server answers only {comparison.stock.correct} of {_count(count, 'question')} correctly, too "
+            f"few to show a drop of more than {points(most)} at --alpha {comparison.alpha:g}"
         )
         change = "ask more questions (--num-questions), or use a model that can answer them"
     elif count < fewest:
-        why = (
-            f"{_count(count, 'question')} cannot show a drop to be below {points(most)} at --alpha {comparison.alpha:g}"
-        )
+        why = f"{_count(count, 'question')} cannot show a drop below {points(most)} at --alpha {comparison.alpha:g}"
         change = f"ask at least {fewest} (--num-questions)"
     else:
         why = (
-            f"{comparison.losses} lost and {comparison.gains} gained of {_count(count, 'question')} may be a drop of "
-            f"up to {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
+            f"{comparison.losses} lost and {comparison.gains} gained of {_count(count, 'question')} are compatible "
+            f"with a drop of {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
         )
         needed = comparison.questions_needed
         if needed is None:
-            change = (
-                "more questions (--num-questions) will show no less if they go like these; allow a larger --max-drop"
-            )
+            change = "more questions (--num-questions) with such results will not help; allow a larger --max-drop"
         else:
             beyond = f", more than the {GSM8K:,} of GSM8K" if needed > GSM8K else ""
             change = (
-                f"ask some {needed:,}{beyond} (--num-questions), which show it in {100 * bound.POWER:.0f} of 100 runs "
-                "if they go like these, or allow a larger --max-drop"
+                f"ask about {needed:,} questions{beyond} (--num-questions): with such results "
+                f"{100 * bound.POWER:.0f} of 100 runs have a verdict; or allow a larger --max-drop"
             )
-    return f"{why}; {change}, or make identical answers the test (--require-identical --parallel 1)"
+    return f"{why}; {change}, or require identical answers (--require-identical --parallel 1)"
 
 
 def summary(comparison: Comparison) -> tuple[str, ...]:
-    """One or more sentences below the headline."""
+    """Sentences below the headline."""
     if comparison.worse:
         return comparison.reasons
     if not comparison.conclusive:
-        why = inconclusive(comparison)
+        why = explain_inconclusive(comparison)
         return (f"{why[0].upper()}{why[1:]}.",)
     if not comparison.differing:
-        within = f"; accuracy is no worse by more than {points(comparison.max_drop)}" if comparison.within else ""
-        return (f"Every answer of the patched server is that of the stock one, token for token{within}.",)
+        within = (
+            f"; accuracy is no worse by more than {points(comparison.max_drop)}"
+            if comparison.is_within_max_drop
+            else ""
+        )
+        return (f"Every answer of the patched server equals the stock server's answer, token for token{within}.",)
     return (
         f"{len(comparison.differing)} of {_count(comparison.questions, 'answer')} differ; accuracy is "
         f"{100 * comparison.stock.accuracy:.1f} % stock and {100 * comparison.patched.accuracy:.1f} % patched.",
     )
 
 
-def _of_same_tokens(comparison: Comparison, name: str) -> tuple[int, int] | None:
-    """A figure of stock's and of patched's memory; ``None``: not measured, or in forwards of different tokens."""
+def _memory_pair(comparison: Comparison, name: str) -> tuple[int, int] | None:
+    """One memory figure of the stock and of the patched server.
+
+    :param name: attribute of :class:`~sglang_moe_patches.lab.observers.events.Memory`.
+    :returns: ``None`` if the figure was not measured, or if the largest forward passes had different numbers of tokens.
+    """
     stock, patched = comparison.stock.memory, comparison.patched.memory
     if stock is None or patched is None or stock.tokens != patched.tokens:
         return None
@@ -148,9 +152,9 @@ def _of_same_tokens(comparison: Comparison, name: str) -> tuple[int, int] | None
 
 
 class Saving(NamedTuple):
-    """Activation memory of the largest forward, in bytes.
+    """Activation memory of the largest forward pass in both servers, in bytes.
 
-    :param moment: of the forward, at which it was measured.
+    :param moment: moment of the forward pass to which the figures belong, in words.
     """
 
     moment: str
@@ -159,19 +163,19 @@ class Saving(NamedTuple):
 
 
 def _find_saving(comparison: Comparison) -> Saving | None:
-    """What patched saves; ``None``: less than half a per cent."""
+    """Activation memory that the patched server saves; ``None`` if it is less than 0.5 %, or was not measured."""
     for moment, name in (
-        ("at the peak of one forward", "peak_forward_bytes"),
+        ("at the peak of one forward pass", "peak_forward_bytes"),
         ("live when the MoE kernel starts", "live_at_kernel_bytes"),
     ):
-        before, after = _of_same_tokens(comparison, name) or (0, 0)
+        before, after = _memory_pair(comparison, name) or (0, 0)
         if before and 200 * (before - after) >= before:
             return Saving(moment, before, after)
     return None
 
 
 def overview(comparison: Comparison) -> list[tuple[str, str]]:
-    """(name, value) of what was compared, and what came out: for who reads no further."""
+    """Rows (name, value) of the first table: what was compared, and the result in short."""
     stock, patched = comparison.stock, comparison.patched
     command = patched.command
     model = command[command.index("--model-path") + 1] if "--model-path" in command else ""
@@ -179,15 +183,15 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
     if memory is None:
         machine = "not known"
     else:
-        machine = "CPU: its speed says nothing of a GPU's" if memory.device == "cpu" else memory.gpu or "GPU"
+        machine = "CPU: its speed says nothing about a GPU" if memory.device == "cpu" else memory.gpu or "GPU"
     releases = " and ".join(dict.fromkeys((stock.engine, patched.engine)))
-    saved = f"{NOT_MEASURED}, or no less"
+    saved = f"{NOT_MEASURED}, or no saving"
     if found := _find_saving(comparison):
         saved = f"{_bytes(found.stock)} stock, {_bytes(found.patched)} patched, {found.moment}"
     differing = len(comparison.differing)
     answers = f"{_count(comparison.questions, 'question')}, {f'{differing} differ' if differing else 'all identical'}"
     return [
-        ("Model", model or f"that of {stock.command[0]} and {patched.command[0]}"),
+        ("Model", model or f"the model of {stock.command[0]} and {patched.command[0]}"),
         ("Machine", f"{machine}; SGLang {releases}"),
         ("Memory", saved),
         ("Answers", f"{answers}; right: {stock.correct} stock, {patched.correct} patched"),
@@ -195,8 +199,9 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def rows(comparison: Comparison) -> list[Row]:
+    """Rows of the table of figures. A memory figure that neither server measured has no row."""
     stock, patched = comparison.stock, comparison.patched
-    count, bought = comparison.questions, kv_tokens(comparison)
+    count, tokens = comparison.questions, saved_kv_tokens(comparison)
     identical = "yes" if comparison.token_identical else f"no, {comparison.tokens_differ} of {count} differ"
 
     def both(label: str, figure: Callable[[Run], str]) -> Row:
@@ -214,30 +219,30 @@ def rows(comparison: Comparison) -> list[Row]:
             "McNemar's exact test",
             f"p = {comparison.p_two_sided:.3g} ({comparison.losses} lost, {comparison.gains} gained)",
         ),
-        Row("Largest drop that it may be", _largest_drop(comparison)),
+        Row("Upper bound of the drop in accuracy", _largest_drop(comparison)),
         Row("Answers with a different text", f"{comparison.texts_differ} of {count}"),
         Row("Token for token identical", identical),
         both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
         both("Output throughput", lambda run: f"{run.output_throughput:,.1f} token/s"),
-        *memory("Peak memory of one forward", "peak_forward_bytes", _bytes),
-        *memory("Live when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
-        *memory("Tokens in the largest forward", "tokens", "{:,}".format),
-        *([Row("KV tokens that the difference could hold", f"{bought:,}")] if bought else []),
-        *memory("MoE output buffers per forward", "output_buffers", str),
-        *memory("Held by the MoE kernels between forwards", "kernel_buffer_bytes", _bytes),
-        *memory("Taken by PyTorch's allocator", "reserved_bytes", _bytes),
-        *memory("Of that, never a tensor (slack)", "slack_bytes", _bytes),
+        *memory("Peak memory of one forward pass", "peak_forward_bytes", _bytes),
+        *memory("Activations alive when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
+        *memory("Tokens in the largest forward pass", "tokens", "{:,}".format),
+        *([Row("KV tokens that fit into the saved memory", f"{tokens:,}")] if tokens else []),
+        *memory("MoE output buffers per forward pass", "output_buffers", str),
+        *memory("Workspaces of MoE kernels between forward passes", "kernel_buffer_bytes", _bytes),
+        *memory("Reserved by PyTorch's allocator", "reserved_bytes", _bytes),
+        *memory("Allocator slack: reserved, never used by a tensor", "slack_bytes", _bytes),
         *memory("MoE layers", "moe_layers", str),
-        *memory("Forwards observed", "forwards", "{:,}".format),
+        *memory("Observed forward passes", "forwards", "{:,}".format),
     ]
 
 
-def kv_tokens(comparison: Comparison) -> int | None:
-    """How many tokens of KV cache each GPU could have for what the largest forward needs less when patched.
+def saved_kv_tokens(comparison: Comparison) -> int | None:
+    """Tokens of KV cache that fit into the memory that the patched server's largest forward pass saves, on each GPU.
 
-    ``None``: none, or it cannot be told.
+    :returns: ``None`` if the patched server saves nothing, or if a figure is missing.
     """
-    memory, peaks = comparison.patched.memory, _of_same_tokens(comparison, "peak_forward_bytes")
+    memory, peaks = comparison.patched.memory, _memory_pair(comparison, "peak_forward_bytes")
     if memory is None or peaks is None or not memory.cache_token_bytes:
         return None
     return max(0, int((peaks[0] - peaks[1]) / memory.cache_token_bytes)) or None
@@ -252,92 +257,92 @@ def _incomplete(comparison: Comparison) -> list[str]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What the figures mean, what they cannot show, and what was not run."""
+    """Sentences about the meaning of the figures, their limits, and what was not run."""
     drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
     lines = [
-        "Both servers got the same questions at temperature 0. McNemar's test looks only at the questions that one "
-        "server answers correctly and the other does not. Patched is called worse when it has fewer correct answers "
-        f"and the one-sided exact p is below {comparison.alpha:g}"
-        + (", or when any answer differs." if comparison.require_identical else "."),
-        f"It is called no worse by more than {points(comparison.max_drop)} when the one-sided {level:g} % interval of "
-        "the drop in accuracy ends below that: an exact unconditional test by the score statistic, inverted. A smaller "
-        "drop goes unseen, as does one in other questions than these.",
+        "Both servers answered the same questions at temperature 0. McNemar's test uses only the questions that one "
+        "server answers correctly and the other does not. The patched server is worse if it has fewer correct answers "
+        f"and the exact one-sided p-value is below {comparison.alpha:g}"
+        + (", or if any answer differs." if comparison.require_identical else "."),
+        f"The patched server is no worse by more than {points(comparison.max_drop)} if the one-sided {level:g} % "
+        "confidence interval of the drop in accuracy ends below that. The interval inverts an exact unconditional test "
+        "by the score statistic. A smaller drop goes unseen, and so does a drop on other questions.",
     ]
     if not comparison.accuracy_can_tell:
         lines.append(
-            f"Stock answers only {comparison.stock.correct} of {_count(comparison.questions, 'question')} correctly, "
-            "so accuracy says nothing here (a model with random weights answers none). Whether the answers are "
-            "identical does."
+            f"The stock server answers only {comparison.stock.correct} of "
+            f"{_count(comparison.questions, 'question')} correctly, so accuracy says nothing here (a model with random "
+            "weights answers none). The comparison of the answers themselves still counts."
         )
     elif drop is not None:
         lines.append(
-            f"The smallest drop that this run could call one is {_count(drop, 'question')} lost and none gained: "
+            f"The smallest drop that is significant in this run is {_count(drop, 'question')} lost and none gained: "
             f"{comparison.detectable_drop_points:.1f} percentage points."
         )
     lines.append(
-        "Throughput is tokens over the seconds of the whole evaluation, one run each, client included. Stock runs "
-        "first and compiles what patched then finds in caches. Enough to see a server that became much slower, too "
-        "little for a benchmark."
+        "Throughput is tokens divided by the seconds of the whole evaluation, client included, in one run of each "
+        "server. The stock server runs first and compiles kernels that the patched server then finds in caches. The "
+        "figures show a server that became much slower. They are no benchmark."
     )
     measured = [run.memory for run in (comparison.stock, comparison.patched) if run.memory is not None]
     devices = {memory.device for memory in measured}
     if not measured:
-        lines.append("Memory was not measured: the servers were running already, or no forward was observed.")
+        lines.append("Memory was not measured: the servers were already running, or no forward pass was observed.")
     if any(memory.peak_forward_bytes is not None for memory in measured):
         lines.append(
-            "Peak memory of one forward: the largest beyond what was allocated before it, of the forward with the most "
-            "tokens. Memory that a CUDA graph holds was allocated before."
+            "Peak memory of one forward pass: memory that the forward pass with the most tokens allocates beside the "
+            "memory allocated before it. The memory of CUDA graphs was allocated before."
         )
-    if kv_tokens(comparison):
+    if saved_kv_tokens(comparison):
         lines.append(
-            "KV tokens: the difference between the two peaks, as KV cache of one GPU. The engine does not use it by "
-            "itself, and larger forwards than those of these questions may need more: "
-            "SGLANG_MOE_PATCHES_KV_SIZING=auto has a server measure them when it starts."
+            "KV tokens: the difference between the two peaks, in tokens of one GPU's KV cache. The engine does not use "
+            "this memory by itself, and forward passes larger than those of these questions may need more. With "
+            "SGLANG_MOE_PATCHES_KV_SIZING=auto a server measures its largest forward passes when it starts."
         )
     if any(memory.live_at_kernel_bytes is not None for memory in measured):
         lines.append(
-            "Live when the MoE kernel starts: bytes of activations alive at that moment, in the forward with the most "
-            "tokens."
+            "Activations alive when the MoE kernel starts: their bytes at that moment, in the forward pass with the "
+            "most tokens."
         )
     elif measured:
         lines.append(
-            "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran, so what is live when the MoE kernel starts, and which "
-            "buffers it writes into, was not looked at."
+            "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran, so the activations at the start of a kernel and its "
+            "output buffers were not observed."
         )
     if any(memory.output_buffers is not None for memory in measured):
         lines.append(
-            "MoE output buffers: the most distinct allocations that the MoE layers of one forward put their output "
-            "into; one per MoE layer means that no layer reuses another's."
+            "MoE output buffers: the largest number of distinct allocations that the MoE layers of one forward pass "
+            "write their output into. One buffer per MoE layer means that no layer reuses another layer's buffer."
         )
     if any(act.captured for act in comparison.patched.acted.acts):
         lines.append(
-            "What the changes did is counted by Python, which a CUDA graph runs when it is captured, not when it is "
-            "replayed."
+            "Python counts what the changes did. A CUDA graph runs Python when it is captured, not when it is replayed."
         )
     lines += _incomplete(comparison)
     if "cpu" in devices:
         lines.append(
-            "Not run: no GPU was used. FlashInfer's NVFP4 kernels were replaced by plain PyTorch, so speed means "
-            "nothing for a GPU, and CUDA graphs, GPU kernels and the GPU's peak memory were not exercised."
+            "Not run: no GPU was used. Plain PyTorch replaced FlashInfer's NVFP4 kernels, so the speed says nothing "
+            "about a GPU. CUDA graphs, GPU kernels and the GPU's peak memory were not tested."
         )
     lines.append("Not run: any other model, flag, number of GPUs or request mix than those of the two commands below.")
     return lines
 
 
-# --- the terminal -----------------------------------------------------------------------------------------------------
+# --- Terminal ---------------------------------------------------------------------------------------------------------
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
+    """Print the figures, the status of each change, the verdict and its reasons."""
     from rich.table import Table
     from rich.text import Text
 
-    # Nothing here is console markup.
+    # Text, not str: rich would read square brackets in a str as markup.
     table = Table(title=Text(f"{_count(comparison.questions, 'question')}, SGLang {comparison.stock.engine}"))
     table.add_column("")
     for run in (comparison.stock, comparison.patched):
         table.add_column(Text(run.name), justify="right")
     for row in rows(comparison):
-        # A figure about both stands in the last column: it says what patched is against stock.
+        # A figure about both servers stands in the patched column, because it describes patched against stock.
         cells = (row.stock, row.patched) if row.patched else ("", row.stock)
         table.add_row(Text(row.label), *map(Text, cells))
     console.print(table)
@@ -351,20 +356,25 @@ def print_table(comparison: Comparison, console: Console) -> None:
         console.print(Text(sentence))
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- Page -------------------------------------------------------------------------------------------------------------
 
 
 class Bar(NamedTuple):
-    """:param width: per cent of the figure's; the longest leaves room for its text."""
+    """One bar of a chart.
+
+    :param width: length in per cent of the chart's width. The longest bar has 70 %, which leaves room for its text.
+    """
 
     width: float
     text: str
 
 
 def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]]]:
-    """(title, pairs of stock's and patched's bars by their label) of each figure that was measured in both servers.
+    """Charts of the figures that both servers measured.
 
-    Not throughput, of which one run each is no comparison.
+    Throughput has no chart, because one run of each server is no benchmark.
+
+    :returns: a list of (title, [(label, [stock bar, patched bar])]).
     """
     runs = (comparison.stock, comparison.patched)
     accuracies = []
@@ -375,27 +385,30 @@ def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]
 
     def pairs(text: Callable[[int], str], **labels: str) -> list[tuple[str, list[Bar]]]:
         values = {label: [getattr(run.memory, name, None) for run in runs] for name, label in labels.items()}
-        both: dict[str, list[Any]] = {label: each for label, each in values.items() if None not in each}
-        most = max((max(each) for each in both.values()), default=0) or 1
-        return [(label, [Bar(70 * value / most, text(value)) for value in each]) for label, each in both.items()]
+        complete: dict[str, list[Any]] = {label: pair for label, pair in values.items() if None not in pair}
+        most = max((max(pair) for pair in complete.values()), default=0) or 1
+        return [(label, [Bar(70 * value / most, text(value)) for value in pair]) for label, pair in complete.items()]
 
-    activations = {"peak_forward_bytes": "peak of one forward", "live_at_kernel_bytes": "live when the kernel starts"}
-    found = [
+    activations = {
+        "peak_forward_bytes": "peak of one forward pass",
+        "live_at_kernel_bytes": "alive when the kernel starts",
+    }
+    charts = [
         ("Accuracy", [("", accuracies)]),
         ("Activation memory", pairs(_bytes, **activations)),
-        ("MoE output buffers per forward", pairs(str, output_buffers="")),
+        ("MoE output buffers per forward pass", pairs(str, output_buffers="")),
     ]
-    return [(title, bars) for title, bars in found if bars]
+    return [(title, bars) for title, bars in charts if bars]
 
 
-def _same_start(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items from the start on are the same."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+def _common_prefix_length(stock: Sequence[Any], patched: Sequence[Any]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(stock, patched, strict=False))))
 
 
 def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
-    same = _same_start(stock.text, patched.text)
-    token = _same_start(stock.tokens, patched.tokens)
+    """Values for the template's section about one differing answer."""
+    same = _common_prefix_length(stock.text, patched.text)
+    token = _common_prefix_length(stock.tokens, patched.tokens)
     return {
         "number": index + 1,
         "question": stock.question,
@@ -415,7 +428,7 @@ def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
 
 
 def render_html(comparison: Comparison) -> str:
-    """The whole page, with nothing to load from elsewhere."""
+    """Render report.html. The page loads nothing from elsewhere."""
     return pages.render(
         Path(__file__).with_name("report.html.j2"),
         verdict=verdict(comparison),
@@ -424,7 +437,7 @@ def render_html(comparison: Comparison) -> str:
         comparison=comparison,
         overview=overview(comparison),
         rows=rows(comparison),
-        did=acted.sentences(comparison.patched.changes, comparison.patched.acted),
+        acts=acted.sentences(comparison.patched.changes, comparison.patched.acted),
         notes=notes(comparison),
         bars=_bars(comparison),
         differences=[_difference(*difference) for difference in comparison.differing],
@@ -433,9 +446,9 @@ def render_html(comparison: Comparison) -> str:
 
 
 def write(comparison: Comparison, directory: Path) -> Path:
-    """Write report.json and report.html; see :func:`pages.replace`.
+    """Write report.json and report.html; errors as in :func:`pages.replace`.
 
-    :returns: the path of report.html.
+    :returns: path of report.html.
     """
     contents = {
         "report.json": json.dumps(comparison.to_dict(), indent=2) + "\n",

@@ -1,4 +1,4 @@
-"""Folders of a command that starts servers: for its work, and for what must not be lost."""
+"""Temporary folders of a command that starts servers, and files that must survive the command."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Scratch:
-    """A folder for the length of a block.
+    """Temporary folder for the length of a ``with`` block.
 
-    :param keep_in: where its logs and answers go if this process is killed meanwhile; ``None``: nowhere.
+    :param keep_in: folder that receives the logs and answers if this process is killed; ``None``: they are lost.
     """
 
     folder: Path
     keep_in: Path | None
 
 
-in_use: list[Scratch] = []
-"""Of this process: what is left if it is killed, which a server's supervisor then clears (:func:`clear`)."""
+scratch_folders: list[Scratch] = []
+"""Temporary folders that this process uses now. If the process is killed, a supervisor clears them (:func:`clear`)."""
 
 
 @contextmanager
 def scratch(keep_in: Path | None = None) -> Iterator[Path]:
-    """A folder for the length of the block; see :class:`Scratch`."""
+    """Create a temporary folder for the length of the block; see :class:`Scratch`."""
     with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-", ignore_cleanup_errors=True) as folder:
-        made = Scratch(Path(folder), None if keep_in is None else keep_in.absolute())
-        in_use.append(made)
+        created = Scratch(Path(folder), None if keep_in is None else keep_in.absolute())
+        scratch_folders.append(created)
         try:
-            yield made.folder
+            yield created.folder
         finally:
-            in_use.remove(made)
+            scratch_folders.remove(created)
 
 
-def clear(left: Scratch) -> None:
-    """Remove a folder that a killed process has left, and keep what must not be lost."""
-    if left.keep_in is not None and left.folder.exists():
-        answers = {path.name: path.read_bytes() for path in sorted(left.folder.glob("*.json*"))}
-        if files := {**logs_in(left.folder), **answers}:
-            keep(files, left.keep_in)
-    remove(left.folder)
+def clear(scratch: Scratch) -> None:
+    """Remove a killed process's temporary folder. Logs and answers in it are first copied to ``keep_in``."""
+    if scratch.keep_in is not None and scratch.folder.exists():
+        answers = {path.name: path.read_bytes() for path in sorted(scratch.folder.glob("*.json*"))}
+        if files := {**logs_in(scratch.folder), **answers}:
+            keep(files, scratch.keep_in)
+    remove(scratch.folder)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder into which somebody may still be writing."""
+    """Remove a folder. Retry for 5 s, because another process may still write into it."""
     for _ in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -57,14 +57,15 @@ def remove(folder: Path) -> None:
 
 
 def logs_in(folder: Path) -> dict[str, bytes]:
-    """The servers' logs, by file name."""
+    """Read the servers' logs in a folder, by file name."""
     return {log.name: log.read_bytes() for log in sorted(folder.glob("*.log"))}
 
 
 def keep(files: Mapping[str, bytes], output: Path) -> Path:
-    """Write the files to ``output``, or where that cannot be, to a new temporary folder.
+    """Write files to ``output``. If that fails, write them to a new temporary folder.
 
-    :returns: the folder.
+    :param files: content of each file, by its name.
+    :returns: folder with the files.
     """
 
     def write(folder: Path) -> Path:

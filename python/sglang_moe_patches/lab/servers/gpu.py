@@ -1,4 +1,4 @@
-"""Is the GPUs' memory free again? Asked of ``nvidia-smi`` where it is installed: no CUDA context, no torch."""
+"""Wait until the memory of the GPUs is free again, by ``nvidia-smi``. This needs no CUDA context and no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 
 SLACK_MIB = 512
-"""What may be in use beyond before: other processes' small change."""
-PATIENCE_S = 60.0
+"""Growth of the used memory that is ignored, because other processes use a little memory, too."""
+TIMEOUT_S = 60.0
 
 
-class MemoryHeld(RuntimeError):
-    """A GPU's memory did not come back; the message names the GPU and the figures."""
+class MemoryInUse(RuntimeError):
+    """The memory of a GPU did not become free. The message names the GPU and the figures."""
 
 
 def used_mib() -> dict[str, int]:
-    """MiB in use on each GPU that servers may use, by its name for people; empty where nobody can tell."""
+    """Used memory of each visible GPU in MiB, by index and model name; empty without ``nvidia-smi``."""
     command = ["nvidia-smi", "--query-gpu=index,name,memory.used", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
@@ -30,22 +30,24 @@ def used_mib() -> dict[str, int]:
 
 
 def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -> None:
-    """Wait until every GPU has no more memory in use than ``before`` the stock server ran there.
+    """Wait until every GPU has as much free memory as before the stock server.
 
-    :param while_waiting: called about four times a second.
-    :raises MemoryHeld: one has, for ``PATIENCE_S``.
+    :param before: :func:`used_mib` before the stock server started.
+    :param while_waiting: called about four times a second. An exception from it ends the waiting.
+    :raises MemoryInUse: a GPU's memory is still in use after ``TIMEOUT_S`` seconds.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         now = used_mib()
-        held = [name for name, used in before.items() if now.get(name, 0) > used + SLACK_MIB]
-        if not held:
+        short = [name for name, used in before.items() if now.get(name, 0) > used + SLACK_MIB]
+        if not short:
             return
         if time.monotonic() > deadline:
-            name = held[0]
-            raise MemoryHeld(
-                f"{name} has {now[name]:,} MiB in use, {before[name]:,} before the stock server, whose processes are "
-                "gone; something else holds it (nvidia-smi shows what), so the patched server was not started"
+            name = short[0]
+            raise MemoryInUse(
+                f"{name} has {now[name]:,} MiB in use, {before[name]:,} before the stock server. The stock server has "
+                "ended, so another process uses the memory. The patched server was not started; find the process with "
+                "nvidia-smi, end it, and run this command again"
             )
         while_waiting()
         time.sleep(0.25)

@@ -1,7 +1,8 @@
-"""Signals that end a command which has servers running.
+"""Handle signals in a command that has running servers, so that every server ends with the command.
 
-A handler that raises would raise anywhere, while servers are being ended too, and twice for two signals: that is how a
-server outlives its command. Here a signal is only noted, and acted on between two looks at what is waited for.
+A signal handler that raises can raise anywhere: also while the command ends its servers, and again for a second signal.
+A server would then outlive the command. The handler here only records the signal. The command raises
+``KeyboardInterrupt`` itself, at a safe point while it waits.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def catch_signals() -> Iterator[Callable[[], None]]:
-    """Within the block, ``SIGNALS`` do nothing but make what this yields raise ``KeyboardInterrupt``."""
+    """Record ``SIGNALS`` within the block, and let no other handler run.
+
+    :returns: a function that raises ``KeyboardInterrupt`` if a signal has arrived.
+    """
     arrived: list[int] = []
 
     def check() -> None:
         if arrived:
             raise KeyboardInterrupt
 
-    # SIGINT too: a shell starts background commands with it ignored.
+    # SIGINT needs a handler, too, because a shell starts background commands with SIGINT ignored.
     before = {number: signal.signal(number, lambda signum, frame: arrived.append(signum)) for number in SIGNALS}
     try:
         yield check
     finally:
-        if not arrived:  # else the command is about to end: nobody needs a traceback of a third Ctrl-C
+        if not arrived:  # after a signal the command ends, and a further Ctrl-C must print no traceback
             for number, handler in before.items():
                 signal.signal(number, handler)

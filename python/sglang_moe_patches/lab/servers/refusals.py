@@ -1,4 +1,4 @@
-"""What a command is given, and why it cannot serve it: found out before a server is started."""
+"""Check the arguments of ``regress`` before a server starts, and reject those that it does not support."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.machine import PLUGIN_NAME
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""Name of a model on the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A server argument that a command cannot serve.
+    """Reason why a command rejects a server argument.
 
-    :param applies: whether it is refused, from its value ("" for none).
-    :param ours: the command gives it on the command line, which wins over what ``--config`` says.
+    :param why: the reason, for the error message.
+    :param instead: advice what to do instead, for the error message.
+    :param applies: function that takes the argument's value ("" for none) and returns whether to reject it.
+    :param ours: whether the command itself sets the argument on the command line. It then overrides ``--config``.
     """
 
     why: str
@@ -32,10 +35,10 @@ class Refusal:
 
 SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
 _OWN = Refusal("regress sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1", ours=True)
-_HTTP = Refusal("the servers listen on 127.0.0.1 and are asked over plain HTTP", "leave it out: answers are the same")
-_KEY = Refusal("no key is sent", "leave it out: the servers listen on 127.0.0.1 for this run alone")
-_NO_ANSWERS = Refusal("regress asks for generated answers, and this server gives none", "serve a model that generates")
-_ELSEWHERE = "regress starts, watches and ends processes on this machine only"
+_HTTP = Refusal("regress uses plain HTTP on 127.0.0.1", "leave it out: it does not change the answers")
+_KEY = Refusal("regress sends no key", "leave it out: the servers listen only on 127.0.0.1 and only for this run")
+_NO_ANSWERS = Refusal("regress compares generated answers, and this server generates none", "serve a model that does")
+_ELSEWHERE = "regress starts and ends processes only on this machine"
 REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
     **dict.fromkeys(
@@ -47,28 +50,31 @@ REFUSED: dict[str, Refusal] = {
     "--nnodes": Refusal(_ELSEWHERE, SERVE_YOURSELF, lambda n: n != "1"),
     "--use-ray": Refusal(_ELSEWHERE, SERVE_YOURSELF),
     "--disaggregation-mode": Refusal(
-        "one half of a pair answers nothing by itself",
-        f"put a router before each pair, {SERVE_YOURSELF}",
+        "a prefill or decode server answers nothing without its counterpart",
+        f"put a router in front of each pair, {SERVE_YOURSELF}",
         lambda mode: mode != "null",
     ),
-    "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", SERVE_YOURSELF),
-    "--delete-ckpt-after-loading": Refusal("the second server needs the checkpoint, too", "leave it out"),
-    "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
+    "--checkpoint-engine-wait-weights-before-ready": Refusal("regress sends no weights", SERVE_YOURSELF),
+    "--delete-ckpt-after-loading": Refusal("the patched server needs the checkpoint, too", "leave it out"),
+    "--skip-tokenizer-init": Refusal("the questions are text, not token ids", "leave it out"),
 }
-"""Server arguments that ``regress`` cannot serve, by name."""
+"""Server arguments that ``regress`` rejects, by name."""
 
 
 def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
-    """:raises ValueError: one of them cannot be served; the message says why and what to do instead."""
-    for flag, value in [*_pairs(arguments), *_from_config(arguments, refused)]:
-        # The engine's parser takes the beginning of a name for it, where no other name begins so.
+    """Check server arguments, also those in a ``--config`` file.
+
+    :raises ValueError: an argument is rejected. The message says why and what to do instead.
+    """
+    for flag, value in [*_flag_values(arguments), *_from_config(arguments, refused)]:
+        # The engine's parser accepts an unambiguous prefix of an argument's name.
         name = flag if flag in refused else next((name for name in refused if name.startswith(flag)), "")
         if name and flag != "--" and refused[name].applies(value):
             raise ValueError(f"{name}: {refused[name].why}; {refused[name].instead}")
 
 
-def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """(flag, the value that follows it, or "")."""
+def _flag_values(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Split arguments into (flag, value) pairs. A flag without a value has the value ``""``."""
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument.startswith("--"):
             flag, equals, value = argument.partition("=")
@@ -76,38 +82,47 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
-    """What the engine reads from ``--config FILE``; what is given on the command line, as ours is, wins over it."""
-    for flag, value in _pairs(arguments):
+    """Read the (flag, value) pairs that the engine takes from ``--config FILE``.
+
+    Arguments that the command itself sets are left out, because the command line overrides the file.
+    """
+    for flag, value in _flag_values(arguments):
         if flag != "--config":
             continue
         try:
             settings = importlib.import_module("yaml").safe_load(Path(value).read_text(encoding="utf-8"))
-        except Exception:  # the engine says what is wrong with the file
+        except Exception:  # the engine reports errors in the file
             continue
         for name, setting in settings.items() if isinstance(settings, dict) else ():
-            given = f"--{str(name).replace('_', '-')}"
-            ours = given in refused and refused[given].ours
+            config_flag = f"--{str(name).replace('_', '-')}"
+            ours = config_flag in refused and refused[config_flag].ours
             if setting is not False and not ours:
-                yield given, str(setting)
+                yield config_flag, str(setting)
 
 
 def check_model(model: str) -> None:
-    """:raises ValueError: ``model`` is a path, and no checkpoint is there."""
+    """Check the value of ``--model``.
+
+    :raises ValueError: ``model`` is a path without a checkpoint.
+    """
     path = Path(model).expanduser()
     if path.exists():
-        usable = path.is_file() or (path / "config.json").is_file()  # a file: GGUF
+        usable = path.is_file() or (path / "config.json").is_file()  # GGUF checkpoints are files
     else:
         usable = "://" in model or HUB_NAME.fullmatch(model) is not None
         usable &= not model.startswith(("/", ".", "~"))
     if not usable:
         raise ValueError(
-            f"{model}: no model there (no config.json); --model takes a folder, a name on the hub, or an address "
-            "that the engine can load from, such as s3://..."
+            f"{model}: no checkpoint found (no config.json); --model takes a folder, a name on the Hugging Face hub, "
+            "or an address that the engine can load from, such as s3://..."
         )
 
 
 def check_plugins(environ: Mapping[str, str]) -> None:
-    """:raises ValueError: the engine would not load this package."""
+    """Check that the engine will load this package.
+
+    :raises ValueError: ``SGLANG_PLUGINS`` leaves this package out.
+    """
     if engine.is_plugin_left_out(environ):
         raise ValueError(
             f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} keeps the engine from loading this package; add {PLUGIN_NAME}"
@@ -115,20 +130,26 @@ def check_plugins(environ: Mapping[str, str]) -> None:
 
 
 def check_address(option: str, url: str) -> None:
-    """:raises ValueError: ``url`` is not an HTTP address with a host and a port."""
+    """Check the value of an option that takes a server's address.
+
+    :raises ValueError: ``url`` is not an HTTP address with a host and a port.
+    """
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"{option} {url}: give it as http://HOST:PORT")
+        raise ValueError(f"{option} {url}: write it as http://HOST:PORT")
 
 
 def check_output(folder: Path) -> None:
-    """:raises ValueError: ``folder`` is no folder, or cannot be written."""
-    there = next((each for each in (folder, *folder.parents) if each.exists()), Path())
-    if not there.is_dir():
-        raise ValueError(f"--output {folder}: {there} is a file; give a folder for the report and the logs")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {folder}: {there} cannot be written; give another folder")
+    """Check that the folder of ``--output`` can be written, or can be created.
+
+    :raises ValueError: it is a file, or it cannot be written.
+    """
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path())
+    if not existing.is_dir():
+        raise ValueError(f"--output {folder}: {existing} is a file; name a folder for the report and the logs")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {folder}: {existing} cannot be written; name another folder")

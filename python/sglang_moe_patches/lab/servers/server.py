@@ -1,4 +1,4 @@
-"""One engine server for the length of a ``with`` block: started, waited for, and ended with every process it made."""
+"""Run one engine server for the length of a ``with`` block, and end all of its processes after it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-"""As PyTorch's store, ZeroMQ and uvicorn say it."""
+"""Error of PyTorch's store, ZeroMQ and uvicorn when another process already listens on a port."""
 
 
 class ServerFailed(RuntimeError):
-    """The server ended, or did not get ready in time. The message carries the end of its log."""
+    """The server ended, or was not ready in time. The message ends with the last lines of its log."""
 
 
 def free_port() -> int:
-    """A port on which nothing listens, nor on the one 10,000 above it, which the engine takes for gRPC.
+    """Choose a free port. The port 10,000 above it is free, too, because the engine uses it for gRPC.
 
-    Both lie below 32768, from where on Linux gives ports to outgoing connections: a server binds its port many seconds
-    after it was chosen.
+    Both ports lie below 32768. Linux assigns higher ports to outgoing connections, and a server binds its port many
+    seconds after this function chose it.
     """
     while True:
         port = random.randrange(20000, 22768)
@@ -41,22 +41,25 @@ def free_port() -> int:
 
 
 def port_in_use(port: int) -> bool:
+    """Whether a process on this machine listens on the port."""
     with closing(socket.socket()) as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Server:
-    """``python -m sglang.launch_server`` on a loopback port.
+    """Server process, ``python -m sglang.launch_server``, that listens on 127.0.0.1.
 
-    The engine chooses more ports, and listens on them many seconds later. Where one is taken by then, it is started
-    once more: other servers that start meanwhile choose from the same.
+    The engine chooses further ports and binds them many seconds later. Another server may take such a port meanwhile.
+    The server is then started once more.
 
+    :param name: name for messages.
     :param arguments: server arguments, without host and port.
-    :param environment: the whole environment of the process.
+    :param environment: complete environment of the process.
+    :param log: file for the server's output.
     :param timeout: seconds until the server must answer.
-    :param port: ``None``: a free one.
-    :param progress: called about twice a second while waiting, with the seconds waited and the log's last line. What it
-        raises ends the server.
+    :param port: port to listen on; ``None``: a free port.
+    :param progress: called about twice a second while the server starts, with the seconds since the start and the last
+        line of the log. An exception from it ends the server.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Server:
         progress: Callable[[float, str], None] = lambda seconds, line: None,
     ) -> None:
         self.name = name
-        self._arguments, self._given_port = arguments, port
+        self._arguments, self._requested_port = arguments, port
         self.port = port or free_port()
         self.environment = environment
         self.log = log
@@ -98,19 +101,19 @@ class Server:
         except ServerFailed:
             if not PORT_TAKEN.search(self.log_text()):
                 raise
-        self.port = self._given_port or free_port()
+        self.port = self._requested_port or free_port()
         return self._start()
 
     def _start(self) -> Server:
         started = time.monotonic()
         with self.log.open("wb") as output:
-            self._process = Supervised(self.command, self.environment, output, scratch=folders.in_use)
+            self._process = Supervised(self.command, self.environment, output, scratch=folders.scratch_folders)
         try:
-            while not self._healthy():
+            while not self._is_healthy():
                 waited = time.monotonic() - started
                 self.check("at start-up")
                 if waited > self.timeout:
-                    raise self._failed(f"was not ready after {self.timeout:.0f} s (--startup-timeout gives it longer)")
+                    raise self._failure(f"was not ready after {self.timeout:.0f} s (--startup-timeout sets the limit)")
                 self.progress(waited, self.last_line())
                 time.sleep(0.5)
         except BaseException:
@@ -123,15 +126,19 @@ class Server:
         self.stop()
 
     def check(self, when: str = "") -> None:
-        """:raises ServerFailed: the server has ended."""
+        """Check that the server still runs.
+
+        :param when: time of the check, for the error message.
+        :raises ServerFailed: the server has ended.
+        """
         code = None if self._process is None else self._process.exit_code()
         if self._process is None or code is not None:
-            raise self._failed(f"ended with exit code {code} {when}".rstrip())
+            raise self._failure(f"ended with exit code {code} {when}".rstrip())
 
     def stop(self) -> None:
-        """End every process that the server started. Nothing is left running when this returns.
+        """End every process that the server started, and return after the last of them has ended.
 
-        :raises StillRunning: some cannot be ended; the message names them.
+        :raises StillRunning: a process cannot be ended. The message names it.
         """
         if self._process is not None:
             self._process.end()
@@ -149,9 +156,8 @@ class Server:
             lines = log.read().decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "")
 
-    def _healthy(self) -> bool:
-        # Asked twice a second, for minutes: plain HTTP to this machine, without the TLS context and the look for
-        # proxies that an HTTP library begins with.
+    def _is_healthy(self) -> bool:
+        # This runs twice a second for minutes. http.client needs no TLS context and reads no proxy settings.
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
             try:
                 connection.request("GET", "/health")
@@ -159,44 +165,46 @@ class Server:
             except (OSError, http.client.HTTPException):
                 return False
 
-    def _failed(self, what: str) -> ServerFailed:
-        return ServerFailed(f"the {self.name} server {what}. {self.log_tail()}")
+    def _failure(self, event: str) -> ServerFailed:
+        return ServerFailed(f"the {self.name} server {event}. {self.log_tail()}")
 
 
-SAID_EVERY_S = 30.0
-"""Seconds between two lines about how far something is, where there is no terminal."""
+PROGRESS_INTERVAL_S = 30.0
+"""Seconds between two progress lines when the output is not a terminal."""
 
 
 @contextmanager
-def show_progress(console: Console, doing: str) -> Iterator[Callable[..., None]]:
-    """Say within the block how far something is.
+def show_progress(console: Console, activity: str) -> Iterator[Callable[..., None]]:
+    """Show progress within the block: in one changing line on a terminal, else in a line every 30 seconds.
 
-    :returns: takes the seconds since the start, a line, and what only a terminal shows beside it.
+    :param activity: first line.
+    :returns: a function that updates the line. It takes the seconds since the start, a line, and a text that only a
+        terminal shows after the line.
     """
-    said = 0.0
-    with console.status(doing, refresh_per_second=4) as status:
+    last_print_s = 0.0
+    with console.status(activity, refresh_per_second=4) as status:
 
-        def tell(seconds: float, line: str, more: str = "") -> None:
-            nonlocal said
+        def update(seconds: float, line: str, more: str = "") -> None:
+            nonlocal last_print_s
             status.update(line + more)
-            if not console.is_terminal and seconds - said >= SAID_EVERY_S:
-                said = seconds
+            if not console.is_terminal and seconds - last_print_s >= PROGRESS_INTERVAL_S:
+                last_print_s = seconds
                 console.print(line, highlight=False)
 
-        yield tell
+        yield update
 
 
 @contextmanager
 def show_starting(server: Server, console: Console, interrupt: Callable[[], None]) -> Iterator[None]:
-    """Within the block, show how long the server has been starting, and the last line of its log.
+    """Show within the block how long the server has been starting, and the last line of its log.
 
-    :param interrupt: called about twice a second; raises when it is time to end.
+    :param interrupt: called about twice a second. It raises to end the server.
     """
-    with show_progress(console, f"{server.name}: starting") as tell:
+    with show_progress(console, f"{server.name}: starting") as update:
 
         def show(seconds: float, line: str) -> None:
             interrupt()
-            tell(seconds, f"{server.name}: starting, {seconds:.0f} s", f"  [dim]{line[:100].replace('[', '(')}[/]")
+            update(seconds, f"{server.name}: starting, {seconds:.0f} s", f"  [dim]{line[:100].replace('[', '(')}[/]")
 
         server.progress = show
         yield

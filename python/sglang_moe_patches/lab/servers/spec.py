@@ -1,4 +1,4 @@
-"""What is served: one model with its server arguments, stock or patched."""
+"""Model and server arguments of the stock and the patched server that ``regress`` compares."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ STOCK, PATCHED = "stock", "patched"
 
 
 class PortInUse(ValueError):
-    """Somebody listens where a server shall."""
+    """Another process listens on the port for the servers."""
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A model to serve, on a stock and a patched server that are alike in all else.
+    """Model and server arguments that the stock and the patched server share.
 
-    :param arguments: of the servers, without model, host and port.
+    :param model: path or name of the model.
+    :param arguments: server arguments, without model, host and port.
     :param startup_timeout: seconds until a server must answer.
-    :param port: of every server, one after the other; ``None`` for free ones.
+    :param port: port of both servers, which run one after the other; ``None``: free ports.
     """
 
     model: str
@@ -33,17 +34,21 @@ class ServerSpec:
     port: int | None = None
 
     @property
-    def given(self) -> list[str]:
+    def server_arguments(self) -> list[str]:
+        """Server arguments with the model, without host and port."""
         path = Path(self.model).expanduser()
         return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
 
     @property
     def names_device(self) -> bool:
-        """Whether the arguments say what to run on, or lead to a file that may."""
+        """Whether the arguments have ``--device``, or ``--config``, whose file may have it."""
         return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
 
     def check(self, environment: Mapping[str, str]) -> None:
-        """:raises ValueError: one line that names what is wrong and what to give instead."""
+        """Check all arguments and variables of the servers.
+
+        :raises ValueError: an argument or variable is wrong. The message is one line with a better value.
+        """
         refusals.check_server_arguments(list(self.arguments))
         refusals.check_model(self.model)
         refusals.check_plugins(environment)
@@ -55,11 +60,15 @@ class ServerSpec:
             raise PortInUse(f"port {self.port} is in use; choose another --port, or leave it out for a free one")
 
     def server(self, name: str, environment: Mapping[str, str], log: Path) -> Server:
-        """``STOCK`` or ``PATCHED``, not started yet.
+        """Create a server without starting it.
 
-        :param environment: the whole environment of its process, but for what makes it stock.
-        :raises PortInUse: it could not listen on its port.
+        :param name: ``STOCK`` or ``PATCHED``.
+        :param environment: complete environment of the process. The stock server gets ``SGLANG_MOE_PATCHES=none``
+            besides.
+        :param log: file for the server's output.
+        :raises PortInUse: another process listens on the port.
         """
         self._check_port()
-        own = {**environment, **({patch.SELECT_VARIABLE: "none"} if name == STOCK else {})}
-        return Server(name, self.given, own, log, timeout=self.startup_timeout, port=self.port)
+        selection = {patch.SELECT_VARIABLE: "none"} if name == STOCK else {}
+        variables = {**environment, **selection}
+        return Server(name, self.server_arguments, variables, log, timeout=self.startup_timeout, port=self.port)

@@ -1,15 +1,20 @@
-"""A command and everything it starts, which end when the process that wanted them does, however that comes.
+"""Run a command so that the command and all of its processes end with the process that started it.
 
-A server is dozens of processes in sessions and groups of their own. :class:`Supervised` starts a supervisor between it
-and us (``python -m sglang_moe_patches.lab.servers.supervisor COMMAND...``), which adopts every process that loses its
-parent, so that none can leave the family, and holds the reading end of a pipe. The writing end is ours: whether we
-close it, are interrupted, or are killed with SIGKILL, the supervisor reads its end and ends the whole family.
+A server consists of dozens of processes, in sessions and process groups of their own. :class:`Supervised` starts a
+*supervisor* process between the server and its *owner*, the process that uses :class:`Supervised`
+(``python -m sglang_moe_patches.lab.servers.supervisor COMMAND...``). The supervisor adopts every process that loses its
+parent, so no process can leave the *family*. It reads from a pipe to the owner. If the owner closes the pipe or is
+killed, even with SIGKILL, the supervisor ends the whole family.
 
-It ends it gently first. The command gets SIGTERM; whoever is left after a while gets SIGKILL, those last who clean up
-behind others once these are gone (Python's resource tracker, torch's). An engine ends its own trackers with SIGKILL, so
-what the family had in shared memory is noted before, and what nobody has any more is removed after. Temporary files
-are in a folder of the family's own, which goes with it: some engines' sockets are in nobody's charge. Where we were
-killed, our folders go as well, and what must not be lost goes where we would have put it.
+The family ends in steps:
+
+1. The command receives SIGTERM.
+2. After a few seconds, the remaining processes receive SIGKILL. Processes that clean up after others (the resource
+   trackers of Python and torch) receive it last.
+3. The supervisor removes the family's shared memory if no process maps it any more. An engine kills its own resource
+   trackers, so they cannot do this. The supervisor lists the shared memory before step 1.
+4. The supervisor removes the family's own folder for temporary files, because no engine process removes some sockets.
+5. If the owner was killed, the supervisor clears the owner's temporary folders and keeps its logs and answers.
 """
 
 from __future__ import annotations
@@ -36,29 +41,31 @@ from sglang_moe_patches.lab.servers.folders import Scratch, clear, remove
 from sglang_moe_patches.lab.servers.interrupts import SIGNALS
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-GENTLE_S = 6.0
-"""How long the command may take after SIGTERM: SGLang looks every five seconds whether it came."""
+TERM_TIMEOUT_S = 6.0
+"""Seconds from SIGTERM to SIGKILL. SGLang checks every 5 seconds whether SIGTERM arrived."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""In the command lines of processes that remove what others have left in shared memory, once these are gone."""
-CLEANING_S = 5.0
-OURS_S = 20.0
-"""How long a supervisor may take for all that before we do it ourselves."""
-ON_PURPOSE = b"."
-"""What a supervisor reads before the end of its pipe, unless we were killed."""
-PATIENCE_S = 120.0
-"""How long killed processes may take to go: a GPU's driver frees their memory first."""
+"""Parts of command lines. These processes remove the shared memory of other processes after they have ended."""
+CLEANUP_TIMEOUT_S = 5.0
+"""Seconds until ``CLEANERS`` receive SIGKILL."""
+SUPERVISOR_TIMEOUT_S = 20.0
+"""Seconds for a supervisor to end its family. After that its owner ends the family itself."""
+END_MESSAGE = b"."
+"""Byte that an owner writes before it closes the pipe. Without it the owner was killed."""
+KILL_TIMEOUT_S = 120.0
+"""Seconds for processes to end after SIGKILL. The GPU's driver frees their memory first."""
 
 
 class StillRunning(RuntimeError):
-    """Processes outlived SIGKILL; the message names them."""
+    """Processes still run long after SIGKILL. The message names them."""
 
 
 class Supervised:
-    """``command``, running under a supervisor of its own.
+    """Running command with a supervisor process of its own.
 
-    :param environment: the whole environment of the process.
-    :param output: file that takes its standard output and standard error.
-    :param scratch: our folders, which the supervisor clears if we are killed.
+    :param environment: complete environment of the command.
+    :param output: file for the command's standard output and standard error.
+    :param cwd: working directory of the command.
+    :param scratch: temporary folders of this process, which the supervisor clears if this process is killed.
     """
 
     def __init__(
@@ -71,11 +78,11 @@ class Supervised:
         scratch: Sequence[Scratch] = (),
     ) -> None:
         self._temporary = _temporary_folder(environment)
-        left = [[str(each.folder), each.keep_in and str(each.keep_in)] for each in scratch]
-        own = json.dumps({"temporary": self._temporary, "scratch": left})
-        # A session of its own: Ctrl-C in a terminal reaches us alone.
+        to_clear = [[str(entry.folder), entry.keep_in and str(entry.keep_in)] for entry in scratch]
+        folders = json.dumps({"temporary": self._temporary, "scratch": to_clear})
+        # In a new session, the supervisor does not receive Ctrl-C from the terminal.
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", __name__, own, *command],
+            [sys.executable, "-W", "ignore", "-m", __name__, folders, *command],
             env=_with_temporary(environment, self._temporary),
             cwd=cwd,
             stdin=subprocess.PIPE,
@@ -87,91 +94,92 @@ class Supervised:
         self._ended = False
 
     def exit_code(self) -> int | None:
-        """Of the command, negative for the signal that ended it; ``None`` while it runs."""
+        """Exit code of the command: negative for the signal that ended it, ``None`` while it runs."""
         return self._supervisor.poll()
 
     def end(self) -> None:
-        """End the command and every process it started. May be called again.
+        """End the command and every process that it started. A second call does nothing.
 
-        :raises StillRunning: some are still there after ``PATIENCE_S``.
+        :raises StillRunning: processes still run ``KILL_TIMEOUT_S`` seconds after SIGKILL.
         """
         if self._ended:
             return
         assert self._supervisor.stdin is not None
         if not self._supervisor.stdin.closed:
-            with suppress(BrokenPipeError):  # it has ended already
-                self._supervisor.stdin.write(ON_PURPOSE)
+            with suppress(BrokenPipeError):  # the supervisor has already ended
+                self._supervisor.stdin.write(END_MESSAGE)
                 self._supervisor.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._supervisor.wait(OURS_S)
-        left = end_family(self._root, PATIENCE_S)
-        if left:
-            raise StillRunning(f"still running after {PATIENCE_S:.0f} s: {', '.join(map(_described, left))}")
+            self._supervisor.wait(SUPERVISOR_TIMEOUT_S)
+        remaining = end_family(self._root, KILL_TIMEOUT_S)
+        if remaining:
+            raise StillRunning(f"still running after {KILL_TIMEOUT_S:.0f} s: {', '.join(map(_describe, remaining))}")
         self._supervisor.wait()
-        if self._temporary:  # where the supervisor could not
+        if self._temporary:  # still exists if the supervisor could not remove it
             remove(Path(self._temporary))
         self._ended = True
 
 
-LONGEST_SOCKET = 107 - len("/pymp-12345678/listener-12345678")
-"""Characters of a folder in which whatever makes sockets there still can: their paths have 107 at most."""
+MAX_FOLDER_LENGTH = 107 - len("/pymp-12345678/listener-12345678")
+"""Maximum length of the path of a folder for temporary files, in characters. Paths of sockets have at most 107."""
 
 
 def _temporary_folder(environment: dict[str, str]) -> str | None:
-    """A new folder in the place where the command would put its temporary files; ``None``: there cannot be one."""
+    """Create a folder where the command would put its temporary files. ``None``: it cannot be created."""
     with suppress(OSError):
         folder = tempfile.mkdtemp(prefix="moe-", dir=environment.get("TMPDIR") or None)
-        if len(folder) <= LONGEST_SOCKET:
+        if len(folder) <= MAX_FOLDER_LENGTH:
             return folder
         os.rmdir(folder)
     return None
 
 
 def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str, str]:
-    """``environment`` with temporary files in ``folder``; but PyTorch's compiled kernels stay where they are.
+    """Environment with ``folder`` for temporary files. PyTorch's cache of compiled kernels keeps its usual place.
 
-    A server that compiles them anew chooses by timing, and may choose others than the last, which round otherwise.
+    Without this cache a server would compile its kernels anew. It chooses kernels by timing, so it may choose kernels
+    that round differently from the previous server's.
     """
     if folder is None:
         return environment
     kept = {}
-    with suppress(KeyError, OSError):  # a user without a name
+    with suppress(KeyError, OSError):  # the user has no name
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
         kept["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(folder), f"torchinductor_{user}")  # its default
     return {**kept, **environment, "TMPDIR": folder}
 
 
 def family(root: psutil.Process) -> list[psutil.Process]:
-    """Every process below ``root`` or in its session, and ``root`` itself, without us and without zombies."""
+    """Processes of a family: ``root``, its descendants and its session, without this process and without zombies."""
     found = {}
-    if root.is_running():  # and its number is not somebody else's by now
+    if root.is_running():  # False if another process has its number by now
         with suppress(psutil.NoSuchProcess):
             found = {process.pid: process for process in [root, *root.children(recursive=True)]}
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == root.pid:
                 found[process.pid] = process
-    return [process for pid, process in found.items() if pid != os.getpid() and _alive(process)]
+    return [process for pid, process in found.items() if pid != os.getpid() and _is_alive(process)]
 
 
-def _alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def _described(process: psutil.Process) -> str:
+def _describe(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return f"{process.pid} ({' '.join(process.cmdline())[:80] or process.name()})"
     return str(process.pid)
 
 
-def end_family(root: psutil.Process, patience_s: float) -> list[psutil.Process]:
-    """Kill the family of ``root``, again and again until nobody new has come, ``root`` after all others: it adopts.
+def end_family(root: psutil.Process, timeout_s: float) -> list[psutil.Process]:
+    """Kill a family, repeatedly, until no new process appears. ``root`` is killed last, because it adopts orphans.
 
-    :returns: who is left after ``patience_s``.
+    :returns: processes that still run after ``timeout_s`` seconds.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while members := family(root):
         _kill([process for process in members if process.pid != root.pid] or members)
         if time.monotonic() > deadline:
@@ -187,24 +195,28 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
-    """End the family of ``root``, whose first process is ``command``, with time to clean up: see the module."""
+    """End a family in the steps 1 and 2 of this module's docstring.
+
+    :param root: the supervisor.
+    :param command: first process of the family.
+    """
     if command.poll() is None:
         with suppress(ProcessLookupError):
             command.terminate()
         with suppress(subprocess.TimeoutExpired):
-            command.wait(GENTLE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while others := [each for each in family(root) if each.pid != root.pid and not _cleans_up(each)]:
+            command.wait(TERM_TIMEOUT_S)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while others := [member for member in family(root) if member.pid != root.pid and not _is_cleaner(member)]:
         _kill(others)
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-    deadline = time.monotonic() + CLEANING_S
-    while [each for each in family(root) if each.pid != root.pid] and time.monotonic() < deadline:
+    deadline = time.monotonic() + CLEANUP_TIMEOUT_S
+    while [member for member in family(root) if member.pid != root.pid] and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def _cleans_up(process: psutil.Process) -> bool:
+def _is_cleaner(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         line = " ".join(process.cmdline())
         return any(name in line for name in CLEANERS)
@@ -213,81 +225,89 @@ def _cleans_up(process: psutil.Process) -> bool:
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------
 
-SHARED = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
-def _shared() -> dict[Path, int]:
-    """Our user's files in shared memory, with their inodes."""
+def _shared_files() -> dict[Path, int]:
+    """Inode of each file in shared memory that belongs to this user."""
     found = {}
-    for path in SHARED.iterdir() if SHARED.is_dir() else ():
+    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
-            seen = path.stat()
-            if seen.st_uid == os.getuid():
-                found[path] = seen.st_ino
+            status = path.stat()
+            if status.st_uid == os.getuid():
+                found[path] = status.st_ino
     return found
 
 
-def _mapped(pids: Iterable[int]) -> set[int]:
-    """Inodes of what these processes have of it. Not the names: a semaphore is mapped before it has its own."""
+def _mapped_inodes(pids: Iterable[int]) -> set[int]:
+    """Inodes of the shared memory that processes map. A semaphore is mapped before it has its final name."""
     found = set()
     for pid in pids:
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-                if f" {SHARED}/" in line:
+                if f" {SHARED_MEMORY}/" in line:
                     found.add(int(line.split()[4]))
     return found
 
 
-def _remove_shared(left: dict[Path, int]) -> None:
-    """Those that are still there and that nobody has."""
-    there = _shared()
-    left = {path: inode for path, inode in left.items() if there.get(path) == inode}
-    if left:
-        in_use = _mapped(psutil.pids())
-        for path, inode in left.items():
+def _remove_shared_files(files: dict[Path, int]) -> None:
+    """Remove files in shared memory that still exist and that no process maps.
+
+    :param files: inode of each file.
+    """
+    existing = _shared_files()
+    files = {path: inode for path, inode in files.items() if existing.get(path) == inode}
+    if files:
+        in_use = _mapped_inodes(psutil.pids())
+        for path, inode in files.items():
             if inode not in in_use:
                 with suppress(OSError):
                     path.unlink()
 
 
-# --- The process ------------------------------------------------------------------------------------------------------
+# --- The supervisor ---------------------------------------------------------------------------------------------------
 
 
-def _main(own: str, command: list[str]) -> int:
-    asked: list[int] = []
-    for number in SIGNALS:  # handlers, not SIG_IGN, which the command would inherit
-        signal.signal(number, lambda signum, frame: asked.append(signum))
+def _main(folders_json: str, command: list[str]) -> int:
+    """Run the command until it ends or the owner ends it; see this module's docstring.
+
+    :param folders_json: folders to remove at the end: ``temporary`` (the family's) and ``scratch`` (the owner's).
+    :returns: exit code of the command.
+    """
+    signals: list[int] = []
+    for number in SIGNALS:  # handlers, because the command would inherit SIG_IGN
+        signal.signal(number, lambda signum, frame: signals.append(signum))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before = _shared()
+    before = _shared_files()
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         print(error, file=sys.stderr)
         return 127
-    killed = False
-    while server.poll() is None and not asked:
+    owner_was_killed = False
+    while server.poll() is None and not signals:
         if select.select([sys.stdin], [], [], 0.2)[0]:
-            killed = os.read(sys.stdin.fileno(), 1) != ON_PURPOSE
+            owner_was_killed = os.read(sys.stdin.fileno(), 1) != END_MESSAGE
             break
     code = server.poll()
     root = psutil.Process()
-    mapped = _mapped(each.pid for each in family(root))
-    left = {path: inode for path, inode in _shared().items() if before.get(path) != inode and inode in mapped}
+    mapped = _mapped_inodes(member.pid for member in family(root))
+    files = {path: inode for path, inode in _shared_files().items() if before.get(path) != inode and inode in mapped}
     end_gently(root, server)
-    end_family(root, PATIENCE_S)
-    _remove_shared(left)
-    folders = json.loads(own)
+    end_family(root, KILL_TIMEOUT_S)
+    _remove_shared_files(files)
+    folders = json.loads(folders_json)
     if folders["temporary"]:
         remove(Path(folders["temporary"]))
-    for folder, keep_in in folders["scratch"] if killed else ():
+    for folder, keep_in in folders["scratch"] if owner_was_killed else ():
         clear(Scratch(Path(folder), keep_in and Path(keep_in)))
     return server.wait() if code is None else code
 
 
 if __name__ == "__main__":
     code = _main(sys.argv[1], sys.argv[2:])
-    if code < 0:  # ended by a signal: end the same way, so that whoever waits for us reads the same
+    if code < 0:  # a signal ended the command: end by the same signal, so that the owner reads the same exit code
         if -code in SIGNALS:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,3 +1,5 @@
+"""The comparison of a stock and a patched run: verdicts, their limits, and the JSON report."""
+
 import dataclasses
 import json
 from math import comb
@@ -37,19 +39,19 @@ def run(name: str, right: list[bool], **changes) -> Run:
     return Run(name=name, answers=answers, **{**values, **changes})
 
 
-def outcome(losses: int, gains: int, both: int = 0, **settings) -> Comparison:
+def compare_counts(losses: int, gains: int, both: int = 0, **settings) -> Comparison:
     stock = [True] * losses + [False] * gains + [True] * both
     patched = [False] * losses + [True] * gains + [True] * both
     return compare(run("stock", stock), run("patched", patched), **{"require_identical": False, **settings})
 
 
-def test_a_run_counts():
-    one = run("stock", [True, False, True, True])
-    assert (one.correct, one.accuracy, one.input_throughput, one.output_throughput) == (3, 0.75, 100.0, 25.0)
+def test_accuracy_and_throughput_of_a_run():
+    stock = run("stock", [True, False, True, True])
+    assert (stock.correct, stock.accuracy, stock.input_throughput, stock.output_throughput) == (3, 0.75, 100.0, 25.0)
 
 
 @given(losses=st.integers(0, 40), gains=st.integers(0, 40))
-def test_mcnemar_is_the_binomial_tail(losses, gains):
+def test_mcnemars_p_values_are_binomial_tails(losses, gains):
     n = losses + gains
     tail = sum(comb(n, k) for k in range(losses, n + 1)) / 2**n
     lower = sum(comb(n, k) for k in range(losses + 1)) / 2**n
@@ -59,9 +61,9 @@ def test_mcnemar_is_the_binomial_tail(losses, gains):
 
 
 @given(questions=st.integers(1, 40), alpha=st.floats(1e-6, 0.6))
-def test_the_detectable_drop_is_the_first_one_called_a_drop(questions, alpha):
-    called = [k for k in range(1, questions + 1) if outcome(k, 0, questions - k, alpha=alpha).worse]
-    assert outcome(0, 0, questions, alpha=alpha).detectable_drop == (called[0] if called else None)
+def test_the_detectable_drop_is_the_smallest_significant_drop(questions, alpha):
+    significant = [k for k in range(1, questions + 1) if compare_counts(k, 0, questions - k, alpha=alpha).worse]
+    assert compare_counts(0, 0, questions, alpha=alpha).detectable_drop == (significant[0] if significant else None)
 
 
 @given(
@@ -71,78 +73,78 @@ def test_the_detectable_drop_is_the_first_one_called_a_drop(questions, alpha):
     alpha=st.floats(1e-6, 0.6),
     max_drop=st.floats(1, 90),
 )
-def test_a_pass_is_given_only_where_a_drop_could_have_been_called_one(questions, right, lost, alpha, max_drop):
-    """Had patched answered nothing, it must have been called worse and have lost more than it may; else the run is no
-    pass. Nor is it where the interval of the drop reaches beyond what may be lost."""
+def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost, alpha, max_drop):
+    """A run passes under two conditions. A patched server without any right answer would be worse by more than
+    ``max_drop``. And the confidence interval of the drop ends below ``max_drop``."""
     right, lost = min(right, questions), min(lost, right, questions)
     stock = [True] * right + [False] * (questions - right)
     patched = [False] * lost + stock[lost:]
-    given = {"require_identical": False, "alpha": alpha, "max_drop": max_drop}
-    found = compare(run("stock", stock), run("patched", patched), **given)
-    nothing = compare(run("stock", stock), run("patched", [False] * questions), **given)
-    told = nothing.worse and 100 * right / questions > max_drop
+    settings = {"require_identical": False, "alpha": alpha, "max_drop": max_drop}
+    found = compare(run("stock", stock), run("patched", patched), **settings)
+    all_wrong = compare(run("stock", stock), run("patched", [False] * questions), **settings)
+    can_tell = all_wrong.worse and 100 * right / questions > max_drop
     within = bound.p_value(questions, lost, 0, max_drop / 100) <= alpha
-    assert found.accuracy_can_tell == told
-    assert found.within == (told and within)
-    assert found.exit_code == (1 if found.worse else 0 if told and within else 2)
+    assert found.accuracy_can_tell == can_tell
+    assert found.is_within_max_drop == (can_tell and within)
+    assert found.exit_code == (1 if found.worse else 0 if can_tell and within else 2)
 
 
-def test_no_worse_is_said_where_the_interval_ends_below_what_may_be_lost():
-    """5 lost and 4 gained of 200 are no significant drop at all; but they may be one of 3 points."""
+def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
+    """5 lost and 4 gained of 200 are not significant, but they are compatible with a drop of 3 points."""
     for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 2), (4, 0, 2), (6, 0, 1), (3, 9, 0)):
-        found = outcome(losses, gains, 200 - losses - gains)
+        found = compare_counts(losses, gains, 200 - losses - gains)
         assert (found.exit_code, found.conclusive) == (code, code != 2), (losses, gains)
         if code != 1:
             assert (found.largest_drop <= 3) == (code == 0)
-    assert outcome(5, 4, 191, max_drop=4.0).exit_code == 0
-    assert outcome(0, 0, 98).exit_code == 2
-    assert outcome(0, 0, 99).exit_code == 0
-    assert outcome(0, 0, 98, alpha=0.1).exit_code == 0
+    assert compare_counts(5, 4, 191, max_drop=4.0).exit_code == 0
+    assert compare_counts(0, 0, 98).exit_code == 2
+    assert compare_counts(0, 0, 99).exit_code == 0
+    assert compare_counts(0, 0, 98, alpha=0.1).exit_code == 0
 
 
-def test_how_many_questions_it_takes_if_they_go_like_these():
-    assert outcome(4, 0, 196).questions_needed > 282  # more differs than is expected
-    assert outcome(0, 0, 50).questions_needed == 99
-    assert outcome(3, 0, 97).questions_needed is None
+def test_number_of_questions_needed_with_the_observed_losses_and_gains():
+    assert compare_counts(4, 0, 196).questions_needed > 282  # more answers differ than expected
+    assert compare_counts(0, 0, 50).questions_needed == 99
+    assert compare_counts(3, 0, 97).questions_needed is None
 
 
-def test_identical_answers_are_a_verdict_of_their_own():
+def test_required_identical_answers_give_a_verdict_without_any_right_answer():
     nothing_right = run("stock", [False] * 20)
     required = compare(nothing_right, nothing_right, require_identical=True)
     assert (required.conclusive, required.exit_code) == (True, 0)
-    found_only = compare(nothing_right, nothing_right, require_identical=False)
-    assert (found_only.conclusive, found_only.exit_code) == (False, 2)
-    assert found_only.to_dict()["results"]["conclusive"] is False
-    differing = compare(nothing_right, replaced(nothing_right, 3, tokens=(9,)), require_identical=True)
+    not_required = compare(nothing_right, nothing_right, require_identical=False)
+    assert (not_required.conclusive, not_required.exit_code) == (False, 2)
+    assert not_required.to_dict()["results"]["conclusive"] is False
+    differing = compare(nothing_right, replace_answer(nothing_right, 3, tokens=(9,)), require_identical=True)
     assert (differing.conclusive, differing.exit_code) == (True, 1)
 
 
-def test_a_drop_is_worse_and_a_rise_is_not():
-    drop = outcome(5, 0, 15)
+def test_only_a_significant_drop_is_worse():
+    drop = compare_counts(5, 0, 15)
     assert drop.worse
     assert "from 20 to 15 of 20 questions (5 lost, 0 gained; one-sided exact McNemar p = 0.031" in drop.reasons[0]
-    assert outcome(3, 2, alpha=0.9).worse
-    for other in (outcome(4, 0, 16), outcome(0, 20), outcome(10, 8, 2), outcome(0, 0, 20)):
+    assert compare_counts(3, 2, alpha=0.9).worse
+    for other in (compare_counts(4, 0, 16), compare_counts(0, 20), compare_counts(10, 8, 2), compare_counts(0, 0, 20)):
         assert not other.worse
         assert other.reasons == ()
-    # Unless fewer are right it is none, however generous alpha is.
+    # A run without a drop is never worse, however large alpha is.
     for losses, gains, both, alpha in ((5, 0, 15, 0.03), (3, 3, 0, 0.9), (2, 3, 0, 0.9)):
-        assert not outcome(losses, gains, both, alpha=alpha).worse
+        assert not compare_counts(losses, gains, both, alpha=alpha).worse
 
 
-def replaced(one: Run, index: int, **changes) -> Run:
-    answers = list(one.answers)
+def replace_answer(base: Run, index: int, **changes) -> Run:
+    answers = list(base.answers)
     answers[index] = dataclasses.replace(answers[index], **changes)
-    return dataclasses.replace(one, name="patched", answers=tuple(answers))
+    return dataclasses.replace(base, name="patched", answers=tuple(answers))
 
 
 @pytest.mark.parametrize(
     ("changes", "texts", "tokens"),
     [({"text": "forty-two"}, 1, 0), ({"tokens": (1, 3)}, 0, 1), ({"text": "x", "tokens": ()}, 1, 1)],
 )
-def test_differing_answers(changes, texts, tokens):
+def test_differing_texts_and_tokens_are_counted_and_are_worse_only_if_required(changes, texts, tokens):
     stock = run("stock", [True] * 6)
-    patched = replaced(stock, 4, **changes)
+    patched = replace_answer(stock, 4, **changes)
     lenient = compare(stock, patched, require_identical=False)
     assert (lenient.texts_differ, lenient.tokens_differ, lenient.token_identical) == (texts, tokens, not tokens)
     assert lenient.differing == ((4, stock.answers[4], patched.answers[4]),)
@@ -152,12 +154,12 @@ def test_differing_answers(changes, texts, tokens):
     assert compare(stock, stock, require_identical=True).reasons == ()
 
 
-def test_only_the_same_questions_can_be_compared():
+def test_runs_with_different_questions_cannot_be_compared():
     stock = run("stock", [True] * 3)
     for other in (
         run("patched", [True] * 2),
-        replaced(stock, 1, question="another"),
-        replaced(stock, 1, label=7),
+        replace_answer(stock, 1, question="another"),
+        replace_answer(stock, 1, label=7),
         dataclasses.replace(stock, answers=stock.answers[::-1]),
     ):
         with pytest.raises(ValueError, match="did not answer the same questions"):
@@ -173,16 +175,18 @@ def test_only_the_same_questions_can_be_compared():
         *(("max_drop", value) for value in (0, 100, -3, float("nan"))),
     ],
 )
-def test_alpha_is_a_probability_and_what_may_be_lost_a_part_of_all(name, value):
+def test_alpha_and_max_drop_out_of_range_are_rejected(name, value):
     with pytest.raises(ValueError, match=name):
-        outcome(0, 0, 3, **{name: value})
+        compare_counts(0, 0, 3, **{name: value})
 
 
 @pytest.mark.parametrize("memory", [None, MEMORY])
-def test_a_report_is_json_of_runs_and_results(memory):
+def test_the_json_report_has_runs_settings_and_results(memory):
     stock = run("stock", [True] * 6, memory=memory)
-    made = compare(stock, replaced(stock, 2, predicted=None, text="\u2028 <b>"), require_identical=True, alpha=0.01)
-    data = json.loads(json.dumps(made.to_dict()))
+    comparison = compare(
+        stock, replace_answer(stock, 2, predicted=None, text="\u2028 <b>"), require_identical=True, alpha=0.01
+    )
+    data = json.loads(json.dumps(comparison.to_dict()))
     assert data["schema"] == 2
     assert data["settings"] == {"require_identical": True, "alpha": 0.01, "max_drop": 3.0}
     assert data["runs"]["stock"]["memory"] == (memory and dataclasses.asdict(memory))
