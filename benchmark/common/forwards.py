@@ -20,8 +20,8 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace import COLUMNS
 from sglang_moe_patches.core.dead_input import counts
 from sglang_moe_patches.core.patch import Count, Patcher
-from sglang_moe_patches.lab.observers.acted import LAYER, Tally, of_count
-from sglang_moe_patches.lab.observers.events import Acted, read_acted
+from sglang_moe_patches.lab.observers.acted import LAYER, Tally, acts_of
+from sglang_moe_patches.lab.observers.events import Acted, parse_acted
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
@@ -52,7 +52,7 @@ class Forward:
     @property
     def slices(self) -> list[int]:
         """Of each [tokens, top-k, hidden] tensor that ran in columns."""
-        return [act.most for act in of_count(self.acted, COLUMNS.name) for _ in range(act.times)]
+        return [act.most for act in acts_of(self.acted, COLUMNS.name) for _ in range(act.times)]
 
     @property
     def outputs(self) -> int:
@@ -65,7 +65,7 @@ class Forward:
         return self._times(counts.AS_SCRATCH)
 
     def _times(self, count: Count) -> int:
-        return sum(act.times for act in of_count(self.acted, count.name))
+        return sum(act.times for act in acts_of(self.acted, count.name))
 
     @property
     def untouched(self) -> bool:
@@ -76,7 +76,7 @@ class Forward:
 def read(path: Path) -> list[Forward]:
     """The lines so far."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [Forward(**line | {"acted": read_acted(line["acted"])}) for line in lines]
+    return [Forward(**line | {"acted": parse_acted(line["acted"])}) for line in lines]
 
 
 # --- In the servers --------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _time_forwards(module: Any) -> None:
 
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if (before_it := _tally.take()).acts:
+        if (before_it := _tally.drain()).acts:
             _write(Forward(None, acted=before_it))
         before = 0
         if cuda:
@@ -122,7 +122,7 @@ def _time_forwards(module: Any) -> None:
             torch.cuda.synchronize()
             line.peak, line.reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved()
         line.ms = (time.perf_counter() - started) * 1e3
-        line.acted = _tally.take()
+        line.acted = _tally.drain()
         _write(line)
         return result
 

@@ -93,7 +93,7 @@ class Kernels:
     def _watch(self, kernel):
         @functools.wraps(kernel)
         def run(*args, **kwargs):
-            self.observer.kernel_starts(kwargs["output"])
+            self.observer.start_kernel(kwargs["output"])
             self.calls.append(kwargs["output"].untyped_storage().data_ptr())
             self.marked.append(hasattr(kwargs["output"], "_sglang_needs_allreduce_fusion"))
             self.at_entry()
@@ -104,7 +104,7 @@ class Kernels:
 
     def buffers_of(self, forward):
         """(MoE kernel calls, distinct output allocations) of one forward."""
-        self.observer.forward_starts(0, cuda=False)
+        self.observer.start_forward(0, cuda=False)
         forward()
         return self.observer.kernels, self.observer.buffers
 

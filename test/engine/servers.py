@@ -33,7 +33,7 @@ from sglang_moe_patches.core.patch import (
 )
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
-from sglang_moe_patches.lab.observers.acted import of_count
+from sglang_moe_patches.lab.observers.acted import acts_of
 from sglang_moe_patches.lab.servers.server import Server, free_port
 from sglang_moe_patches.registry import CHANGES
 from sglang_moe_reference import environment
@@ -154,7 +154,7 @@ def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTE
     """It uses one buffer, each layer but the first offers its input, and every change is what it is here."""
     assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     inputs = (counts.OFFERED, counts.AS_OUTPUT)
-    offered, taken = ({act.layer for act in of_count(patched.acted, count.name)} for count in inputs)
+    offered, taken = ({act.layer for act in acts_of(patched.acted, count.name)} for count in inputs)
     assert offered == set(patched.acted.layers) - {0}  # the input of the model's first layer becomes the residual
     assert taken == (offered if not NATIVE_BUFFER or backend == "flashinfer_cutedsl" else set())  # else by the engine
     assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
@@ -188,8 +188,8 @@ def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> N
     is_ours = not NATIVE_BUFFER or backend == "flashinfer_cutedsl"  # else the engine takes what we offer
     outputs = {OUTPUT_IN_DEAD_INPUT: counts.AS_OUTPUT if is_ours else counts.OFFERED}
     for effect, count in {**COUNTED, **outputs}.items():
-        assert (effect in said) == bool(of_count(ran.acted, count.name)), (effect, said, ran.acted)
-    shuffled = of_count(ran.acted, fp4_weights.CHANGE.counts[0].name)
+        assert (effect in said) == bool(acts_of(ran.acted, count.name)), (effect, said, ran.acted)
+    shuffled = acts_of(ran.acted, fp4_weights.CHANGE.counts[0].name)
     assert rows["fp4-weights"]["acts"] == bool(shuffled), rows["fp4-weights"]
     assert report["fit"]["token_bytes"] == pytest.approx(ran.memory.cache_token_bytes, rel=0.001)
 

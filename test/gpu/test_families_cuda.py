@@ -100,7 +100,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     changes = (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE)
     stock = asked(engine.runner.model)
     statuses = [ChangeStatus(change.name, Status.APPLIED, "") for change in changes]
-    tally = acted.Tally([count for counts in acted.declared(statuses).values() for count in counts])
+    tally = acted.Tally([count for counts in acted.active_counts(statuses).values() for count in counts])
     patcher = Patcher()
     for change in changes:
         plan = probe(change)

@@ -1,7 +1,8 @@
-"""What an engine process needs where there is no GPU.
+"""Environment in which the engine can be imported on a machine without a GPU.
 
-With no CUDA driver the engine's compiled kernels cannot be imported. A stub ``libcuda.so.1`` that answers "no device"
-to everything helps over that: ``doctor`` asks the engine on any machine, and tests run it on its CPU path.
+Without a CUDA driver the engine's compiled kernels cannot be imported. A stub ``libcuda.so.1``, whose functions all
+return "no device", makes the import possible. ``doctor`` can then ask the engine on any machine, and tests can run the
+engine on the CPU.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from sglang_moe_patches.core import machine
 
 
 class UnusableEnvironment(RuntimeError):
-    """The engine cannot be imported without a GPU here; the message says what is missing."""
+    """The engine cannot be imported on this machine. The message says what is missing."""
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables to add so that a process started with them can import the engine; with a GPU none.
+    """Environment variables with which a new process can import the engine. Empty on a machine with a GPU.
 
-    :raises UnusableEnvironment: no C compiler for the stub; or the engine's kernels, or what they load, are not
-        installed.
+    :raises UnusableEnvironment: a C compiler, the engine's kernels, or a library that the kernels load is missing.
     """
     if machine.has_gpu():
         return {}
@@ -38,23 +38,23 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def stub_libcuda(folder: Path) -> Path:
-    """Build, once, a ``libcuda.so.1`` whose functions all return 100 (``CUDA_ERROR_NO_DEVICE``).
+    """Build a ``libcuda.so.1`` whose functions all return 100 (``CUDA_ERROR_NO_DEVICE``), unless it already exists.
 
-    It defines the ``cu*`` symbols that the engine's compiled kernels import, and nothing else.
+    The library defines only the ``cu*`` symbols that the engine's compiled kernels import.
 
-    :returns: the library, in a folder of its own below ``folder``.
-    :raises UnusableEnvironment: it cannot be built, or the kernels could not be imported even with it.
+    :returns: path of the library, in its own folder below ``folder``.
+    :raises UnusableEnvironment: the library cannot be built, or the kernels lack another library.
     """
     if not (libraries := _libraries("sgl_kernel")):
         raise UnusableEnvironment("the engine's kernels (sgl_kernel) are not installed in this environment")
-    libraries += _libraries("deep_gemm")  # of some releases it looks for all of the driver when it is imported
+    libraries += _libraries("deep_gemm")  # some releases look up the driver's functions at import
     undefined = {name for library in libraries for name in _undefined_symbols(library)}
-    # The one library that they load and neither a package index nor every system brings.
-    if any(name.startswith("numa_") for name in undefined) and not _loads("libnuma.so.1"):
+    # The kernels load libnuma, which no Python package contains and which some systems lack.
+    if any(name.startswith("numa_") for name in undefined) and not _can_load("libnuma.so.1"):
         raise UnusableEnvironment(
             "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
         )
-    # The driver's functions are cuXxx; the runtime's cudaXxx, cuBLAS's cublasXxx and others start in lower case.
+    # The driver's functions are named cuXxx. Those of the runtime (cudaXxx), cuBLAS (cublasXxx) and others are not.
     symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
     source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols)
     target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"
@@ -67,7 +67,7 @@ def stub_libcuda(folder: Path) -> Path:
         "building a stub CUDA driver",
         text=source,
     )
-    partial.replace(target)  # whole or not at all: several servers may start at once
+    partial.replace(target)  # atomic, because several servers may build the library at once
     return target
 
 
@@ -83,7 +83,7 @@ def _undefined_symbols(library: Path) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in listing.splitlines() if line.strip()}
 
 
-def _loads(library: str) -> bool:
+def _can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:

@@ -25,7 +25,7 @@ from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.engine import has_module
 from sglang_moe_patches.core.patch import Status, probe
-from sglang_moe_patches.lab.observers.forwards import _held_bytes
+from sglang_moe_patches.lab.observers.forwards import workspace_bytes
 
 pytestmark = pytest.mark.every_release
 
@@ -104,7 +104,7 @@ def test_one_wrapper_serves_all_layers_with_the_answers_of_one_wrapper_per_layer
     assert same(right, patched)
     assert same(right, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
     # Less than one layer's: the output is none of the buffers.
-    assert 0 < (4 - dense_layers) * _held_bytes({shared._wrapper}) < _held_bytes(wrappers(right[2]))
+    assert 0 < (4 - dense_layers) * workspace_bytes({shared._wrapper}) < workspace_bytes(wrappers(right[2]))
 
 
 def test_the_output_that_nobody_uses_is_never_allocated(engine, checkpoint, monkeypatch):

@@ -434,7 +434,7 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
 def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
     """Of four layers, the input of the first is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON["all"]]
-    tally = acted.Tally([count for counts in acted.declared(applied).values() for count in counts])
+    tally = acted.Tally([count for counts in acted.active_counts(applied).values() for count in counts])
     tally.install(patcher)
     run(bf16("qwen3-moe"), *TRITON["all"])
     assert acted.sentences(applied, tally.acted) == [

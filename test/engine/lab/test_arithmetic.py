@@ -63,6 +63,6 @@ def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
     assert len(stock["answers"]) == ASKED
     names = ("changes", "memory", "acted")
-    processes = (events.read({name: run[name] for name in names}) for run in (stock, patched))
+    processes = (events.parse_process({name: run[name] for name in names}) for run in (stock, patched))
     check_figures(*processes, moe_layers=3)
     assert (arithmetic / "report.html").stat().st_size > 10_000

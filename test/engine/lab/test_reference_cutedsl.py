@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 from sglang_moe_patches.core.patch import Status, probe
-from sglang_moe_patches.lab.observers.forwards import _held_bytes
+from sglang_moe_patches.lab.observers.forwards import workspace_bytes
 
 pytestmark = pytest.mark.every_release
 
@@ -114,7 +114,7 @@ def test_a_wrapper_without_buffers_serves_every_forward(engine, checkpoint, buff
         tokens, logits = engine.generate(model, PROMPTS, 2)
     assert tokens == expected
     assert torch.equal(logits, expected_logits)
-    assert _held_bytes({layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers}) == 0
+    assert workspace_bytes({layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers}) == 0
     outcome = probe(cutedsl_sizing.CHANGE)
     assert outcome.status is Status.NATIVE
     assert "keeps no buffers and refuses no forward" in outcome.reason

@@ -25,7 +25,7 @@ from servers import (
     server,
     started,
 )
-from sglang_moe_patches.lab.observers.forwards import _held_bytes
+from sglang_moe_patches.lab.observers.forwards import workspace_bytes
 from sglang_moe_patches.lab.servers.server import ServerFailed
 from tiny_moe.mutations import plugin
 
@@ -47,7 +47,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(eng
         assert answers(patched) == [expected]
     check_patched(figures(patched), moe_layers=4, backend=backend)
     # For four times the tokens, and less than one layer's: the output is none of the buffers.
-    assert 0 < figures(patched).memory.kernel_buffer_bytes < _held_bytes({of_a_layer})
+    assert 0 < figures(patched).memory.kernel_buffer_bytes < workspace_bytes({of_a_layer})
     assert patched.log_text().count("cutedsl-sizing: one set of buffers") == 1
     assert "runs in slices" not in patched.log_text()
 

@@ -1,10 +1,10 @@
-"""Did it act? What each change did, in which MoE layers, and how often.
+"""Count in a running server what each change does, in which MoE layers, and how often.
 
-Each change declares what it counts (:class:`sglang_moe_patches.core.patch.Count`). Our own functions are wrapped for
-it, by attribute, in a process that is observed and in no other: a server that nobody observes runs none of this. Which
-layer it is, is noted around the engine's ``FusedMoE.run_moe_core``, behind which every runner is.
+Each change declares the functions to count (:class:`sglang_moe_patches.core.patch.Count`). In an observed process these
+functions are wrapped. In all other processes nothing is wrapped, so counting costs them nothing. A wrapper around the
+engine's ``FusedMoE.run_moe_core``, which calls every MoE runner, tells in which layer a function is called.
 
-Under CUDA graphs Python runs at the capture alone, and counts what is captured; what a replayed graph does is not seen.
+A CUDA graph runs Python code only when it is captured. What a replayed graph does is not counted.
 """
 
 from __future__ import annotations
@@ -20,92 +20,97 @@ from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, Mo
 from sglang_moe_patches.registry import CHANGES
 
 LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_core")
-"""Module, class and method."""
+"""Module, class and method of the engine that run the routed experts of a MoE layer."""
 
 
-def declared(changes: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
-    """What is counted of each change that is active here; what several share, of the first of them."""
-    statuses = {said.change: said.status for said in changes}
-    found: dict[str, tuple[Count, ...]] = {}
+def active_counts(statuses: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
+    """Counts of each active change, by the change's name. A count that several changes share belongs to the first."""
+    by_change = {status.change: status.status for status in statuses}
+    counts: dict[str, tuple[Count, ...]] = {}
     for change in CHANGES:
-        if statuses.get(change.name) in ACTIVE:
-            known = {count.name for counts in found.values() for count in counts}
-            found[change.name] = tuple(count for count in change.counts if count.name not in known)
-    return found
+        if by_change.get(change.name) in ACTIVE:
+            known = {count.name for earlier in counts.values() for count in earlier}
+            counts[change.name] = tuple(count for count in change.counts if count.name not in known)
+    return counts
 
 
-def owner(count: Count) -> tuple[Any, str] | None:
-    """Module or class, and the name there of what is wrapped; ``None`` where this release of the engine has it not.
+def find_owner(count: Count) -> tuple[Any, str] | None:
+    """Find the object whose attribute is the counted function.
 
-    What an active change does in the engine, the engine has imported.
+    Modules of the engine are not imported for this. An active change has imported the modules that it uses.
+
+    :returns: module or class, and the attribute's name; ``None`` if this release of the engine has no such function.
     """
     ours = count.module.startswith(__name__.partition(".")[0])
-    found: Any = importlib.import_module(count.module) if ours else sys.modules.get(count.module)
+    owner: Any = importlib.import_module(count.module) if ours else sys.modules.get(count.module)
     *classes, name = count.function.split(".")
-    for each in classes:
-        found = getattr(found, each, None)
-    return (found, name) if hasattr(found, name) else None
+    for class_name in classes:
+        owner = getattr(owner, class_name, None)
+    return (owner, name) if hasattr(owner, name) else None
 
 
 class Tally:
-    """Counts what changes do in this process, from :meth:`install` on.
+    """Counter of what the changes do in this process, from :meth:`install` on.
 
-    :param attempt: runs a step of counting; what goes wrong with it must end no server.
+    :param attempt: function that runs one counting step. It must catch the step's exceptions, because counting must not
+        end a server.
     """
 
     def __init__(self, counts: Iterable[Count], attempt: Callable[..., None] = lambda step, *args: step(*args)) -> None:
         self.counts, self._attempt = tuple(counts), attempt
         self._acts: dict[tuple[str, int | None, bool], Act] = {}
-        self._ahead: dict[str, tuple[bool, int]] = {}
+        self._pending: dict[str, tuple[bool, int]] = {}
+        """(captured, amount) of each count that belongs to the MoE layer that runs next."""
         self._layers: set[int] = set()
         self._layer: int | None = None
+        """Index of the MoE layer that runs now."""
         self._largest: MoeInput | None = None
 
     @property
     def acted(self) -> Acted:
-        """What was done, in the order in which each was done first."""
+        """All acts so far, ordered by their first occurrence."""
         return Acted(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
 
-    def take(self) -> Acted:
-        """What was done since the last time that this was asked."""
-        found = self.acted
+    def drain(self) -> Acted:
+        """Return all acts since the last call, and start counting from zero."""
+        drained = self.acted
         self._acts, self._layers, self._largest = {}, set(), None
-        return found
+        return drained
 
-    def install(self, patcher: Patcher, starts: Callable[[Any], None] = lambda layer: None) -> None:
-        """Wrap what is counted, and the layers.
+    def install(self, patcher: Patcher, on_layer: Callable[[Any], None] = lambda layer: None) -> None:
+        """Wrap the counted functions and the engine's MoE layers.
 
-        :param starts: called before the routed experts of a layer run, with the engine's ``FusedMoE``.
+        :param on_layer: called with the engine's ``FusedMoE`` before the routed experts of a layer run.
         """
         import torch
 
         is_compiling = torch.compiler.is_compiling
         for count in self.counts:
-            if (found := owner(count)) is not None:
-                patcher.wrap(*found, functools.partial(self._counted, count, is_compiling))
+            if (owner := find_owner(count)) is not None:
+                patcher.wrap(*owner, functools.partial(self._wrap_counted, count, is_compiling))
         module, cls, name = LAYER
         layer = getattr(importlib.import_module(module), cls)
-        patcher.wrap(layer, name, functools.partial(self._around_layer, starts, is_compiling))
+        patcher.wrap(layer, name, functools.partial(self._wrap_layer, on_layer, is_compiling))
 
-    def _counted(self, count: Count, is_compiling: Callable[[], bool], original: Callable[..., Any]) -> Any:
+    def _wrap_counted(self, count: Count, is_compiling: Callable[[], bool], original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not is_compiling():
-                self._attempt(self._add, count, result, args, kwargs)
+                self._attempt(self._count_call, count, result, args, kwargs)
             return result
 
         return counted
 
-    def _around_layer(
-        self, starts: Callable[[Any], None], is_compiling: Callable[[], bool], original: Callable[..., Any]
+    def _wrap_layer(
+        self, on_layer: Callable[[Any], None], is_compiling: Callable[[], bool], original: Callable[..., Any]
     ) -> Any:
         @functools.wraps(original)
         def run_moe_core(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(layer, *args, **kwargs)
-            self._attempt(self._enter, layer, *args, *kwargs.values())
-            self._attempt(starts, layer)
+            self._attempt(self._enter_layer, layer, *args, *kwargs.values())
+            self._attempt(on_layer, layer)
             try:
                 return original(layer, *args, **kwargs)
             finally:
@@ -113,82 +118,86 @@ class Tally:
 
         return run_moe_core
 
-    def _enter(self, layer: Any, dispatched: Any) -> None:
+    def _enter_layer(self, layer: Any, dispatch_output: Any) -> None:
         self._layer = int(layer.layer_id)
         self._layers.add(self._layer)
-        for name, (captured, much) in self._ahead.items():
-            self._record(name, captured, much)
-        self._ahead = {}
-        seen = input_of(dispatched)
-        if seen is not None and (self._largest is None or seen.bytes > self._largest.bytes):
-            self._largest = seen
+        for name, (captured, amount) in self._pending.items():
+            self._add(name, captured, amount)
+        self._pending = {}
+        moe_input = read_input(dispatch_output)
+        if moe_input is not None and (self._largest is None or moe_input.bytes > self._largest.bytes):
+            self._largest = moe_input
 
-    def _add(self, count: Count, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if much := int(count.amount(result, *args, **kwargs)):
+    def _count_call(self, count: Count, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if amount := int(count.amount(result, *args, **kwargs)):
             if count.before_layer and self._layer is None:
-                self._ahead[count.name] = _capturing(), much
+                self._pending[count.name] = _is_capturing(), amount
             else:
-                self._record(count.name, _capturing(), much)
+                self._add(count.name, _is_capturing(), amount)
 
-    def _record(self, name: str, captured: bool, much: int) -> None:
+    def _add(self, name: str, captured: bool, amount: int) -> None:
         key = (name, self._layer, captured)
         known = self._acts.get(key, Act(*key, 0, 0, 0))
-        self._acts[key] = Act(*key, known.times + 1, max(known.most, much), known.total + much)
+        self._acts[key] = Act(*key, known.times + 1, max(known.most, amount), known.total + amount)
 
 
-def _capturing() -> bool:
+def _is_capturing() -> bool:
     import torch
 
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def input_of(dispatched: Any) -> MoeInput | None:
-    """What a layer's routed experts get; ``None`` where the dispatcher hands it over in another form.
+def read_input(dispatch_output: Any) -> MoeInput | None:
+    """Sizes of the input of a layer's routed experts.
 
-    :param dispatched: the engine's dispatch output.
+    :param dispatch_output: output of the engine's token dispatcher.
+    :returns: ``None`` if this dispatcher's output has another form.
     """
-    hidden_states: Any = getattr(dispatched, "hidden_states", None)
-    routed: Any = getattr(getattr(dispatched, "topk_output", dispatched), "topk_ids", None)
-    if getattr(hidden_states, "ndim", 0) != 2 or getattr(routed, "ndim", 0) != 2:
+    hidden_states: Any = getattr(dispatch_output, "hidden_states", None)
+    topk_ids: Any = getattr(getattr(dispatch_output, "topk_output", dispatch_output), "topk_ids", None)
+    if getattr(hidden_states, "ndim", 0) != 2 or getattr(topk_ids, "ndim", 0) != 2:
         return None
     tokens, hidden = hidden_states.shape
-    return MoeInput(int(tokens), int(routed.shape[1]), int(hidden), int(hidden_states.itemsize))
+    return MoeInput(int(tokens), int(topk_ids.shape[1]), int(hidden), int(hidden_states.itemsize))
 
 
-# --- What is said of it -----------------------------------------------------------------------------------------------
+# --- Sentences for a report -------------------------------------------------------------------------------------------
 
 
-def sentences(changes: Sequence[ChangeStatus], acted: Acted) -> list[str]:
-    """What each active change did, a line each; nothing where nothing was observed."""
+def sentences(statuses: Sequence[ChangeStatus], acted: Acted) -> list[str]:
+    """One sentence per active change: what it did, or why it did nothing. Empty if nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
-    return [f"{name}: {_said(counts, acted)}" for name, counts in declared(changes).items() if counts]
+    return [f"{name}: {_describe_change(counts, acted)}" for name, counts in active_counts(statuses).items() if counts]
 
 
-def _said(counts: Iterable[Count], acted: Acted) -> str:
-    done = [_done(count, acts, acted) for count in counts if (acts := of_count(acted, count.name))]
-    if done:
-        return "; ".join(done)
+def _describe_change(counts: Iterable[Count], acted: Acted) -> str:
+    parts = [_describe_count(count, acts, acted) for count in counts if (acts := acts_of(acted, count.name))]
+    if parts:
+        return "; ".join(parts)
     reasons = [count.skip_reason(*acted.largest) for count in counts] if acted.largest else []
     return f"did nothing{next((f': {reason}' for reason in reasons if reason), '')}"
 
 
-def of_count(acted: Acted, name: str) -> list[Act]:
-    """What was done of one kind, by layer."""
+def acts_of(acted: Acted, name: str) -> list[Act]:
+    """Acts of one count, sorted by layer.
+
+    :param name: name of the :class:`~sglang_moe_patches.core.patch.Count`.
+    """
     return sorted((act for act in acted.acts if act.name == name), key=lambda act: (act.layer is not None, act.layer))
 
 
-def _done(count: Count, acts: Sequence[Act], acted: Acted) -> str:
+def _describe_count(count: Count, acts: Sequence[Act], acted: Acted) -> str:
     layers = {act.layer for act in acts if act.layer is not None}
     times = sum(act.times for act in acts)
-    whole = "MoE layer" if len(acted.layers) == 1 else "MoE layers"
-    said = [
-        f"{count.description} in {len(layers)} of {len(acted.layers)} {whole}"
+    noun = "MoE layer" if len(acted.layers) == 1 else "MoE layers"
+    parts = [
+        f"{count.description} in {len(layers)} of {len(acted.layers)} {noun}"
         if layers
         else f"{count.description} {times} times"
     ]
     if count.unit:
-        said.append(f"up to {max(act.most for act in acts):,} {count.unit}")
+        parts.append(f"up to {max(act.most for act in acts):,} {count.unit}")
     if all(act.captured for act in acts):
-        said.append("as CUDA graphs were captured")
-    return ", ".join(said)
+        parts.append("as CUDA graphs were captured")
+    return ", ".join(parts)

@@ -1,9 +1,9 @@
-"""What a server's processes write down for whoever started them: the records, and all that is known of their format.
+"""Records that a server's processes write about themselves, and their file format.
 
-:func:`write` writes the state of a process, :func:`collect` reads those of a server. The observers write; ``regress``
-and the benchmarks read; what stands in for a server in tests makes the same records.
+The observers write records with :func:`write`. ``regress`` and the benchmarks read them with :func:`collect`. The
+server's stand-in in tests writes the same records.
 
-Memory is in bytes, and zero where there is no CUDA.
+Memory is in bytes. It is zero without CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class ChangeStatus(NamedTuple):
-    """What became of a change in this process; see :class:`sglang_moe_patches.core.patch.Plan`."""
+    """Status of a change in one process, with its reason; see :class:`sglang_moe_patches.core.patch.Plan`."""
 
     change: str
     status: str
@@ -25,38 +25,53 @@ class ChangeStatus(NamedTuple):
 
 @dataclass
 class Memory:
-    """What a model process used. Figures that were not seen are ``None``: another kernel ran, or one that leaves its
-    output to somebody else."""
+    """Memory figures of one model process.
+
+    A figure is ``None`` if it was not observed. This is so if another kernel ran, or if the kernel left the sum over
+    the top-k to a later kernel.
+
+    An *observed kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. For any other MoE runner, the whole call
+    of the runner counts as one kernel, without its output.
+    """
 
     device: str | None = None
-    """'cpu' or 'cuda'; ``None`` before the first forward."""
+    """'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
-    """CUDA: the allocator's peak of one forward, beyond what was allocated before it; see ``tokens``."""
+    """Memory that one forward pass of ``tokens`` tokens allocates at its peak, beside the memory allocated before it.
+    Only on CUDA. Of several such forward passes, the smallest figure counts. Workspaces that a library allocates once
+    are then left out."""
     live_at_kernel_bytes: int | None = None
-    """Bytes of tensors alive when a routed-experts kernel, or a runner that is not looked into, starts, beyond those
-    alive when its forward started; the most over the layers, see ``tokens``."""
+    """Bytes of tensors that are alive when a MoE kernel starts, beside those alive when its forward pass started. The
+    largest figure of all layers, in a forward pass of ``tokens`` tokens. Of several such forward passes, the smallest
+    figure counts."""
     tokens: int = 0
-    """Of the largest forward. The two above are of one with so many; of several such the least, so that workspaces
-    which libraries allocate once do not count."""
+    """Number of tokens in the largest forward pass."""
     forwards: int = 0
+    """Number of forward passes."""
     moe_layers: int | None = None
-    """Calls of such kernels and runners in one forward."""
+    """Number of MoE kernels that ran in one forward pass."""
     output_buffers: int | None = None
-    """The most distinct allocations that kernels which are looked into wrote their output into during one forward."""
+    """Number of distinct allocations that the observed kernels of one forward pass wrote their output into. The largest
+    number of all forward passes."""
     kernel_buffer_bytes: int | None = None
-    """What CuteDSL's wrappers hold between forwards; ``None`` where they hold none."""
+    """Memory of the buffers that CuteDSL's wrappers keep between forward passes; ``None`` if they keep none."""
     cache_token_bytes: float | None = None
-    """Bytes of one token in a rank's KV cache; ``None`` where there are caches of several kinds."""
+    """Bytes of one token in the KV cache of one rank; ``None`` if the model has KV caches of several kinds."""
     reserved_bytes: int | None = None
-    """CUDA: what PyTorch's allocator took from the driver since the first forward began, at the most."""
+    """Growth of the memory that PyTorch's allocator reserves, since the first forward pass began; the largest figure.
+    Only on CUDA."""
     slack_bytes: int | None = None
-    """Of those, what was never a tensor: less the most that was allocated at once since then."""
+    """Part of ``reserved_bytes`` that was never in use by tensors: ``reserved_bytes`` minus the growth of the peak of
+    allocated memory. Only on CUDA."""
     gpu: str = ""
-    """CUDA: what its maker calls the device."""
+    """Name of the GPU model. Only on CUDA."""
 
 
 class MoeInput(NamedTuple):
-    """[tokens, hidden] of a MoE layer, each routed to ``top_k`` experts; ``itemsize`` in bytes."""
+    """Sizes of a MoE layer's input, [tokens, hidden]. Each token is routed to ``top_k`` experts.
+
+    :param itemsize: bytes of one element.
+    """
 
     tokens: int
     top_k: int
@@ -65,17 +80,19 @@ class MoeInput(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the [tokens, top-k, hidden] tensor."""
+        """Bytes of a [tokens, top-k, hidden] tensor of the same dtype."""
         return self.tokens * self.top_k * self.hidden * self.itemsize
 
 
 class Act(NamedTuple):
-    """How often a change did something in one MoE layer; see :class:`sglang_moe_patches.core.patch.Count`.
+    """Record that a change did one thing in one MoE layer; see :class:`sglang_moe_patches.core.patch.Count`.
 
-    :param name: of what is counted.
-    :param layer: ``None``: it was done outside of any, when the model was built above all.
-    :param captured: while a CUDA graph was captured. What a graph does when it is replayed, Python does not see.
-    :param most: of what is counted, in one go; ``total``: in all.
+    :param name: name of the ``Count``.
+    :param layer: index of the MoE layer; ``None``: outside of all layers, mostly while the model was built.
+    :param captured: whether it happened while a CUDA graph was captured. Replays of the graph are not counted.
+    :param times: number of calls.
+    :param most: largest amount of one call.
+    :param total: sum of the amounts of all calls.
     """
 
     name: str
@@ -88,10 +105,10 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True)
 class Acted:
-    """What the changes did in a process.
+    """Everything that the changes did in a process.
 
-    :param layers: the MoE layers that ran.
-    :param largest: the input with the largest [tokens, top-k, hidden] tensor.
+    :param layers: indices of the MoE layers that ran.
+    :param largest: input with the largest [tokens, top-k, hidden] tensor.
     """
 
     layers: tuple[int, ...] = ()
@@ -101,10 +118,10 @@ class Acted:
 
 @dataclass
 class Process:
-    """What a model process recorded of itself.
+    """Record of one model process.
 
-    :param acted: counts may be some forwards old.
-    :param failure: why observing ended early, or "".
+    :param acted: acts of the changes. Their counts may be some forward passes old.
+    :param failure: error that ended the observation, or "".
     """
 
     changes: tuple[ChangeStatus, ...]
@@ -114,47 +131,53 @@ class Process:
 
 
 def write(process: Process, path: Path) -> None:
-    """Write the state of a process, whole."""
+    """Write the record of a process. A reader sees the old or the new record, never a part of one."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(process)), encoding="utf-8")
     partial.replace(path)
 
 
-def read(written: Mapping[str, Any]) -> Process:
-    """The process whose state is a JSON document."""
-    changes = tuple(ChangeStatus(*each) for each in written["changes"])
-    return Process(changes, Memory(**written["memory"]), read_acted(written["acted"]), written.get("failure", ""))
+def parse_process(document: Mapping[str, Any]) -> Process:
+    """Make a process's record from its JSON document."""
+    changes = tuple(ChangeStatus(*status) for status in document["changes"])
+    return Process(changes, Memory(**document["memory"]), parse_acted(document["acted"]), document.get("failure", ""))
 
 
-def read_acted(written: Mapping[str, Any]) -> Acted:
-    """What the changes did, of a JSON document."""
-    largest = written["largest"]
-    acts = tuple(Act(*each) for each in written["acts"])
-    return Acted(tuple(written["layers"]), acts, None if largest is None else MoeInput(*largest))
+def parse_acted(document: Mapping[str, Any]) -> Acted:
+    """Make the acts of the changes from their JSON document."""
+    largest = document["largest"]
+    acts = tuple(Act(*act) for act in document["acts"])
+    return Acted(tuple(document["layers"]), acts, None if largest is None else MoeInput(*largest))
 
 
 def collect(folder: Path) -> Process | None:
-    """The state of the process that used most, with what the changes did in any; ``None`` when none was observed.
+    """Read the records of a server's processes.
 
-    :param folder: of ``*.json``, one file a process (a tensor-parallel rank).
+    :param folder: folder with one ``*.json`` file per process (one process per tensor-parallel rank).
+    :returns: the record of the process that used the most memory, with the acts of all processes. ``None``: the folder
+        has no record.
     """
-    found = [read(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+    processes = [parse_process(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
 
-    def used(process: Process) -> tuple[bool, int, int]:
+    def used_memory(process: Process) -> tuple[bool, int, int]:
         memory = process.memory
         return memory.forwards > 0, memory.peak_forward_bytes or 0, memory.live_at_kernel_bytes or 0
 
-    if not found:
+    if not processes:
         return None
-    return replace(max(found, key=used), acted=of_all([process.acted for process in found]))
+    return replace(max(processes, key=used_memory), acted=merge([process.acted for process in processes]))
 
 
-def of_all(found: Sequence[Acted]) -> Acted:
-    """What was done by any of several processes: pipeline stages have layers of their own, other ranks do the same."""
+def merge(records: Sequence[Acted]) -> Acted:
+    """Merge the acts of several processes.
+
+    Tensor-parallel ranks do the same in the same layers, so the largest counts of an act are taken, not their sum.
+    Pipeline stages have layers of their own.
+    """
     acts: dict[tuple[Any, ...], Act] = {}
-    for act in (act for each in found for act in each.acts):
+    for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)
         acts[act[:3]] = Act(*act[:3], *map(max, act[3:], known[3:]))
-    inputs = [each.largest for each in found if each.largest is not None]
-    layers = sorted({layer for each in found for layer in each.layers})
-    return Acted(tuple(layers), tuple(acts.values()), max(inputs, key=lambda one: one.bytes, default=None))
+    inputs = [record.largest for record in records if record.largest is not None]
+    layers = sorted({layer for record in records for layer in record.layers})
+    return Acted(tuple(layers), tuple(acts.values()), max(inputs, key=lambda moe_input: moe_input.bytes, default=None))

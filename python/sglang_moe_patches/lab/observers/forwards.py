@@ -1,8 +1,8 @@
-"""What a model process records of itself while ``regress`` evaluates it; active only where ``regress`` asks for it.
+"""Observe the forward passes of a model process: its memory, and what the changes do.
 
-Figures are written to ``<folder>/<pid>.json`` at once, and whenever one of them grows, so they survive a server that is
-killed. Observing never ends a server: the first thing that goes wrong is written down, and nothing is observed from
-then on.
+``regress`` and the benchmarks ask for this with an environment variable. The process writes its record to
+``<folder>/<pid>.json`` at the start and whenever a figure grows, so the record survives a killed server. Observing
+never ends a server. After its first error the observer records the error and observes nothing more.
 """
 
 from __future__ import annotations
@@ -24,34 +24,47 @@ from sglang_moe_patches.lab.observers import acted, events
 from sglang_moe_patches.memory.kv_sizing.pools import hybrid, pool_bytes, pools_of
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
+"""Names of FlashInfer's functions that run an observed MoE kernel."""
 
-_MARK = "_moe_patches_seen_in_forward"
+_MARK = "_moe_patches_forward"
+"""Attribute of an output's storage: number of the last forward pass that wrote into it."""
 
 
 class Observer:
-    """Memory of one model process (:class:`events.Memory`)."""
+    """Observer of the model process in which it lives. It updates and writes the process's record.
+
+    :param folder: existing folder for the record.
+    :param changes: status of each change in this process.
+    """
 
     def __init__(self, folder: str, changes: tuple[events.ChangeStatus, ...]) -> None:
         self.path = Path(folder) / f"{os.getpid()}.json"
         self.process = events.Process(changes)
         self.memory = self.process.memory
-        self.before = 0
-        self.at: tuple[int, int] | None = None
-        """Bytes allocated and reserved when the first forward began."""
-        self.most = 0
-        """Bytes allocated at once, since then."""
+        self.allocated_before = 0
+        """Bytes of tensors alive when the current forward pass began."""
+        self.baseline: tuple[int, int] | None = None
+        """Bytes that PyTorch's allocator had allocated and reserved when the first forward pass began."""
+        self.peak_growth = 0
+        """Peak of the allocated bytes since the first forward pass began, minus those allocated at its start."""
         self.tokens = 0
-        self.measuring = False
+        """Tokens of the current forward pass."""
+        self.is_measuring = False
+        """Whether the current forward pass has enough tokens for its memory to count."""
         self.kernels = 0
+        """MoE kernels of the current forward pass."""
         self.buffers = 0
-        self.unseen = 0
-        """Kernels of this forward whose output was not seen."""
+        """Distinct output buffers of these kernels."""
+        self.unknown_outputs = 0
+        """Number of these kernels whose output is unknown."""
         self.live = 0
+        """Growth of the bytes of tensors, from the start of the forward pass to the start of a kernel; the largest."""
         self.wrappers: WeakSet[Any] = WeakSet()
+        """CuteDSL's wrappers that ran a kernel."""
         self.tally: acted.Tally | None = None
 
     def attempt(self, step: Callable[..., None], *args: Any) -> None:
-        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
+        """Run one step of observing. If it raises, record and log the error, and skip all later steps."""
         if self.process.failure:
             return
         try:
@@ -59,107 +72,123 @@ class Observer:
         except Exception as error:
             self.process.failure = f"observing failed: {type(error).__name__}: {error}"
             logger.warning("sglang-moe-patches: %s", self.process.failure)
-            with contextlib.suppress(Exception):  # the folder is gone or full: the warning has to do
+            with contextlib.suppress(Exception):  # the folder is gone or the disk is full: the log has the error
                 self.write()
 
     def write(self) -> None:
+        """Write the record."""
         events.write(self.process, self.path)
 
-    def forward_starts(self, tokens: int, cuda: bool) -> None:
+    def start_forward(self, tokens: int, cuda: bool) -> None:
+        """Begin to observe a forward pass.
+
+        :param cuda: whether the model runs on a GPU.
+        """
         import torch
 
         self.memory.device = "cuda" if cuda else "cpu"
         if cuda and not self.memory.gpu:
             self.memory.gpu = torch.cuda.get_device_name()
         self.memory.forwards += 1
-        self.tokens, self.kernels, self.buffers, self.unseen, self.live = tokens, 0, 0, 0, 0
+        self.tokens, self.kernels, self.buffers, self.unknown_outputs, self.live = tokens, 0, 0, 0, 0
         if cuda:
-            self.before, self.measuring = torch.cuda.memory_allocated(), tokens >= self.memory.tokens
-            if self.at is None:
-                self.at = self.before, torch.cuda.memory_reserved()
-            else:  # what came between two forwards counts too, sampling above all
-                self.most = max(self.most, torch.cuda.max_memory_allocated() - self.at[0])
+            self.allocated_before, self.is_measuring = torch.cuda.memory_allocated(), tokens >= self.memory.tokens
+            if self.baseline is None:
+                self.baseline = self.allocated_before, torch.cuda.memory_reserved()
+            else:  # memory between two forward passes counts, too: sampling is there
+                self.peak_growth = max(self.peak_growth, torch.cuda.max_memory_allocated() - self.baseline[0])
             torch.cuda.reset_peak_memory_stats()
         else:
-            # Walking the heap takes a while: only for a forward larger than all before.
-            self.measuring = tokens > self.memory.tokens
-            self.before = _live_bytes() if self.measuring else 0
+            # Walking the heap is slow, so only a forward pass larger than all earlier ones is measured.
+            self.is_measuring = tokens > self.memory.tokens
+            self.allocated_before = _tensor_bytes() if self.is_measuring else 0
 
-    def kernel_starts(self, output: Any = None) -> None:
-        """:param output: the tensor it will write, where that is known by now."""
+    def start_kernel(self, output: Any = None) -> None:
+        """Observe the start of a MoE kernel.
+
+        :param output: tensor into which the kernel will write; ``None``: not known yet.
+        """
         import torch
 
         self.kernels += 1
         if output is not None:
-            self.output_seen(output)
-        if self.measuring:
-            alive = torch.cuda.memory_allocated() if self.memory.device == "cuda" else _live_bytes()
-            self.live = max(self.live, alive - self.before)
+            self.add_output(output)
+        if self.is_measuring:
+            allocated = torch.cuda.memory_allocated() if self.memory.device == "cuda" else _tensor_bytes()
+            self.live = max(self.live, allocated - self.allocated_before)
 
-    def layer_starts(self, layer: Any) -> None:
-        """:param layer: the engine's ``FusedMoE``. Where its kernel is not looked into, its runner counts as one."""
+    def start_layer(self, layer: Any) -> None:
+        """Observe the start of a MoE layer. A runner without an observed kernel counts as one kernel.
+
+        :param layer: the engine's ``FusedMoE``.
+        """
         if runners.runner_of(layer) not in (*runners.TRTLLM, runners.CUTEDSL):
-            self.kernel_starts()
-            self.kernel_returned(None)
+            self.start_kernel()
+            self.end_kernel(None)
 
-    def kernel_returned(self, result: Any) -> None:
-        """:param result: the tensor, alone or first in a list, that a kernel without an ``output`` of its own has
-        returned; ``None``: it left the sum over the top-k, and with it the layer's output, to somebody else."""
+    def end_kernel(self, result: Any) -> None:
+        """Observe the return of a kernel that received no output tensor.
+
+        :param result: the output tensor, alone or first in a list. ``None``: a later kernel adds up the top-k and
+            writes the layer's output.
+        """
         if result is None:
-            self.unseen += 1
+            self.unknown_outputs += 1
         else:
-            self.output_seen(result[0] if isinstance(result, list | tuple) else result)
+            self.add_output(result[0] if isinstance(result, list | tuple) else result)
 
-    def output_seen(self, output: Any) -> None:
-        # An address may be used again within a forward; the storage object is what tells allocations apart.
+    def add_output(self, output: Any) -> None:
+        """Count the output's storage, unless it was already counted in this forward pass."""
+        # Two allocations of one forward pass may have the same address, so storage objects are compared.
         storage = output.untyped_storage()
         if getattr(storage, _MARK, None) != self.memory.forwards:
             setattr(storage, _MARK, self.memory.forwards)
             self.buffers += 1
 
-    def forward_ends(self) -> None:
+    def end_forward(self) -> None:
+        """Add the forward pass to the record. Write the record if it changed, and in every hundredth forward pass."""
         import torch
 
-        kept, memory = replace(self.memory), self.memory
-        # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed
-        # graph allocates nothing.
-        if self.at:
-            self.most = max(self.most, torch.cuda.max_memory_allocated() - self.at[0])
-            memory.reserved_bytes = max(memory.reserved_bytes or 0, torch.cuda.memory_reserved() - self.at[1])
-            memory.slack_bytes = max(0, memory.reserved_bytes - self.most)
-        if self.measuring and (self.kernels or not memory.moe_layers):
-            peak = torch.cuda.max_memory_allocated() - self.before if memory.device == "cuda" else None
+        earlier, memory = replace(self.memory), self.memory
+        if self.baseline:
+            self.peak_growth = max(self.peak_growth, torch.cuda.max_memory_allocated() - self.baseline[0])
+            memory.reserved_bytes = max(memory.reserved_bytes or 0, torch.cuda.memory_reserved() - self.baseline[1])
+            memory.slack_bytes = max(0, memory.reserved_bytes - self.peak_growth)
+        # Once a MoE kernel was observed, a forward pass without one does not count: it replays a CUDA graph, which
+        # allocates nothing.
+        if self.is_measuring and (self.kernels or not memory.moe_layers):
+            peak = torch.cuda.max_memory_allocated() - self.allocated_before if memory.device == "cuda" else None
             same = self.tokens == memory.tokens
-            memory.live_at_kernel_bytes = _least(
+            memory.live_at_kernel_bytes = _min_known(
                 self.live if self.kernels else None, memory.live_at_kernel_bytes if same else None
             )
-            memory.peak_forward_bytes = _least(peak, memory.peak_forward_bytes if same else None)
+            memory.peak_forward_bytes = _min_known(peak, memory.peak_forward_bytes if same else None)
             memory.tokens = self.tokens
         if self.kernels:
             memory.moe_layers = max(self.kernels, memory.moe_layers or 0)
-            if not self.unseen:
+            if not self.unknown_outputs:
                 memory.output_buffers = max(self.buffers, memory.output_buffers or 0)
-            if self.wrappers and (held := _held_bytes(self.wrappers)):
-                memory.kernel_buffer_bytes = held
-        before = self.process.acted
+            if self.wrappers and (workspace := workspace_bytes(self.wrappers)):
+                memory.kernel_buffer_bytes = workspace
+        earlier_acts = self.process.acted
         if self.tally is not None:
             self.process.acted = self.tally.acted
-        news = _kinds(before) != _kinds(self.process.acted)
-        if news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
+        has_new_acts = _without_counts(earlier_acts) != _without_counts(self.process.acted)
+        if has_new_acts or memory != replace(earlier, forwards=memory.forwards) or memory.forwards % 100 == 1:
             self.write()
 
 
-def _kinds(found: events.Acted) -> Any:
-    """What is done, but for how often."""
-    return found.layers, found.largest, {act._replace(times=0, total=0) for act in found.acts}
+def _without_counts(acts: events.Acted) -> Any:
+    """Acts without their numbers of calls, to find out whether a change did something new."""
+    return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 
-def _least(now: int | None, before: int | None) -> int | None:
-    return now if now is None or before is None else min(now, before)
+def _min_known(value: int | None, earlier: int | None) -> int | None:
+    return value if value is None or earlier is None else min(value, earlier)
 
 
-def _held_bytes(wrappers: Iterable[Any]) -> int:
-    """Bytes of the tensors that the wrappers hold, one storage counted once."""
+def workspace_bytes(wrappers: Iterable[Any]) -> int:
+    """Bytes of the tensors in the attributes of CuteDSL's wrappers. A shared storage counts once."""
     import torch
 
     storages = {}
@@ -171,23 +200,28 @@ def _held_bytes(wrappers: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def _live_bytes() -> int:
+def _tensor_bytes() -> int:
+    """Bytes of all tensors on the CPU that are alive."""
     import torch
 
     storages = {}
     for candidate in gc.get_objects():
-        # type(), not isinstance(): asking a lazy proxy for its __class__ runs code of its own.
+        # issubclass(type()) instead of isinstance(), which would run the code of a lazy proxy's __class__.
         if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
             try:
                 storage = candidate.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
             except (RuntimeError, NotImplementedError):
-                continue  # no memory: meta, fake or wrapper tensors
+                continue  # meta, fake and wrapper tensors have no memory
     return sum(storages.values())
 
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
-    """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
+    """Observe this process from now on.
+
+    :param folder: existing folder for the record.
+    :param plans: plan of each change, with its status in this process.
+    """
     statuses = (events.ChangeStatus(name, str(plan.status), plan.reason) for name, plan in plans.items())
     observer = Observer(folder, tuple(statuses))
     observer.attempt(observer.write)
@@ -197,31 +231,31 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
 
 
 def _observe_forwards(observer: Observer) -> None:
-    """Every forward of a model in this process, but for those that a draft model's graph captures."""
+    """Wrap ``ModelRunner.forward``. A forward pass that a CUDA graph captures, of a draft model, is not observed."""
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     original = ModelRunner.forward
 
-    def starts(runner: Any, batch: Any) -> None:
+    def start(runner: Any, batch: Any) -> None:
         if observer.memory.cache_token_bytes is None:
             observer.memory.cache_token_bytes = cache_token_bytes(runner)
-        observer.forward_starts(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
+        observer.start_forward(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
 
     @functools.wraps(original)
     def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return original(self, forward_batch, *args, **kwargs)
-        observer.attempt(starts, self, forward_batch)
+        observer.attempt(start, self, forward_batch)
         result = original(self, forward_batch, *args, **kwargs)
-        observer.attempt(observer.forward_ends)
+        observer.attempt(observer.end_forward)
         return result
 
     ModelRunner.forward = run
 
 
 def cache_token_bytes(runner: Any) -> float | None:
-    """Bytes that a token takes in the KV cache of this rank; ``None`` where there is more than one kind of cache."""
+    """Bytes of one token in the KV cache of this rank; ``None`` if the model has KV caches of several kinds."""
     pool, table = pools_of(runner)
     if hybrid(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
         return None
@@ -229,42 +263,48 @@ def cache_token_bytes(runner: Any) -> float | None:
 
 
 def _observe_changes(observer: Observer) -> None:
-    counts = [count for of_change in acted.declared(observer.process.changes).values() for count in of_change]
+    counts = [count for counts in acted.active_counts(observer.process.changes).values() for count in counts]
     observer.tally = acted.Tally(counts, observer.attempt)
-    observer.tally.install(Patcher(), observer.layer_starts)
+    observer.tally.install(Patcher(), observer.start_layer)
 
 
 def _observe_kernels(observer: Observer) -> None:
     try:
         import flashinfer
         import flashinfer.fused_moe
-    except ImportError:  # AMD: other kernels run there
+    except ImportError:  # on AMD GPUs, which have no FlashInfer kernels
         return
-    for module in (flashinfer, flashinfer.fused_moe):  # both give them away
+    for module in (flashinfer, flashinfer.fused_moe):  # both modules export the kernels
         for name in KERNELS:
             if hasattr(module, name):
                 kernel = getattr(module, name)
-                setattr(module, name, _observed(observer, kernel, lambda *args, output=None, **kwargs: output))
+                setattr(module, name, _wrap_kernel(observer, kernel, lambda *args, output=None, **kwargs: output))
 
-    def held_by(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def output_in(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         observer.attempt(observer.wrappers.add, wrapper)
-        return getattr(wrapper, "_moe_output", None)  # FlashInfer kept its output in the wrapper up to 0.6.13
+        return getattr(wrapper, "_moe_output", None)  # FlashInfer up to 0.6.13 keeps the output in the wrapper
 
     wrapper = getattr(flashinfer.fused_moe, "CuteDslMoEWrapper", None)
     if wrapper is not None:
-        wrapper.run = _observed(observer, wrapper.run, held_by)
+        wrapper.run = _wrap_kernel(observer, wrapper.run, output_in)
 
 
-def _observed(observer: Observer, original: Callable[..., Any], given_of: Callable[..., Any]) -> Callable[..., Any]:
-    """:param given_of: the tensor that it will write, from its arguments; ``None``: one that it makes."""
+def _wrap_kernel(
+    observer: Observer, original: Callable[..., Any], find_output: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap a function that runs a MoE kernel.
+
+    :param find_output: finds the output tensor in the function's arguments. It returns ``None`` if the kernel allocates
+        its output.
+    """
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = given_of(*args, **kwargs)
-        observer.attempt(observer.kernel_starts, given)
+        output = find_output(*args, **kwargs)
+        observer.attempt(observer.start_kernel, output)
         result = original(*args, **kwargs)
-        if given is None:
-            observer.attempt(observer.kernel_returned, result if kwargs.get("do_finalize", True) else None)
+        if output is None:
+            observer.attempt(observer.end_kernel, result if kwargs.get("do_finalize", True) else None)
         return result
 
     return run

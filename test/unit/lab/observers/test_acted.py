@@ -1,4 +1,4 @@
-"""What the changes did, as it is counted and said."""
+"""Counting what the changes do, and the sentences about it in a report."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ OURS = "sglang_moe_patches."
 
 
 @pytest.mark.parametrize("count", {count.name: count for change in CHANGES for count in change.counts}.values())
-def test_what_is_counted_is_there_to_be_wrapped(count: Count) -> None:
-    """One that is not there is passed over: what it counts would be said not to have been done."""
+def test_every_counted_function_of_this_package_exists(count: Count) -> None:
+    """A missing function would be skipped, and a report would say that the change did nothing."""
     if count.module.startswith(OURS):
-        assert acted.owner(count) is not None
+        assert acted.find_owner(count) is not None
 
 
-def test_a_name_stands_for_one_count() -> None:
+def test_different_counts_have_different_names() -> None:
     counts = [count for change in CHANGES for count in change.counts]
     assert len({count.name for count in counts}) == len(set(counts))
 
 
 class FusedMoE:
-    """As the engine's; ``does`` is what the changes do while it runs."""
+    """Stand-in for the engine's layer. ``work`` stands for the changes' functions that run inside the layer."""
 
-    def __init__(self, layer_id: int, does: Any = lambda: None) -> None:
-        self.layer_id, self.does = layer_id, does
+    def __init__(self, layer_id: int, work: Any = lambda: None) -> None:
+        self.layer_id, self.work = layer_id, work
 
-    def run_moe_core(self, dispatched: Any) -> Any:
-        self.does()
-        return dispatched
+    def run_moe_core(self, dispatch_output: Any) -> Any:
+        self.work()
+        return dispatch_output
 
 
 @pytest.fixture
@@ -52,80 +52,82 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tally(engine: None, monkeypatch: pytest.MonkeyPatch, patcher: Patcher) -> acted.Tally:
     monkeypatch.setattr(column_slices, "split_columns", lambda hidden, wanted: RANGES[:wanted])
-    found = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT])
-    found.install(patcher)
-    return found
+    tally = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT])
+    tally.install(patcher)
+    return tally
 
 
-def dispatched(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
+def dispatch_output(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
     topk = SimpleNamespace(topk_ids=torch.zeros(tokens, top_k, dtype=torch.int32))
     return SimpleNamespace(hidden_states=torch.empty(tokens, hidden, dtype=torch.bfloat16), topk_output=topk)
 
 
-def test_what_is_done_is_sorted_by_layer_and_only_what_is_done_counts(tally: acted.Tally) -> None:
+def test_acts_are_counted_per_layer_and_calls_without_an_amount_are_not(tally: acted.Tally) -> None:
     for layer, slices in ((1, 3), (2, 1), (1, 2)):
-        FusedMoE(layer, lambda slices=slices: column_slices.split_columns(0, slices)).run_moe_core(dispatched(5))
+        FusedMoE(layer, lambda slices=slices: column_slices.split_columns(0, slices)).run_moe_core(dispatch_output(5))
     assert tally.acted.acts == (Act("columns", 1, False, times=2, most=3, total=5),)
     assert tally.acted.layers == (1, 2)
 
 
-def test_what_is_offered_before_a_layer_s_experts_run_counts_for_them(tally: acted.Tally) -> None:
+def test_a_buffer_offered_before_a_layer_counts_for_that_layer(tally: acted.Tally) -> None:
     buffer = torch.empty(5, 64)
     before = channel.replace_offer(buffer)
 
-    def takes() -> None:
+    def take_buffer() -> None:
         assert channel.take_scratch((5,), torch.float32, buffer.device) is not None
         assert channel.take_output((5, 64), torch.float32, buffer.device) is None  # taken already
 
-    FusedMoE(7, takes).run_moe_core(dispatched(5))
+    FusedMoE(7, take_buffer).run_moe_core(dispatch_output(5))
     channel.replace_offer(before)
-    FusedMoE(8).run_moe_core(dispatched(5))
+    FusedMoE(8).run_moe_core(dispatch_output(5))
     assert tally.acted.acts == (Act("offered", 7, False, 1, 1, 1), Act("as scratch", 7, False, 1, 1, 1))
     assert tally.acted.layers == (7, 8)
 
 
-def test_what_is_taken_from_the_tally_is_counted_anew(tally: acted.Tally) -> None:
+def test_draining_the_tally_starts_counting_from_zero(tally: acted.Tally) -> None:
     layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
-    layer.run_moe_core(dispatched(5))
-    assert tally.take().acts
+    layer.run_moe_core(dispatch_output(5))
+    assert tally.drain().acts
     assert tally.acted == Acted()
-    layer.run_moe_core(dispatched(3))
-    assert tally.take() == Acted((1,), (Act("columns", 1, False, 1, 2, 2),), MoeInput(3, 8, 64, 2))
+    layer.run_moe_core(dispatch_output(3))
+    assert tally.drain() == Acted((1,), (Act("columns", 1, False, 1, 2, 2),), MoeInput(3, 8, 64, 2))
 
 
-def test_what_a_captured_graph_holds_is_told_apart(tally: acted.Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acts_during_a_graph_capture_are_counted_separately(
+    tally: acted.Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        layer.run_moe_core(dispatched(5))
+        layer.run_moe_core(dispatch_output(5))
     assert [act.captured for act in tally.acted.acts] == [True, False]
-    only = Acted(tally.acted.layers, tally.acted.acts[:1])
-    assert acted.sentences(WORKSPACE, only)[0].endswith("up to 2 slices, as CUDA graphs were captured")
+    captured = Acted(tally.acted.layers, tally.acted.acts[:1])
+    assert acted.sentences(WORKSPACE, captured)[0].endswith("up to 2 slices, as CUDA graphs were captured")
     assert acted.sentences(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
 
 
-def test_the_largest_input_of_a_layer_is_known(tally: acted.Tally) -> None:
+def test_the_largest_input_of_all_layers_is_recorded(tally: acted.Tally) -> None:
     for tokens in (5, 70, 9):
-        FusedMoE(1).run_moe_core(dispatched(tokens))
-    FusedMoE(1).run_moe_core(dispatched=dispatched(8))  # as the engine calls it
-    FusedMoE(1).run_moe_core(SimpleNamespace(hidden_states=None))  # of another kind of dispatcher
+        FusedMoE(1).run_moe_core(dispatch_output(tokens))
+    FusedMoE(1).run_moe_core(dispatch_output=dispatch_output(8))  # the engine passes it by keyword
+    FusedMoE(1).run_moe_core(SimpleNamespace(hidden_states=None))  # another dispatcher has another output
     assert tally.acted.largest == MoeInput(70, 8, 64, 2)
     assert tally.acted.largest.bytes == 70 * 8 * 64 * 2
 
 
-def test_what_goes_wrong_with_counting_ends_no_forward(engine: None, patcher: Patcher) -> None:
-    failed = []
+def test_an_error_while_counting_ends_no_forward_pass(engine: None, patcher: Patcher) -> None:
+    errors = []
 
     def attempt(step: Any, *args: Any) -> None:
         try:
             step(*args)
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
 
     acted.Tally([], attempt).install(patcher)
     assert FusedMoE("no number").run_moe_core(7) == 7
-    assert isinstance(failed[0], ValueError)
+    assert isinstance(errors[0], ValueError)
 
 
 UNOBSERVED = """
@@ -138,15 +140,15 @@ print([name for name in sys.modules if name.startswith("sglang_moe_patches.lab.o
 """
 
 
-def test_a_process_that_nobody_observes_has_nothing_that_counts() -> None:
+def test_a_process_without_observer_imports_no_observer_module() -> None:
     done = subprocess.run([sys.executable, "-c", UNOBSERVED], capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr
 
 
-# --- What is said of it -----------------------------------------------------------------------------------------------
+# --- Sentences for a report -------------------------------------------------------------------------------------------
 
 
-def test_a_change_says_in_how_many_layers_it_acted() -> None:
+def test_a_sentence_says_in_how_many_layers_a_change_acted() -> None:
     acts = (
         *(Act("columns", layer, False, 10, layer + 1, 40) for layer in (1, 2, 3)),
         Act("offered", 2, False, 9, 1, 9),
@@ -158,7 +160,7 @@ def test_a_change_says_in_how_many_layers_it_acted() -> None:
     ]
 
 
-def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
+def test_a_sentence_says_why_a_change_did_nothing() -> None:
     small, large = (Acted((1,), (), MoeInput(tokens, 8, 7168, 2)) for tokens in (512, 16384))
     assert acted.sentences(WORKSPACE, small) == [
         "moe-workspace: did nothing: no forward was large enough: the largest [tokens, top-k, hidden] was 58.7 MB, "
@@ -170,31 +172,31 @@ def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
     ]
 
 
-def test_where_marlins_slices_start_at_another_size_each_runner_is_told_its_own(
+def test_a_sentence_has_the_smallest_sliced_size_of_each_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "300")
 
-    def said(tokens: int) -> str:
+    def reason(tokens: int) -> str:
         return acted.sentences(WORKSPACE, Acted((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[2]
 
     starts = "slices start at 75.0 MB in Triton, 100.0 MB in Marlin"
-    assert said(749) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 74.9 MB, {starts}"
+    assert reason(749) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 74.9 MB, {starts}"
     for tokens in (750, 999):
-        assert said(tokens).startswith(": no forward was large enough for Marlin: the largest")
-        assert said(tokens).endswith(starts)
-    assert said(1000).startswith(": the largest [tokens, top-k, hidden] was 100.0 MB, but no layer gained")
+        assert reason(tokens).startswith(": no forward was large enough for Marlin: the largest")
+        assert reason(tokens).endswith(starts)
+    assert reason(1000).startswith(": the largest [tokens, top-k, hidden] was 100.0 MB, but no layer gained")
 
 
-def test_only_changes_that_are_active_are_told_of_and_shared_counts_once() -> None:
-    changes = (
+def test_only_active_changes_have_sentences_and_a_shared_count_appears_once() -> None:
+    statuses = (
         ChangeStatus("output-buffer", "hardened", ""),
         ChangeStatus("deferred-shared-experts", "applied", ""),
         ChangeStatus("fp4-weights", "unsupported", "of something"),
     )
     found = Acted((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
-    assert acted.sentences(changes, found) == [
+    assert acted.sentences(statuses, found) == [
         "output-buffer: offered the dead input in 1 of 2 MoE layers",
         "deferred-shared-experts: had the shared experts of layers run last 2 times",
     ]
-    assert acted.sentences(changes, Acted()) == []
+    assert acted.sentences(statuses, Acted()) == []

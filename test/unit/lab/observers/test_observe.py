@@ -1,4 +1,4 @@
-"""What a model process records of itself."""
+"""The observer in a model process: memory figures, acts of the changes, and errors while observing."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ MIB = 1 << 20
 APPLIED = ChangeStatus("output-buffer", "applied", "")
 
 
-def observer(tmp_path):
+def make_observer(tmp_path):
     return Observer(str(tmp_path), (APPLIED,))
 
 
-def forward(watch, tokens, *outputs, extra_bytes=0):
-    """One forward whose kernels start with ``extra_bytes`` more alive than when it began."""
-    watch.forward_starts(tokens, cuda=False)
+def run_forward(observer, tokens, *outputs, extra_bytes=0):
+    """Run one forward pass. When its kernels start, ``extra_bytes`` more bytes are alive than at its start."""
+    observer.start_forward(tokens, cuda=False)
     extra = torch.zeros(extra_bytes, dtype=torch.uint8)
-    for make in outputs:
-        watch.kernel_starts(make())
-    watch.forward_ends()
+    for make_output in outputs:
+        observer.start_kernel(make_output())
+    observer.end_forward()
     return extra
 
 
 def test_allocations_are_counted_by_object_not_by_address(tmp_path):
-    watch = observer(tmp_path)
-    # Freed and allocated again, most likely at the same address: still another buffer each time.
-    forward(watch, 1, *[lambda: torch.empty(64, 64)] * 5)
-    assert watch.memory.output_buffers == 5
-    one = torch.empty(64, 64)
-    watch = observer(tmp_path)
-    for _ in range(2):  # the same storage in the next forward counts again, and is one
-        forward(watch, 1, *[lambda: one.detach()] * 5)
-    assert (watch.memory.output_buffers, watch.memory.moe_layers) == (1, 5)
+    observer = make_observer(tmp_path)
+    # Each output is freed before the next is allocated, probably at the same address. They are still five buffers.
+    run_forward(observer, 1, *[lambda: torch.empty(64, 64)] * 5)
+    assert observer.memory.output_buffers == 5
+    shared = torch.empty(64, 64)
+    observer = make_observer(tmp_path)
+    for _ in range(2):  # in the next forward pass the storage counts again, as one buffer
+        run_forward(observer, 1, *[lambda: shared.detach()] * 5)
+    assert (observer.memory.output_buffers, observer.memory.moe_layers) == (1, 5)
 
 
-def test_live_bytes_are_those_of_the_largest_forward(tmp_path):
-    watch = observer(tmp_path)
+def test_live_bytes_belong_to_the_largest_forward_pass(tmp_path):
+    observer = make_observer(tmp_path)
     output = torch.empty(4, 4)
-    forward(watch, 10, lambda: output, extra_bytes=4 * MIB)
-    forward(watch, 100, lambda: output, extra_bytes=2 * MIB)
-    forward(watch, 50, lambda: output, extra_bytes=8 * MIB)
+    run_forward(observer, 10, lambda: output, extra_bytes=4 * MIB)
+    run_forward(observer, 100, lambda: output, extra_bytes=2 * MIB)
+    run_forward(observer, 50, lambda: output, extra_bytes=8 * MIB)
     found = collect(tmp_path)
     figures = found.memory
     assert figures.tokens == 100
@@ -59,7 +59,7 @@ def test_live_bytes_are_those_of_the_largest_forward(tmp_path):
 
 
 class Wrapper:
-    """Holds buffers as FlashInfer's CuteDslMoEWrapper does."""
+    """Stand-in for FlashInfer's CuteDslMoEWrapper, with buffers in the same attributes."""
 
     def __init__(self, sort: torch.Tensor) -> None:
         self._moe_sort_buffers = {"a": sort, "size": 3}
@@ -68,28 +68,31 @@ class Wrapper:
         self.max_num_tokens = 7
 
 
-def test_what_kernels_hold_between_forwards_counts_shared_storages_once(tmp_path):
-    watch, output, sort = observer(tmp_path), torch.empty(4, 4), torch.empty(10, dtype=torch.int32)
-    forward(watch, 1, lambda: output)
-    assert watch.memory.kernel_buffer_bytes is None
+def test_workspaces_between_forward_passes_count_shared_storages_once(tmp_path):
+    observer, output, sort = make_observer(tmp_path), torch.empty(4, 4), torch.empty(10, dtype=torch.int32)
+    run_forward(observer, 1, lambda: output)
+    assert observer.memory.kernel_buffer_bytes is None
     wrappers = [Wrapper(sort), Wrapper(sort)]
-    watch.wrappers.update(wrappers)
-    forward(watch, 1, lambda: output)
-    assert watch.memory.kernel_buffer_bytes == 2 * 100 + 40
+    observer.wrappers.update(wrappers)
+    run_forward(observer, 1, lambda: output)
+    assert observer.memory.kernel_buffer_bytes == 2 * 100 + 40
 
 
-def test_the_rank_that_used_most_is_reported_and_idle_processes_are_not(tmp_path):
+def test_the_rank_that_used_the_most_memory_is_reported_but_never_an_idle_process(tmp_path):
     assert collect(tmp_path) is None
     for pid, live, count in ((3, 99, 0), (1, 10, 3), (2, 30, 3)):
         write(Process((), Memory("cpu", live_at_kernel_bytes=live, forwards=count)), tmp_path / f"{pid}.json")
-        assert collect(tmp_path).memory.live_at_kernel_bytes == live  # 99: observed, but it ran nothing
+        assert collect(tmp_path).memory.live_at_kernel_bytes == live  # the first process ran no forward pass
 
 
 # --- In a process of the engine ---------------------------------------------------------------------------------------
 
 
 def kernel(**arguments: Any) -> list[torch.Tensor]:
-    """Called as FlashInfer's: whole into ``output`` or a new tensor, or three parts that somebody else adds up."""
+    """Stand-in for FlashInfer's kernels.
+
+    It writes into ``output`` or a new tensor. With ``do_finalize=False`` it returns three parts for a later kernel.
+    """
     tokens = arguments["hidden_states"].shape[0]
     if not arguments.get("do_finalize", True):
         return [torch.empty(8 * tokens, 4), torch.empty(tokens, 8), torch.empty(8 * tokens, dtype=torch.int32)]
@@ -97,7 +100,7 @@ def kernel(**arguments: Any) -> list[torch.Tensor]:
 
 
 class ModelProcess:
-    """A model process: its runner, its kernels, and what :func:`install` put around them."""
+    """Stand-in for a model process: its model runner, its MoE layer and its kernels."""
 
     def __init__(self, monkeypatch, folder: Path) -> None:
         self.folder = folder
@@ -154,16 +157,16 @@ def process(unobserved):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_form_in_which_the_engine_calls_a_kernel(process, name):
-    given = torch.empty(3, 4)
+def test_a_kernel_is_observed_in_every_way_in_which_the_engine_calls_it(process, name):
+    output = torch.empty(3, 4)
     call = getattr(process.kernels, name)
-    process.layers = lambda x: call(hidden_states=x, do_finalize=False)  # leaves the sum to another
+    process.layers = lambda x: call(hidden_states=x, do_finalize=False)  # a later kernel writes the output
     found = process.forward()
     assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (1, None, "")
 
     def layers(hidden_states):
         for _ in range(3):
-            assert call(hidden_states=hidden_states, output=given)[0] is given
+            assert call(hidden_states=hidden_states, output=output)[0] is output
         call(hidden_states=hidden_states)  # allocates its output
         call(hidden_states=hidden_states, output=None)
 
@@ -172,30 +175,30 @@ def test_every_form_in_which_the_engine_calls_a_kernel(process, name):
     assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (5, 3, "")
 
 
-def test_a_captured_graph_is_no_forward(process):
+def test_capturing_a_graph_does_not_count_as_a_forward_pass(process):
     process.forward()
-    for _ in range(9):  # the engine calls the model, not the runner
+    for _ in range(9):  # a capture calls the model, not the model runner
         process.kernels.trtllm_fp4_block_scale_moe(hidden_states=torch.empty(3, 4), do_finalize=False)
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x, output=x)
     assert process.forward().memory.moe_layers == 1
 
 
-def test_a_token_of_the_kv_cache_is_counted_where_there_is_one_kind_of_cache(process):
+def test_bytes_of_a_kv_token_are_recorded_if_there_is_one_kind_of_kv_cache(process):
     process.runner.token_to_kv_pool, process.runner.max_total_num_tokens = SimpleNamespace(mem_usage=2.0), 1 << 20
     assert process.forward().memory.cache_token_bytes == 2048
     process.runner.is_draft_worker = True
-    assert process.forward().memory.cache_token_bytes == 2048  # a draft model's is another
+    assert process.forward().memory.cache_token_bytes == 2048  # a draft model's cache does not count
 
     class HybridLinearKVPool:
         mem_usage = 2.0
 
-    fresh = SimpleNamespace(token_to_kv_pool=HybridLinearKVPool(), max_total_num_tokens=1 << 20)
-    assert cache_token_bytes(fresh) is None
+    hybrid = SimpleNamespace(token_to_kv_pool=HybridLinearKVPool(), max_total_num_tokens=1 << 20)
+    assert cache_token_bytes(hybrid) is None
     assert cache_token_bytes(SimpleNamespace(token_to_kv_pool=None, max_total_num_tokens=1)) is None
 
 
-@pytest.mark.parametrize(("runner", "seen"), [("triton", 2), ("marlin", 2), ("flashinfer_trtllm", None)])
-def test_a_runner_that_is_not_looked_into_counts_as_a_kernel_without_a_known_output(process, runner, seen):
+@pytest.mark.parametrize(("runner", "kernels"), [("triton", 2), ("marlin", 2), ("flashinfer_trtllm", None)])
+def test_a_runner_without_observed_kernels_counts_as_one_kernel_with_unknown_output(process, runner, kernels):
     process.layer.runner = runner
 
     def layers(hidden_states):
@@ -204,36 +207,36 @@ def test_a_runner_that_is_not_looked_into_counts_as_a_kernel_without_a_known_out
 
     process.layers = layers
     found = process.forward()
-    assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (seen, None, "")
-    assert (found.memory.live_at_kernel_bytes is None) == (seen is None)
+    assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (kernels, None, "")
+    assert (found.memory.live_at_kernel_bytes is None) == (kernels is None)
     assert found.acted.layers == (3,)
 
 
-def test_what_the_changes_did_is_written_when_it_is_something_new(process, monkeypatch):
-    """Not each time: a server may run a million forwards."""
+def test_the_record_is_written_when_a_change_does_something_new(process, monkeypatch):
+    """It is not written in every forward pass, because a server may run a million of them."""
     process.forward(9)
     writes = []
     monkeypatch.setattr(forwards.events, "write", lambda process, path: writes.append(process.acted))
-    taken = {"layers": 0}
+    offered = {"layers": 0}
 
     def layers(hidden_states):
-        for layer in range(taken["layers"]):
+        for layer in range(offered["layers"]):
             process.layer.layer_id = layer
             before = channel.replace_offer(torch.empty(3, 4))
             process.layer.run_moe_core(SimpleNamespace(hidden_states=hidden_states))
             channel.replace_offer(before)
 
     process.layers = layers
-    for taken["layers"] in (1, 1, 2, 2):
+    for offered["layers"] in (1, 1, 2, 2):
         process.runner.forward(SimpleNamespace(input_ids=torch.zeros(3, dtype=torch.int64)))
     assert [acted.layers for acted in writes] == [(0,), (0, 1)]
     assert [[act.times for act in acted.acts] for acted in writes] == [[1], [3, 1]]
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["up to FlashInfer 0.6.13", "from 0.6.14"])
-def test_cutedsl_with_its_output_in_the_wrapper_or_not(process, kept):
+@pytest.mark.parametrize("in_wrapper", [True, False], ids=["up to FlashInfer 0.6.13", "from 0.6.14"])
+def test_cutedsls_output_is_observed_inside_and_outside_of_its_wrapper(process, in_wrapper):
     wrapper = process.kernels.CuteDslMoEWrapper()
-    if kept:
+    if in_wrapper:
         wrapper._moe_output = torch.empty(3, 4)
 
     def layers(hidden_states):
@@ -243,8 +246,8 @@ def test_cutedsl_with_its_output_in_the_wrapper_or_not(process, kept):
     process.layers = layers
     found = process.forward()
     figures = found.memory
-    assert (figures.moe_layers, figures.output_buffers, found.failure) == (2, 1 if kept else 2, "")
-    assert figures.kernel_buffer_bytes == (3 * 4 * 4 if kept else None)
+    assert (figures.moe_layers, figures.output_buffers, found.failure) == (2, 1 if in_wrapper else 2, "")
+    assert figures.kernel_buffer_bytes == (3 * 4 * 4 if in_wrapper else None)
 
 
 def test_a_process_without_flashinfer_is_observed(unobserved, monkeypatch):
@@ -257,12 +260,12 @@ def test_a_process_without_flashinfer_is_observed(unobserved, monkeypatch):
     assert figures.moe_layers is figures.output_buffers is figures.live_at_kernel_bytes is None
 
 
-@pytest.mark.parametrize("step", ["forward_starts", "kernel_starts", "kernel_returned", "forward_ends", "write"])
-def test_whatever_goes_wrong_with_observing_the_server_goes_on(process, monkeypatch, caplog, step):
-    def broken(self, *args):
+@pytest.mark.parametrize("step", ["start_forward", "start_kernel", "end_kernel", "end_forward", "write"])
+def test_the_server_goes_on_after_an_error_in_any_step_of_observing(process, monkeypatch, caplog, step):
+    def fail(self, *args):
         raise AttributeError("not here any more")
 
-    monkeypatch.setattr(Observer, step, broken)
+    monkeypatch.setattr(Observer, step, fail)
     ran = []
     process.layers = lambda x: ran.append(process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x))
     for _ in range(3):
@@ -283,10 +286,10 @@ def test_an_engine_that_cannot_be_observed_starts(unobserved, monkeypatch):
 
 
 @pytest.fixture
-def on_gpu(process, monkeypatch):
-    """Observed, with an allocator that holds 50 bytes between forwards.
+def set_gpu_memory(process, monkeypatch):
+    """Stand-in for the GPU's allocator. 50 bytes are allocated between forward passes.
 
-    :returns: takes what each forward's peak is, and what is reserved after it.
+    :returns: a function that takes the peak of each forward pass, and the bytes reserved after each one.
     """
     peaks, reserved = [0], [100]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -296,31 +299,40 @@ def on_gpu(process, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved.pop(0) if len(reserved) > 1 else reserved[0])
     process.runner.device = "cuda"
 
-    def forwards(of_each, kept=()):
-        peaks.extend(of_each)
-        reserved.extend(kept)
+    def set_memory(peaks_of_forwards, reserved_after=()):
+        peaks.extend(peaks_of_forwards)
+        reserved.extend(reserved_after)
 
-    return forwards
-
-
-def test_on_a_gpu_slack_is_what_was_reserved_and_never_a_tensor(process, on_gpu):
-    """As many bytes as the allocator took since the first forward began, less the most that was in use at once."""
-    on_gpu([700, 500, 900], kept=[1000, 1000, 1400])
-    seen = [process.forward(10).memory for _ in range(3)]
-    assert [(figures.reserved_bytes, figures.slack_bytes) for figures in seen] == [(900, 250), (900, 250), (1300, 450)]
-    assert seen[-1].gpu == "NVIDIA H200"
+    return set_memory
 
 
-def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, on_gpu):
-    """Triton's, say: none of the kernels that are watched."""
-    on_gpu([700, 500, 900, 100])
-    seen = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
-    # Of several with as many tokens the least.
-    assert [(each.tokens, each.peak_forward_bytes) for each in seen] == [(10, 650), (10, 450), (20, 850), (20, 850)]
+def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_memory):
+    """Reserved bytes and the peak of allocated bytes both count from the start of the first forward pass."""
+    set_gpu_memory([700, 500, 900], reserved_after=[1000, 1000, 1400])
+    figures_of = [process.forward(10).memory for _ in range(3)]
+    assert [(figures.reserved_bytes, figures.slack_bytes) for figures in figures_of] == [
+        (900, 250),
+        (900, 250),
+        (1300, 450),
+    ]
+    assert figures_of[-1].gpu == "NVIDIA H200"
 
 
-def test_where_a_watched_kernel_runs_a_replayed_graph_does_not_count(process, on_gpu):
-    on_gpu([700, 60])
+def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kernels(process, set_gpu_memory):
+    """No observed kernel runs with Triton's runner, for example."""
+    set_gpu_memory([700, 500, 900, 100])
+    figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
+    # Of two forward passes with 10 tokens, the smaller peak counts.
+    assert [(figures.tokens, figures.peak_forward_bytes) for figures in figures_of] == [
+        (10, 650),
+        (10, 450),
+        (20, 850),
+        (20, 850),
+    ]
+
+
+def test_a_replayed_graph_does_not_count_once_a_kernel_was_observed(process, set_gpu_memory):
+    set_gpu_memory([700, 60])
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x)
     process.forward(10)
     process.layers = lambda x: None
