@@ -1,4 +1,4 @@
-"""Run a benchmark: ``python benchmark changes/overhead --quick``; without a name, list them."""
+"""Run a benchmark, as in ``python benchmark changes/overhead --quick``. Without a name, list all benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDERS = ("changes", "memory", "whole", "tiny_moe")
 
 
 def main() -> int:
-    """Import the benchmark, so that ``common`` and what it starts in other processes find each other, and run it."""
+    """Import the benchmark as a module, so that it and the processes that it starts can import ``common``. Run it."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
     names = {f"{path.parent.name}/{path.stem}": path for path in paths if "\ndef main(" in path.read_text()}
     name = sys.argv[1] if len(sys.argv) > 1 else ""

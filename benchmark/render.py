@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_shuffle
-from common import headlines, machine, moe_tables, output, same, verdicts
+from common import equality, headlines, machine, moe_tables, output, verdicts
 from memory import segments, serving
 from tiny_moe import mutations
 from whole import engine_suite, launcher_cost, models, peak_memory, recipes, soak, triton_server
@@ -241,7 +241,7 @@ def matplotlib_release(image: str) -> str:
 
 def nudged(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
     """What ``make`` makes of results that differ by less than any digit that it prints."""
-    return lambda: (make(lambda name, nudge=nudge: nudge(output.load(name))) for nudge in same.nudges())
+    return lambda: (make(lambda name, nudge=nudge: nudge(output.load(name))) for nudge in equality.nudges())
 
 
 def outdated(*, redraw: bool = False) -> dict[Path, str]:
@@ -253,7 +253,9 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
     for path in pages():
         before = path.read_text(encoding="utf-8")
         now = page(before)
-        if before != now and not same.same(before, now, nudged(lambda load, before=before: page(before, load))):
+        if before != now and not equality.is_same_text(
+            before, now, nudged(lambda load, before=before: page(before, load))
+        ):
             stale[path] = now
     for image in PLOTS:
         path, now = IMAGES / image, draw(image)
@@ -261,7 +263,9 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
         if before and matplotlib_release(before) != matplotlib_release(now):
             is_stale = redraw
         else:
-            is_stale = before != now and not same.same(before, now, nudged(lambda load, image=image: draw(image, load)))
+            is_stale = before != now and not equality.is_same_text(
+                before, now, nudged(lambda load, image=image: draw(image, load))
+            )
         if is_stale:
             stale[path] = now
     return stale

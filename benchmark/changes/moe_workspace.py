@@ -136,7 +136,7 @@ def cell(
             name: lambda: measured(None) for name in (timing.STOCK, timing.CONTROL)
         }
         versions |= {name: lambda variant=variant: measured(variant) for variant, name in timed.items()}
-        return timing.in_turn(versions, rounds)
+        return timing.run_in_turn(versions, rounds)
 
     samples = in_turn(lambda: idle_ms(batch, batch.run), rounds)
     queued = None if runner.in_place else in_turn(lambda: timing.queued_ms(batch.run), max(3, rounds // 2))
@@ -191,7 +191,7 @@ def decode(runner: Runner, batch: Batch) -> dict[str, Any]:
         ("eager", {name: lambda variant=variant: eager(variant) for name, variant in versions.items()}),
         ("captured", {name: lambda graph=graph: replayed(graph) for name, graph in graphs.items()}),
     ):
-        samples = timing.in_turn(measures, 25)
+        samples = timing.run_in_turn(measures, 25)
         for name in (timing.CONTROL, "columns"):
             ratios = ratios_to_stock(samples, name)
             figures[f"{kind} {name}"] = statistics.median(ratios)
@@ -244,8 +244,10 @@ def graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[s
         torch.cuda.synchronize()
         figures[name] = {"pool": pool, "same": bool(torch.equal(captured, expected))}
         del captured, eager
-    samples = timing.in_turn({name: lambda one=one: idle_ms(batch, one.replay) for name, one in graphs.items()}, rounds)
-    for name, ratio in timing.against_stock(samples).items():
+    samples = timing.run_in_turn(
+        {name: lambda one=one: idle_ms(batch, one.replay) for name, one in graphs.items()}, rounds
+    )
+    for name, ratio in timing.compare_with_stock(samples).items():
         figures[name]["slowdown"] = 1 / ratio["ratio"]
     return figures
 
@@ -300,7 +302,7 @@ def of_layer(runner: Runner, layer: Any, name: tuple[str, str], options: Any) ->
         if folder is not None and not list(folder.glob(f"configs/*/{glob.escape(moe_tiles.file_name(layer))}")):
             continue
         if options.tiles:
-            moe_tiles.use(folder)
+            moe_tiles.use_folder(folder)
         for tokens in options.tokens:
             if time.monotonic() - STARTED > options.seconds:
                 yield "left_out", {"tokens": tokens, "reason": "out of time"}
@@ -314,14 +316,14 @@ def of_layer(runner: Runner, layer: Any, name: tuple[str, str], options: Any) ->
                 except Exception as error:  # the engine's own test utilities say how weights are packed
                     yield "left_out", {"reason": f"no errors against float32: {type(error).__name__}: {error}"}
             else:
-                of_batch = {"tiles": tiles, "config": moe_tiles.chosen(layer, tokens)}
+                of_batch = {"tiles": tiles, "config": moe_tiles.find_tiles(layer, tokens)}
             variants = variants_of(name, options, first=tokens == options.tokens[0])
             for one in cell(runner, batch, checked, variants, options.rounds):
                 yield "cells", one | of_batch
             del batch
             timing.free_memory()
         if options.tiles:
-            moe_tiles.use(None)
+            moe_tiles.use_folder(None)
     own_mb = moe_tables.MARLIN_MB.get(name) if options.runner == "marlin" else None
     if options.mixed:
         batch = runner.batch(layer, options.mixed)

@@ -187,7 +187,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         finally:
             patches.undo()
 
-    samples = timing.in_turn({name: partial(layer_us, name) for name in ASKED}, options.rounds, warm_up=0)
+    samples = timing.run_in_turn({name: partial(layer_us, name) for name in ASKED}, options.rounds, warm_up=0)
     around.undo()
 
     def added(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests to a server on this machine."""
+"""HTTP client for an engine server on this machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import httpx
 
-LONGEST_S = 900.0
-"""Seconds that an answer may take: a prefill of the longest context is slow."""
-IDLE_WITHIN_S = 60.0
-"""Seconds in which a server is to have nothing more to do, so that it can flush its cache."""
+TIMEOUT_S = 900.0
+"""Timeout of a request. A prefill of the longest context is slow."""
+IDLE_TIMEOUT_S = 60.0
+"""Seconds that the server may take to become idle before it flushes its radix cache."""
 
 
 class Unanswered(RuntimeError):
-    """No answer came; ``lost``: not because it took too long, the connection ended."""
+    """The server did not answer a request.
+
+    :param lost: whether the connection ended. Otherwise the request timed out.
+    """
 
     def __init__(self, error: Exception, lost: bool) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -24,32 +27,32 @@ class Unanswered(RuntimeError):
 
 
 class Client:
-    """One connection pool for as many threads as want it, without the look for proxies that a library begins with."""
+    """Client that many threads can share. It ignores proxy settings, because the server is on this machine."""
 
     def __init__(self, url: str) -> None:
         import httpx
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=url, trust_env=False, timeout=LONGEST_S, limits=limits)
+        self._http = httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_S, limits=limits)
 
     def info(self) -> Mapping[str, Any]:
-        """What the server resolved: ``/get_server_info``.
+        """Read ``/get_server_info``, which has the server's resolved arguments.
 
-        :raises Unanswered: it does not say.
+        :raises Unanswered: the server did not answer.
         """
         import httpx
 
         try:
-            found = self._http.get("/get_server_info", timeout=60).raise_for_status().json()
+            info = self._http.get("/get_server_info", timeout=60).raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
             raise Unanswered(error, True) from None
-        assert isinstance(found, dict)
-        return found
+        assert isinstance(info, dict)
+        return info
 
     def metrics(self) -> str:
-        """``/metrics``, where the server has any; "": it has none.
+        """Read ``/metrics``. The text is empty if the server runs without ``--enable-metrics``.
 
-        :raises Unanswered: it does not say.
+        :raises Unanswered: the server did not answer.
         """
         import httpx
 
@@ -65,41 +68,43 @@ class Client:
         new_tokens: int,
         *,
         sampling: Mapping[str, Any] | None = None,
-        patience_s: float = LONGEST_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> str:
-        """Ask for all prompts in one request.
+        """Send all prompts in one ``/generate`` request.
 
-        :param sampling: how the next tokens are chosen, in the engine's words; ``None``: the likeliest.
-        :param patience_s: seconds after which we go away, and the server notices.
-        :returns: "", or what the server had against it.
-        :raises Unanswered: no answer came.
+        :param prompts: token ids of each prompt.
+        :param new_tokens: number of tokens to generate for each prompt.
+        :param sampling: the engine's sampling parameters; ``None``: greedy.
+        :param timeout_s: seconds until the client closes the connection. The server then aborts the request.
+        :returns: error of the server, or "".
+        :raises Unanswered: the server did not answer.
         """
-        chosen = {"temperature": 0.0, **(sampling or {}), "max_new_tokens": new_tokens, "ignore_eos": True}
-        answer = self.post("/generate", {"input_ids": prompts, "sampling_params": chosen}, patience_s=patience_s)
+        parameters = {"temperature": 0.0, **(sampling or {}), "max_new_tokens": new_tokens, "ignore_eos": True}
+        answer = self.post("/generate", {"input_ids": prompts, "sampling_params": parameters}, timeout_s=timeout_s)
         return "" if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
 
     def abort_all(self) -> None:
-        """Abort what was asked for; nothing happens where the server is gone: whoever watches it says so."""
+        """Abort all requests. If the server has ended, do nothing: :meth:`Server.check` reports that."""
         with suppress(Unanswered):
-            self.post("/abort_request", {"rid": "", "abort_all": True}, patience_s=60)
+            self.post("/abort_request", {"rid": "", "abort_all": True}, timeout_s=60)
 
     def flush_cache(self) -> None:
-        """Have the server forget all prompts, as soon as it has nothing to do.
+        """Flush the radix cache as soon as the server is idle.
 
-        :raises Unanswered: no answer came, or it refuses, as where it has something to do after ``IDLE_WITHIN_S``.
+        :raises Unanswered: the server did not answer, or it was not idle within ``IDLE_TIMEOUT_S`` seconds.
         """
-        answer = self.post(f"/flush_cache?timeout={IDLE_WITHIN_S:g}", {}, patience_s=2 * IDLE_WITHIN_S)
+        answer = self.post(f"/flush_cache?timeout={IDLE_TIMEOUT_S:g}", {}, timeout_s=2 * IDLE_TIMEOUT_S)
         if answer.status_code != 200:
             raise Unanswered(RuntimeError(f"/flush_cache: HTTP {answer.status_code}: {answer.text[:300]}"), False)
 
-    def post(self, path: str, body: Any, *, patience_s: float = LONGEST_S) -> httpx.Response:
-        """Whatever the server answers.
+    def post(self, path: str, body: Any, *, timeout_s: float = TIMEOUT_S) -> httpx.Response:
+        """Send a POST request with a JSON body. Return the answer, whatever its status is.
 
-        :raises Unanswered: no answer came.
+        :raises Unanswered: the server did not answer.
         """
         import httpx
 
         try:
-            return self._http.post(path, json=body, timeout=patience_s)
+            return self._http.post(path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise Unanswered(error, not isinstance(error, httpx.TimeoutException)) from None

@@ -1,8 +1,13 @@
-"""``doctor --model`` for many servers, from one import of the engine for each kind of GPU.
+"""Run ``doctor --model`` for many servers, with one import of the engine for each GPU model.
 
-An engine query is a process of its own, and importing the engine is most of what it takes. Here one process imports
-packages that ask for no GPU. A fork of it for each kind of GPU is told of that one and imports the engine, and each
-query is a fork of that. Everything else is doctor's own code.
+An engine query of ``doctor`` is a process of its own, and most of its time is the import of the engine. This module
+saves these imports with forks:
+
+1. One process imports the packages that do not look for a GPU.
+2. For each GPU model, a fork of that process pretends to have this GPU and imports the engine.
+3. Each query is a fork of the second process.
+
+Everything else is ``doctor``'s own code.
 """
 
 from __future__ import annotations
@@ -30,40 +35,45 @@ PACKAGES = (
     "fastapi",
     "openai.types.responses",
 )
-"""Those of other people that take longest to import, and ask for no GPU then."""
-#: What every query imports.
+"""Third-party packages whose import is slow and does not look for a GPU."""
+#: Modules that every query imports.
 PRELOADED = (
     *("sglang.srt.server_args", "sglang.srt.model_loader.loader", "sglang.srt.models.registry"),
     *("sglang.srt.layers.moe.fused_moe_triton.layer", "sglang_moe_patches.core.dead_input.probe"),
 )
 SELECTED = {"SGLANG_MOE_PATCHES": "all", "SGLANG_MOE_PATCHES_KV_SIZING": "auto"}
-"""Every change, kv-sizing too."""
-#: What such a process calls for each server, as ``examine`` does.
+"""Variables that select every change, kv-sizing too."""
+#: Default function that is called for each server.
 EXAMINE = "common.doctor_answers:examine"
 
 
 def ask_each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each server with what ``function`` says of it.
+    """Call a function for each server, and yield the server with the function's result.
 
-    :param servers: with ``model``, ``config``, ``gpu`` (doctor's name for it), ``flags`` and ``env``.
-    :param function: ``MODULE:NAME``, called in a fork of a process with that GPU; takes such a server.
+    :param servers: descriptions of servers, with the keys ``model``, ``config``, ``gpu`` (``doctor``'s name of the GPU
+        model), ``flags`` and ``env``.
+    :param function: ``MODULE:NAME`` of the function. It takes a server's description. It runs in a process that
+        pretends to have the server's GPU.
     """
     environ = model_report.query_environment() | SELECTED
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    kinds = dict.fromkeys(server["gpu"] for server in servers)
-    mine = [server for gpu in kinds for server in servers if server["gpu"] == gpu]
-    with tempfile.TemporaryFile("w+") as asked:
-        asked.writelines(json.dumps(server) + "\n" for server in mine)
-        asked.seek(0)
+    gpus = dict.fromkeys(server["gpu"] for server in servers)
+    by_gpu = [server for gpu in gpus for server in servers if server["gpu"] == gpu]
+    with tempfile.TemporaryFile("w+") as questions:
+        questions.writelines(json.dumps(server) + "\n" for server in by_gpu)
+        questions.seek(0)
         command = [sys.executable, "-m", "common.doctor_answers", function]
-        with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, env=environ, text=True) as process:
+        with subprocess.Popen(command, stdin=questions, stdout=subprocess.PIPE, env=environ, text=True) as process:
             assert process.stdout is not None
-            for server, line in zip(mine, process.stdout, strict=True):
+            for server, line in zip(by_gpu, process.stdout, strict=True):
                 yield server, json.loads(line)
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
-    """What ``doctor --model`` says, or ``refused``: why it says nothing."""
+    """Run ``doctor --model`` for a server.
+
+    :returns: ``doctor``'s report, or the key ``refused`` with the reason why ``doctor`` gives none.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(server["config"]), encoding="utf-8")
         try:
@@ -75,35 +85,35 @@ def examine(server: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     (function,) = sys.argv[1:]
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints
+    os.dup2(2, 1)  # the engine's output must not mix with the answers
     servers = [json.loads(line) for line in sys.stdin]
-    gc.disable()  # thousands of modules are imported, and nothing is thrown away
+    gc.disable()  # importing thousands of modules leaves no garbage, and collections would cost time
     for name in PACKAGES:
         importlib.import_module(name)
-    for gpu, asked in itertools.groupby(servers, key=lambda server: server["gpu"]):
+    for gpu, gpu_servers in itertools.groupby(servers, key=lambda server: server["gpu"]):
         if not (child := os.fork()):
             status = 1
             try:
-                _answer(gpu, function, asked, out)
+                _answer_all(gpu, function, gpu_servers, out)
                 status = 0
             except Exception:
                 traceback.print_exc()
             finally:
                 os._exit(status)
         if os.waitpid(child, 0)[1]:
-            sys.exit(f"no answers of a process with a {gpu}")
+            sys.exit(f"doctor_answers: the process for the GPU {gpu} failed; its error stands above")
 
 
-def _answer(gpu: str, function: str, servers: Iterable[dict[str, Any]], out: TextIO) -> None:
-    """In a process that was told of a GPU: a line for each server."""
+def _answer_all(gpu: str, function: str, servers: Iterable[dict[str, Any]], out: TextIO) -> None:
+    """Pretend to have a GPU, call the function for each server, and write each result as a line of JSON."""
     if gpu in engine_query.GPUS:
         engine_query.claim_gpu(engine_query.GPUS[gpu])
         for name in PRELOADED:
             importlib.import_module(name)
-        gc.freeze()  # the engine collects what it can, which would copy all of this into each fork
+        gc.freeze()  # the engine collects garbage in each fork, and that would copy all memory
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)
-    engine_query.run_query = _run_in_a_fork
+    engine_query.run_query = _run_query_in_fork
     for server in servers:
         before = dict(os.environ)
         os.environ.update(server["env"])
@@ -112,11 +122,11 @@ def _answer(gpu: str, function: str, servers: Iterable[dict[str, Any]], out: Tex
         os.environ.update(before)
 
 
-def _run_in_a_fork(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """An engine query, without a new interpreter."""
+def _run_query_in_fork(question_json: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Stand in for ``engine_query.run_query``: run the query in a fork instead of a new interpreter."""
     with ExitStack() as opened:
         question, out, err = (opened.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
-        question.write(asked)
+        question.write(question_json)
         question.seek(0)
         if not (child := os.fork()):
             os.environ.clear()

@@ -1,9 +1,11 @@
-"""Random weights whose activations keep their size from layer to layer, for servers with ``--load-format dummy``.
+"""Engine plugin that draws better random weights for servers with ``--load-format dummy``.
 
-The engine's own are uniform within 0.001, norms and FP8 weights too. Layers then add next to nothing to the embedding,
-so that greedy answers are the same whatever the layers compute, and where a router adds a bias (DeepSeek's), each
-token goes to the same experts. MXFP4 weights, which are integers, the engine leaves at zero. This module is a plugin of
-the engine (``register``). It also says in the log what was allocated once the model was loaded.
+The engine draws all weights, also those of norms and FP8 layers, uniformly between -0.001 and 0.001. Layers then add
+almost nothing to the embedding. Greedy answers are the same whatever the layers compute. If a router adds a bias
+(DeepSeek), every token goes to the same experts. MXFP4 weights are integers, and the engine leaves them at zero.
+
+With the weights of this plugin, activations keep their size from layer to layer. The plugin (``register``) also writes
+into the log how much memory was allocated when the model was loaded.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from common import plugins, weights
 UNIFORM = math.sqrt(3)
 """Bound of a uniform distribution whose standard deviation is one."""
 FP4_DEVIATION = math.sqrt(68.5 / 8)
-"""Standard deviation of uniform E2M1 codes: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, of either sign."""
+"""Standard deviation of uniform E2M1 codes: plus or minus 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 ZEROS_BEHIND_SCALES = "BENCHMARK_ZEROS_BEHIND_SCALES"
-"""Set: a stock server whose MXFP4 kernels do not read what happens to lie behind a layer's scales (Hopper)."""
+"""Environment variable. If set, the memory behind each layer's MXFP4 scales is zero. Stock MXFP4 kernels on Hopper
+read that memory, which otherwise contains arbitrary bytes."""
 _LOADED = "benchmark: allocated once the model was loaded: {} bytes"
 _CACHED = "Memory pool end"
-"""Of the engine's log."""
+"""Text of the engine's log line after it has allocated the KV cache."""
 
 
 def write_plugin(folder: Path) -> list[Path]:
-    """Make the plugin, once.
+    """Write the plugin's metadata, unless the folder exists.
 
-    :returns: what a server's ``PYTHONPATH`` needs.
+    :returns: folders that a server's ``PYTHONPATH`` needs.
     """
     if not folder.exists():
         plugins.write(folder, "benchmark_dummy_weights", "common.dummy_weights:register")
@@ -41,11 +44,12 @@ def write_plugin(folder: Path) -> list[Path]:
 
 
 def redraw(name: str, parameter: Any) -> None:
-    """Draw a parameter of the model again, from a seed that is its name.
+    """Draw a parameter of the model again. Its name is the seed.
 
-    :param parameter: weights [..., out, in] get a standard deviation of 1 / sqrt(in): FP8 ones by their scales
-        [..., out / 128, in / 128], packed INT4 ones by theirs, [..., in / 32, out]; both are constant. A norm's weights
-        become 1; other vectors stay.
+    Weights [..., out, in] get a standard deviation of 1 / sqrt(in). FP8 and packed INT4 weights get it by constant
+    scales, [..., out / 128, in / 128] and [..., in / 32, out]. The weights of a norm become 1. Other vectors stay.
+
+    :param name: name of the parameter in the model.
     """
     import torch
 
@@ -73,7 +77,8 @@ def redraw(name: str, parameter: Any) -> None:
 def draw_mxfp4(name: str, parameter: Any) -> None:
     """Draw a parameter of MXFP4 experts: packed weights [experts, out, in / 2] or scales [experts, out, in / 32].
 
-    The scales, powers of two, are all the one that brings the weights nearest to a standard deviation of 1 / sqrt(in).
+    Scales are powers of two. All scales are the power of two with which the weights' standard deviation is nearest to
+    1 / sqrt(in).
     """
     if name.endswith("_scale"):
         exponent = round(math.log2(1 / (FP4_DEVIATION * math.sqrt(32 * parameter.shape[-1]))))
@@ -83,24 +88,26 @@ def draw_mxfp4(name: str, parameter: Any) -> None:
 
 
 def allocated_after_loading(log: str) -> int | None:
-    """Bytes allocated when this server's model was loaded, the most of its ranks; ``None``: no GPU, or unsaid.
+    """Read from a server's log how many bytes were allocated when its model was loaded.
 
-    What a model that drafts has is told of after the KV cache was allocated, and left out.
+    A draft model is loaded after the KV cache was allocated. Its bytes are left out.
+
+    :returns: the largest number of all ranks; ``None`` if the log has none, as without a GPU.
     """
-    found = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log.partition(_CACHED)[0])
-    return max(map(int, found), default=None)
+    sizes = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log.partition(_CACHED)[0])
+    return max(map(int, sizes), default=None)
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, in servers that a benchmark starts."""
+    """Entry point of the plugin (``sglang.srt.plugins``), in servers that a benchmark starts."""
     import wrapt
 
-    wrapt.register_post_import_hook(_wrap, "sglang.srt.model_loader.loader")
+    wrapt.register_post_import_hook(_wrap_loader, "sglang.srt.model_loader.loader")
     wrapt.register_post_import_hook(_wrap_mxfp4, "sglang.srt.layers.quantization.mxfp4")
 
 
 def _wrap_mxfp4(mxfp4: Any) -> None:
-    """Draw MXFP4 experts as soon as they are made: up to 0.5.13 they are processed before dummy weights are drawn."""
+    """Draw MXFP4 experts right after their creation. Up to 0.5.13 the engine processes them before it draws weights."""
     import torch
 
     create = mxfp4.Mxfp4MoEMethod.create_weights
@@ -115,8 +122,11 @@ def _wrap_mxfp4(mxfp4: Any) -> None:
     mxfp4.Mxfp4MoEMethod.create_weights = create_weights
 
 
-def _wrap(loader: Any) -> None:
-    """Wrap functions that no change wraps: a change does nothing where somebody else has wrapped one of its own."""
+def _wrap_loader(loader: Any) -> None:
+    """Wrap the engine's model loader.
+
+    No change wraps these functions. A change does nothing if another plugin has wrapped one of its functions.
+    """
     import torch
 
     draw, load = loader.initialize_dummy_weights, loader.DummyModelLoader.load_model

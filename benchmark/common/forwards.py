@@ -1,10 +1,12 @@
-"""What each forward of a server takes, and what the changes did in it.
+"""Engine plugin that records each forward pass of a server: its time, its memory, and what the changes did in it.
 
-A plugin of the engine (``register``) for the servers that a benchmark or a test starts. It writes a line for each
-forward to the file that ``VARIABLE`` names: tokens, wall-clock milliseconds between two synchronizations, the
-allocator's bytes, and what the changes did (:mod:`sglang_moe_patches.lab.observers.acted`). What they did outside of
-any forward, while graphs were captured, gets a line of its own. With ``UNTIMED`` set it waits for no device and
-says nothing of time and bytes: forwards, sends and receives overlap as they do without it.
+The plugin (``register``) writes a line per forward pass to the file that ``VARIABLE`` names. A line has the tokens, the
+wall-clock milliseconds between two synchronizations, the allocator's bytes, and the acts of the changes
+(:mod:`sglang_moe_patches.lab.observers.acted`). Acts between two forward passes, mostly while CUDA graphs are captured,
+have a line of their own.
+
+With the variable ``UNTIMED``, the plugin does not synchronize, and its lines have no times and no bytes. Forward
+passes, sends and receives then overlap as in a server without the plugin.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from sglang_moe_patches.lab.observers.acted import LAYER, Tally, acts_of
 from sglang_moe_patches.lab.observers.events import Acted, parse_acted
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
+"""Environment variable: path of the file for the lines."""
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
+"""Environment variable: if set, measure no time and no memory."""
 
 
 @dataclass
 class Forward:
-    """One forward of one rank.
+    """One forward pass of one rank.
 
-    :param tokens: of its batch; ``None``: the line is about what was captured.
-    :param decode: whether it is one.
-    :param ms: wall-clock milliseconds, the device's work included.
+    :param tokens: tokens of its batch; ``None``: the line has acts between two forward passes.
+    :param decode: whether it is a decode.
+    :param ms: wall-clock milliseconds until the device has finished.
     :param before: bytes allocated when it started.
-    :param peak: the most bytes beyond those.
-    :param reserved: bytes that the allocator held when it ended.
-    :param rank: of the process, among all of the server's.
+    :param peak: peak of the allocated bytes, minus ``before``.
+    :param reserved: bytes that the allocator had reserved at its end.
+    :param rank: rank of the process among all of the server's processes.
+    :param acted: what the changes did.
     """
 
     tokens: int | None
@@ -51,30 +56,30 @@ class Forward:
 
     @property
     def slices(self) -> list[int]:
-        """Of each [tokens, top-k, hidden] tensor that ran in columns."""
+        """Number of column slices of each [tokens, top-k, hidden] tensor that was cut."""
         return [act.most for act in acts_of(self.acted, COLUMNS.name) for _ in range(act.times)]
 
     @property
     def outputs(self) -> int:
-        """Dead inputs that became a runner's output."""
+        """Number of dead inputs that became the output of a MoE runner."""
         return self._times(counts.AS_OUTPUT)
 
     @property
     def scratch(self) -> int:
-        """Dead inputs that became its scratch memory."""
+        """Number of dead inputs that became scratch memory of a MoE runner."""
         return self._times(counts.AS_SCRATCH)
 
     def _times(self, count: Count) -> int:
         return sum(act.times for act in acts_of(self.acted, count.name))
 
     @property
-    def untouched(self) -> bool:
-        """Nothing was done in it."""
+    def is_untouched(self) -> bool:
+        """Whether no change did anything in this forward pass."""
         return not (self.slices or self.outputs or self.scratch)
 
 
 def read(path: Path) -> list[Forward]:
-    """The lines so far."""
+    """Read the lines that were written so far."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [Forward(**line | {"acted": parse_acted(line["acted"])}) for line in lines]
 
@@ -85,7 +90,7 @@ _tally = Tally([COLUMNS, counts.AS_OUTPUT, counts.AS_SCRATCH])
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``."""
+    """Entry point of the plugin (``sglang.srt.plugins``)."""
     import wrapt
 
     wrapt.register_post_import_hook(_time_forwards, "sglang.srt.model_executor.model_runner")
@@ -108,8 +113,8 @@ def _time_forwards(module: Any) -> None:
 
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if (before_it := _tally.drain()).acts:
-            _write(Forward(None, acted=before_it))
+        if (acts_between := _tally.drain()).acts:
+            _write(Forward(None, acted=acts_between))
         before = 0
         if cuda:
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The README's first table and the index of the benchmarks: a figure or two of each result."""
+"""README's first table, and the index of the benchmark pages with one or two figures of each result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ PEAKS = {
     "Qwen3-235B, FP8": "peak-memory/triton-qwen3-235b-fp8-shard4",
     "MiniMax-M2": "peak-memory/triton-minimax-m2-shard4",
 }
-#: result: (what was served, the load, SGLANG_MOE_PATCHES_KV_SIZING)
 LAUNCHED = {
     "qwen3-30b-default": "Qwen3-30B, H100, 200 requests",
     "qwen3-next-80b": "Qwen3-Next-80B, rank of TP=4, H200, 200 requests",

@@ -1,4 +1,4 @@
-"""The engine's own model runner in this process: model, KV cache, forward; no server, no scheduler."""
+"""Run the engine's own model runner in this process: model, KV cache and forward pass, without server and scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def bench_module() -> Any:
-    """The engine's own benchmark of one batch, which drives a model runner without a scheduler."""
+    """Import the engine's benchmark of one batch, which drives a model runner without a scheduler."""
     for name in ("sglang.benchmark.one_batch", "sglang.bench_one_batch"):
         if find_spec(name) is not None:
             return importlib.import_module(name)
@@ -24,12 +24,13 @@ def bench_module() -> Any:
 
 
 class InProcess:
-    """One model runner, whose model can be exchanged for another one with as many layers.
+    """One model runner, whose model can be replaced by another model with the same number of layers.
 
-    The other model may be of another family: it gets a KV cache of its own where the runner's is of another kind.
+    The other model may be of another family. If it needs another kind of KV cache, it gets its own.
 
-    :param checkpoint: a folder written by ``make-model``, or one without weights (``load_format="dummy"``).
-    :param rank: of the tensor-parallel ranks, each of which is a process on its own device.
+    :param checkpoint: folder written by ``make-model``, or a folder without weights (``load_format="dummy"``).
+    :param rank: this process's tensor-parallel rank. Each rank is a process with its own device.
+    :param server_arguments: fields of the engine's ``ServerArgs`` that override the defaults below.
     """
 
     def __init__(self, checkpoint: Path, rank: int = 0, **server_arguments: Any) -> None:
@@ -53,14 +54,14 @@ class InProcess:
         )
         self.bench = bench_module()
         self._publish()
-        given = self.server_args.nccl_port  # of several ranks, where they meet
-        ports = SimpleNamespace(nccl_port=given) if given else PortArgs.init_new(self.server_args)
-        benchmarked, self.tokenizer = self.bench.load_model(self.server_args, ports, rank, rank)
-        self.runner = benchmarked.torch_runner
-        self._caches = {self._cached(self.runner.model.config): self.runner.token_to_kv_pool}
+        port = self.server_args.nccl_port  # set if several ranks meet at it
+        ports = SimpleNamespace(nccl_port=port) if port else PortArgs.init_new(self.server_args)
+        loaded, self.tokenizer = self.bench.load_model(self.server_args, ports, rank, rank)
+        self.runner = loaded.torch_runner
+        self._caches = {self._cache_kind(self.runner.model.config): self.runner.token_to_kv_pool}
 
     def _publish(self) -> None:
-        """What the engine's processes do with the server's arguments before they load a model."""
+        """Publish the server's arguments, as the engine's processes do before they load a model."""
         from sglang.srt import server_args
 
         try:
@@ -78,16 +79,16 @@ class InProcess:
 
     @staticmethod
     def _reads_arguments() -> bool:
-        """Whether the MoE layers' settings come from the server's arguments, not from what is published of them."""
+        """Whether this release reads the MoE layers' settings from ``ServerArgs``, not from the published arguments."""
         from sglang.srt.layers.moe import initialize_moe_config
 
         return bool(inspect.signature(initialize_moe_config).parameters)
 
     @contextmanager
     def arguments(self, **server_arguments: Any) -> Iterator[None]:
-        """Within the block, models are built and run under these server arguments instead."""
+        """Build and run models with other server arguments within the block."""
         with ExitStack() as stack:
-            stack.callback(self._initialize_moe)  # after they are as they were, also where a model cannot be built
+            stack.callback(self._initialize_moe)  # runs last, with the restored arguments, even after an error
             for name, value in server_arguments.items():
                 stack.enter_context(self._argument(name, value))
             self._initialize_moe()
@@ -97,7 +98,7 @@ class InProcess:
     def _argument(self, name: str, value: Any) -> Iterator[None]:
         bags = [bag for bag in self._published() if hasattr(bag, name)]
         with ExitStack() as stack:
-            # Releases that publish the arguments either seal them, or read some settings here and others there.
+            # Some releases read settings from ServerArgs, some from the published arguments, and some from both.
             if self._reads_arguments():
                 stack.callback(object.__setattr__, self.server_args, name, getattr(self.server_args, name))
                 object.__setattr__(self.server_args, name, value)
@@ -116,7 +117,7 @@ class InProcess:
         return get_exec().moe, get_schedule(), get_spec(), get_memory()
 
     def load(self, checkpoint: Path) -> Any:
-        """A further model, built and loaded by the engine as at start-up, with whatever is patched right now."""
+        """Build and load another model, as the engine does at start-up, with the patches that are active now."""
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -124,8 +125,8 @@ class InProcess:
         from sglang.srt.model_loader import get_model
 
         config = ModelConfig.from_server_args(self.server_args, model_path=str(checkpoint))
-        # The weights are loaded by it: it must know this model's number of experts. (Releases that publish the
-        # arguments read what is published.)
+        # Loading weights needs the expert locations of this model, with its number of experts. Releases that publish
+        # the arguments compute the locations from those.
         compute = expert_location.compute_initial_expert_location_metadata
         location = compute(*(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :])
         publish = expert_location.set_global_expert_location_metadata
@@ -141,12 +142,16 @@ class InProcess:
 
     @staticmethod
     def tokenizer_of(checkpoint: Path) -> Any:
+        """Load the tokenizer of a checkpoint, as the engine does."""
         from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
         return get_tokenizer(str(checkpoint))
 
     def generate(self, model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], torch.Tensor]:
-        """Greedy tokens for each prompt, and the logits of every step, [steps + 1, prompts, vocabulary]."""
+        """Generate tokens greedily.
+
+        :returns: the tokens of each prompt, and the logits of every step, [steps + 1, prompts, vocabulary].
+        """
         self._use(model)
         requests = self.bench.prepare_synthetic_inputs_for_latency_test(len(prompts), 0, prompts)
         tokens, logits, batch = self.bench.extend(requests, self.runner)
@@ -158,35 +163,38 @@ class InProcess:
         return torch.stack(all_tokens).T.tolist(), torch.stack(all_logits)
 
     def prefill_in_two(self, model: Any, prompt: list[int], cut: int) -> torch.Tensor:
-        """The logits of a prompt whose first ``cut`` tokens were prefilled before the others, [1, vocabulary]."""
+        """Prefill a prompt in two parts: the first ``cut`` tokens, then the rest.
+
+        :returns: logits after the whole prompt, [1, vocabulary].
+        """
         self._use(model)
         requests = self.bench.prepare_synthetic_inputs_for_latency_test(1, 0, [prompt[:cut]])
         self.bench.extend(requests, self.runner)
         cut_at = SimpleNamespace(cut_len=cut)
         self.bench.prepare_extend_inputs_for_correctness_test(cut_at, [array("q", prompt)], requests, self.runner)
         (request,) = requests
-        if hasattr(request, "fill_ids"):  # releases whose function reads row 0, whichever is the request's
+        if hasattr(request, "fill_ids"):  # the function of these releases reads row 0, whatever the request's row is
             prefix = self.runner.req_to_token_pool.req_to_token[request.req_pool_idx, :cut]
             request.prefix_indices = prefix.to(request.prefix_indices.dtype)
         _, logits, _ = self.bench.extend(requests, self.runner)
         return logits
 
     @staticmethod
-    def _cached(config: Any) -> tuple[int, int]:
-        """Heads of keys and values, and their size; heads are 0 where the cache holds latents (MLA)."""
+    def _cache_kind(config: Any) -> tuple[int, int]:
+        """Number of key-value heads and their size. The number is 0 for a cache of latents (MLA)."""
         if hasattr(config, "kv_lora_rank"):
             return 0, config.kv_lora_rank
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_key_value_heads, size
 
     def _cache(self, config: Any) -> Any:
-        """The KV cache for a model, as the engine makes it."""
+        """KV cache for a model, constructed as the engine does."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        heads, size = kind = self._cached(config)
+        heads, size = kind = self._cache_kind(config)
         if kind not in self._caches:
             if not heads:
-                raise ValueError("start InProcess with a model with latent attention to exchange it for another one")
+                raise ValueError("a model with latent attention needs an InProcess that started with such a model")
             own = self.runner.token_to_kv_pool
             self._caches[kind] = MHATokenToKVPool(
                 own.size,

@@ -1,4 +1,4 @@
-"""What a figure was taken on."""
+"""Hardware and software versions of the machine on which a benchmark runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def conditions() -> dict[str, Any]:
-    """Hardware and versions, as results keep them. Loads no engine."""
+    """Describe the machine for a result. This does not import the engine."""
     import torch
 
     def version(name: str) -> str | None:
@@ -59,7 +59,7 @@ def commit() -> str | None:
 
 
 def hardware() -> str:
-    """The GPUs, or the CPU where there is none."""
+    """Number and name of the GPUs, or the CPU on a machine without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -68,19 +68,26 @@ def hardware() -> str:
 
 
 def gpu_model(conditions: dict[str, Any]) -> str:
-    """Of a result: ``H100`` where its GPU's name is ``NVIDIA H100 80GB HBM3``; "" without a GPU."""
+    """Short name of the GPU model: ``H100`` for ``NVIDIA H100 80GB HBM3``. Empty without a GPU.
+
+    :param conditions: :func:`conditions` of a result.
+    """
     return (conditions.get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def sentence(conditions: dict[str, Any]) -> str:
-    """The conditions in a line above a table."""
+    """Format a result's conditions as a line above its table."""
     names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"))
     parts = [f"{label} {conditions[key]}" for key, label in names if conditions.get(key)]
     return ", ".join([conditions["machine"], *parts, conditions["date"]])
 
 
 def require_gpu(name: str, instead: str = "") -> None:
-    """End the program in one line where PyTorch sees no GPU; ``instead``: what can be run without one."""
+    """End the program with a message if PyTorch sees no GPU.
+
+    :param name: name of the benchmark.
+    :param instead: advice what to run without a GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -1,6 +1,7 @@
-"""One rank's MoE layer behind the engine's Triton runner or its Marlin kernel, stock and in column slices.
+"""Run one rank's MoE layer with the engine's Triton runner or its Marlin kernel, stock and in column slices.
 
-No server and no checkpoint: random weights at a model's widths. Both runners are driven alike by ``moe_workspace``.
+This needs no server and no checkpoint: weights are random, with a model's layer sizes. The benchmark ``moe_workspace``
+drives both runners through the same classes.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from sglang_moe_patches.core.patch import Patcher, Plan
 from common.shapes import MODELS, Layout, Rank, fuse
 
 LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}
-#: Models with a shared expert that the Triton runner computes as one more routed one.
 FUSED = ("deepseek-v3-fused", "glm-4.5")
-#: Weights that share a scale, by model, where that is not 128.
+"""Models with a shared expert that the Triton runner computes as another routed expert."""
 INT4_GROUPS = {"kimi-k2.5": 32, "glm-4.5": 32}
+"""Number of INT4 weights that share a scale, for each model for which it is not 128."""
 ROUTED_SCALING_FACTOR = 2.5
-#: Tokens of a batch whose experts are computed in float32.
 CHECKED_TOKENS = 48
+"""Number of tokens of a batch whose outputs are also computed in float32."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a layer runs with the change: as the rule says, in a number of slices, or within a number of MB.
+    """Settings with which a layer runs with moe-workspace. By default the change's own rule chooses the slices.
 
-    :param slices: run in so many slices, whatever the rule says.
-    :param mb: what ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` asks for.
-    :param copies: without them, the answers of Marlin's slices are wrong: what they would take with weights that were
-        permuted when the model was loaded.
-    :param offered: the output is offered, as a server's layer offers its dead input.
+    :param slices: number of slices, instead of the rule's number.
+    :param mb: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
+    :param copies: whether Marlin's slices copy their columns. Without copies the answers are wrong. The time without
+        copies shows what permuting the weights at load time would gain.
+    :param offered: whether the output tensor is offered to the runner, as a server's layer offers its dead input.
     """
 
     slices: int | None = None
@@ -54,35 +55,41 @@ class Variant:
 
 
 class Batch(ABC):
-    """A layer and the tokens that it gets."""
+    """A layer with the tokens of one call."""
 
     @abstractmethod
     def run(self) -> torch.Tensor:
-        """Call the layer as the engine does, with whatever is patched right now. :returns: [tokens, hidden]."""
+        """Call the layer as the engine does, with the patches that are active now.
+
+        :returns: [tokens, hidden].
+        """
 
     @abstractmethod
     def first(self, tokens: int) -> Batch:
-        """The first of the tokens, as a batch."""
+        """Make a batch of the first ``tokens`` tokens."""
 
     def restore(self) -> None:
-        """Undo what an in-place layer did to its input."""
+        """Restore the input, which an in-place layer has overwritten."""
         return
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Some tokens and their outputs in float32; ``None`` where stock is compared bit by bit."""
+        """Compute the outputs of some tokens in float32.
+
+        :returns: indices of the tokens and their outputs; ``None`` if outputs are compared with stock bit by bit.
+        """
         return None
 
 
 class Runner(ABC):
-    """An engine function that the change replaces, to switch between both.
+    """Engine function that moe-workspace replaces. It can run stock and with the change.
 
-    :ivar ran: the column ranges of the last call that was cut.
+    :ivar ran: column ranges of the last call that was cut.
     """
 
-    #: Whether a call overwrites its input, so that calls cannot follow each other.
     in_place = True
-    #: The function of ``columns`` that chooses the width of a slice.
+    """Whether a call overwrites its input. Several calls then need :meth:`Batch.restore` in between."""
     rule: str
+    """Name of the function in ``column_slices`` that chooses the width of a slice."""
 
     def __init__(self, plan: Plan, module: Any, function: str, slices_in: Any) -> None:
         if plan.install is None:
@@ -97,31 +104,39 @@ class Runner(ABC):
         self._patched: dict[tuple[int | None, bool, bool], Any] = {}
         choose_column_slices = slices_in.choose_column_slices
 
-        def recorded(*args: Any) -> list[tuple[int, int]]:
+        def record_slices(*args: Any) -> list[tuple[int, int]]:
             self.ran = choose_column_slices(*args)
             return self.ran
 
-        slices_in.choose_column_slices = recorded
+        slices_in.choose_column_slices = record_slices
 
     @abstractmethod
     def layer(self, model: str, layout: str, weights: str) -> Any:
-        """A layer of one rank with random weights."""
+        """Make one rank's layer with random weights.
+
+        :param model: key of ``MODELS``.
+        :param layout: key of ``LAYOUTS``.
+        :param weights: dtype of the weights.
+        """
 
     @abstractmethod
     def batch(self, layer: Any, tokens: int) -> Batch:
-        """Random tokens for the layer, always the same."""
+        """Make a batch of random tokens from a fixed seed."""
 
     def warm_up(self) -> None:
-        """Have the engine compile what it compiles, before anything is timed."""
+        """Let the engine compile its kernels before the first measurement."""
         return
 
     @abstractmethod
     def slice_step(self, gemm: Any) -> int:
-        """What the width of a slice must be a multiple of; ``gemm``: the rule's."""
+        """Number of columns of which the width of a slice must be a multiple.
+
+        :param gemm: description of the GEMM that the rule receives.
+        """
 
     @contextmanager
     def use(self, variant: Variant | None) -> Iterator[None]:
-        """Within the block the layer runs so; ``None``: stock."""
+        """Let the layer run with a variant within the block; ``None``: stock."""
         if variant is None:
             yield
             return
@@ -145,7 +160,7 @@ class Runner(ABC):
                 setattr(column_slices, name, value)
 
     def _with_change(self, variant: Variant) -> Any:
-        """The function that the change puts in the place of the engine's."""
+        """Install the change with a variant's settings, and return the function that replaces the engine's."""
         key = (variant.mb, variant.copies, bool(variant.slices))
         if key not in self._patched:
             name, copying = column_slices.MOE_WORKSPACE_MB.name, sum_and_copy.sum_and_copy
@@ -162,17 +177,18 @@ class Runner(ABC):
 
 
 def _sum_only(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
+    """Stand in for ``sum_and_copy`` and leave the copies out."""
     moe_sum.moe_sum(expert_outputs, output, scale)
 
 
-#: What the rule has to be told where a number of slices is asked for.
 FORCED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
+"""Limits in ``column_slices`` that are lifted for a fixed number of slices."""
 
 
 def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
-    """One rank's share of a layer.
+    """Sizes of one rank's part of a layer.
 
-    :param fused: a shared expert runs as one more routed one, in models that are served so.
+    :param fused: whether a shared expert runs as another routed expert, in the models of ``FUSED``.
     """
     known = MODELS[model]
     fuses = fused and model in FUSED and known.shared_experts
@@ -183,21 +199,21 @@ def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
 
 
 class TritonRunner(Runner):
-    """The engine's ``FusedMoE`` through ``run_moe_core``, in place, as the Triton runner works by default."""
+    """The engine's ``FusedMoE.run_moe_core`` with the Triton runner, in place, which is the engine's default."""
 
     rule = "slice_width"
 
     def __init__(self) -> None:
         warnings.filterwarnings("ignore")
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: nobody to talk to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process needs no network
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
         super().__init__(triton.plan(), fused_moe, "_fused_moe_kernel_sequence", deferred_tensor)
         self._set_up_engine()
 
     def _set_up_engine(self) -> None:
-        """What the engine's processes set up before a model is built, for one rank."""
+        """Set up what the engine's processes set up before they build a model, for one rank."""
         from sglang.srt import server_args as module
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers import dp_attention
@@ -231,11 +247,14 @@ class TritonRunner(Runner):
         try:
             dp_attention.initialize_dp_attention(arguments, SimpleNamespace(hidden_size=0, dtype=self.dtype))
         except Exception as error:
-            print(f"note: data-parallel attention is not set up: {error}", flush=True)
+            print(f"moe_workspace: continues without data-parallel attention: {error}", flush=True)
         initialize_moe_config(arguments)
 
     def layer(self, model: str, layout: str, weights: str) -> Any:
-        """:param weights: ``bf16`` or ``fp8``."""
+        """Make a layer; see :meth:`Runner.layer`.
+
+        :param weights: ``bf16`` or ``fp8``.
+        """
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
         rank, quantization = rank_of(model, layout, fused=True), None
@@ -299,7 +318,7 @@ class TritonRunner(Runner):
 
 @dataclass
 class TritonBatch(Batch):
-    """Tokens as the dispatcher hands them to the runner."""
+    """Batch in the form in which the dispatcher passes tokens to the Triton runner."""
 
     layer: Any
     pristine: torch.Tensor
@@ -324,13 +343,13 @@ class TritonBatch(Batch):
 
 
 class MarlinRunner(Runner):
-    """The engine's own ``fused_marlin_moe`` on INT4 weights, called as its runner calls it."""
+    """The engine's ``fused_marlin_moe`` with INT4 weights, called as the engine's Marlin runner calls it."""
 
     in_place = False
     rule = "packed_slice_width"
 
     def __init__(self) -> None:
-        with suppress(Exception):  # a release whose arguments want a model: nothing here reads them
+        with suppress(Exception):  # some releases need a real model; Marlin reads none of the arguments
             from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
             set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
@@ -368,7 +387,10 @@ class MarlinRunner(Runner):
 
 
 class MarlinLayer:
-    """Random INT4 weights of one rank, packed as the engine's loader packs them."""
+    """One rank's layer with random INT4 weights, packed as by the engine's loader.
+
+    :param group: number of weights that share a scale.
+    """
 
     def __init__(self, rank: Rank, group: int, device: torch.device, dtype: torch.dtype) -> None:
         self.rank, self.group = rank, group
@@ -393,7 +415,7 @@ class MarlinLayer:
         }
 
     def sizes(self) -> dict[str, Any]:
-        """What the rule's cost is computed from."""
+        """Sizes from which the rule computes the cost of slices."""
         rank, weights = self.rank, self.weights
         return {
             "sizes": [rank.experts, rank.top_k, rank.hidden, rank.intermediate],
@@ -402,7 +424,10 @@ class MarlinLayer:
         }
 
     def in_float(self, name: str, expert: int) -> torch.Tensor:
-        """[k, n] of one expert's weights in float32."""
+        """Unpack one expert's weights to float32, [k, n].
+
+        :param name: ``w1`` or ``w2``.
+        """
         from sglang.srt.layers.quantization.marlin_utils import get_scale_perms
         from sglang.srt.layers.quantization.moe_wna16 import get_weight_perm
 
@@ -422,7 +447,7 @@ class MarlinLayer:
 
 @dataclass
 class MarlinBatch(Batch):
-    """Tokens as the runner hands them over: the keyword arguments of the engine's function."""
+    """Batch in the form of the keyword arguments of ``fused_marlin_moe``."""
 
     module: Any
     layer: MarlinLayer

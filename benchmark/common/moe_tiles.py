@@ -1,7 +1,7 @@
-"""The engine's tiles for the Triton kernels of a MoE layer.
+"""Tile sizes that the engine uses for the Triton kernels of a MoE layer.
 
-It takes them from a file that somebody tuned for the layer and the GPU, as SGLang's own tuning script does, or from a
-rule. ``SGLANG_MOE_CONFIG_DIR`` has it look elsewhere.
+The engine reads them from a file that was tuned for the layer and the GPU, for example by SGLang's own tuning script.
+Without a file it computes them by a rule. The variable ``SGLANG_MOE_CONFIG_DIR`` names another folder for the files.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 
-def chosen(layer: Any, tokens: int) -> dict[str, int]:
-    """What the engine chooses for this layer and batch."""
+def find_tiles(layer: Any, tokens: int) -> dict[str, int]:
+    """Tiles that the engine uses for a layer and a number of tokens."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
     fp8 = layer.w2_weight.element_size() == 1
@@ -28,7 +28,7 @@ def chosen(layer: Any, tokens: int) -> dict[str, int]:
 
 
 def file_name(layer: Any) -> str:
-    """The engine's name for the file of this layer's tiles."""
+    """Name of the engine's file with a layer's tiles."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
     experts, _, inner = layer.w2_weight.shape
@@ -40,8 +40,8 @@ def file_name(layer: Any) -> str:
     )
 
 
-def use(folder: Path | None) -> None:
-    """Have the engine look there; ``None``: where it does by itself."""
+def use_folder(folder: Path | None) -> None:
+    """Let the engine read its files from a folder; ``None``: from the engine's own folder."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
     fused_moe_triton_config.get_moe_configs.cache_clear()

@@ -1,9 +1,14 @@
-"""The options that all benchmarks have, and the form of their results.
+"""Command-line options that all benchmarks share, and the format of their results.
 
-A result is one JSON object: ``benchmark`` and ``command`` say what ran, ``conditions`` on what, ``figures`` what was
-measured. ``python benchmark/render.py`` makes the tables and plots of the documentation from the results in
-``benchmark/results/``, where each benchmark has a folder. A result that was typed in from a page, because nobody kept
-the original, says ``"transcribed": true``.
+A result is a JSON object:
+
+- ``benchmark`` and ``command``: the benchmark and its command line.
+- ``conditions``: the machine and the versions.
+- ``figures``: the measurements.
+- ``"transcribed": true``: the figures were typed in from a page, because the original file is lost.
+
+The results are in ``benchmark/results/``, in one folder per benchmark. ``python benchmark/render.py`` makes the tables
+and plots of the pages from them.
 """
 
 from __future__ import annotations
@@ -30,13 +35,14 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 class Parser(argparse.ArgumentParser):
-    """``quick``: other defaults, which ``--quick`` chooses."""
+    """Argument parser with a second set of defaults."""
 
     quick: dict[str, Any]
+    """Defaults with ``--quick``."""
 
 
 def program() -> str:
-    """How the benchmark of this process is run."""
+    """Beginning of the command line that runs this process's benchmark."""
     script = Path(sys.argv[0])
     return f"python benchmark {script.parent.name}/{script.stem}"
 
@@ -44,26 +50,31 @@ def program() -> str:
 def parser(
     description: str | None, *, quick: dict[str, Any] | None = None, plots: bool = False, logs: bool = False
 ) -> Parser:
-    """A parser with the options that every benchmark has, to which it adds its own.
+    """Make a parser with the options of every benchmark. The benchmark adds its own options.
 
-    :param quick: the defaults of a run that only shows whether it runs at all; without them there is no ``--quick``.
+    :param quick: defaults of a short run that only checks that the benchmark works. Without them the parser has no
+        ``--quick``.
+    :param plots: whether to add ``--plot``.
+    :param logs: whether to add ``--logs``.
     """
     parser = Parser(prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.quick = quick or {}
     common = parser.add_argument_group("every benchmark")
-    common.add_argument("--json", type=Path, metavar="FILE", help="write the result: conditions and figures")
+    common.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     if plots:
-        common.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot")
+        common.add_argument("--plot", type=Path, metavar="FILE", help="write the plot to this file")
     if logs:
-        common.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
+        common.add_argument("--logs", type=Path, metavar="FOLDER", help="copy the servers' logs to this folder")
     if parser.quick:
         chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in parser.quick.items())
-        common.add_argument("--quick", action="store_true", help=f"does it run at all? Other defaults: {chosen}")
+        common.add_argument(
+            "--quick", action="store_true", help=f"short run to check that the benchmark works; defaults: {chosen}"
+        )
     return parser
 
 
 def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options; with ``--quick`` those not given have the quick defaults."""
+    """Parse the command line. With ``--quick``, options that are not on it have their quick defaults."""
     options = parser.parse_args(arguments)
     if parser.quick and options.quick:
         parser.set_defaults(**parser.quick)
@@ -72,19 +83,19 @@ def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namesp
 
 
 def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """``type=`` of an option that takes a comma-separated list of these names."""
+    """Make a ``type=`` function for an option that takes a comma-separated list of ``known`` names."""
 
-    def chosen(names: str) -> list[str]:
-        asked = names.split(",")
-        if unknown := [name for name in asked if name not in known]:
+    def parse_names(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
             raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown; known: {', '.join(known)}")
-        return asked
+        return names
 
-    return chosen
+    return parse_names
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """``type=`` of an option that takes comma-separated positive integers."""
+    """Parse comma-separated positive integers, as ``type=`` of an option."""
     values = tuple(int(part) for part in text.split(","))
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: not all positive")
@@ -92,9 +103,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] | None = None) -> Result:
-    """A result of this process: its figures, its command and the machine.
+    """Make a result from a benchmark's figures, its command line and the machine's conditions.
 
-    :param conditions: what is known better than ``machine.conditions()`` knows it.
+    :param conditions: conditions that override those of ``machine.conditions()``.
     """
     through = "sglang-moe-reference exec -- " if os.environ.get(SWITCH) == "1" else ""
     return {
@@ -106,7 +117,7 @@ def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] |
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose first ``left`` columns are text, the others numbers."""
+    """Format a Markdown table. The first ``left`` columns are text. The other columns are numbers."""
     lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
     lines.insert(1, f"|{'---|' * left}{'--:|' * (len(header) - left)}\n")
     return "".join(lines)
@@ -118,7 +129,7 @@ def finish(
     tables: Callable[[Result], str],
     plot: Callable[[Result, Path], None] | None = None,
 ) -> None:
-    """Show the tables, and write what the options ask for."""
+    """Print the tables of a result. Write the result and the plot to the files of ``--json`` and ``--plot``."""
     print("\n" + tables(result))
     if options.json:
         write(options.json, result)
@@ -127,12 +138,13 @@ def finish(
 
 
 def write(path: Path, result: Result) -> None:
+    """Write a result as JSON."""
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @contextmanager
 def work_folder(options: argparse.Namespace) -> Iterator[Path]:
-    """A folder for what a run writes. Only its logs are kept, and only where ``--logs`` says."""
+    """Create a temporary folder for the files of a run. Its logs are copied to the folder of ``--logs``."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         try:
             yield Path(folder)
@@ -141,7 +153,7 @@ def work_folder(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def keep_logs(options: argparse.Namespace, work: Path) -> None:
-    """Copy the servers' logs to where ``--logs`` says, before ``work`` goes."""
+    """Copy all logs below ``work`` to the folder of ``--logs``."""
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
         for log in work.rglob("*.log"):
@@ -149,14 +161,20 @@ def keep_logs(options: argparse.Namespace, work: Path) -> None:
 
 
 def load(name: str) -> Result:
-    """A result of the repository, by ``BENCHMARK/NAME``."""
+    """Load a result of the repository.
+
+    :param name: ``BENCHMARK/NAME``.
+    """
     loaded: Result = json.loads((RESULTS / f"{name}.json").read_text())
     return loaded
 
 
 def pyplot() -> Any:
-    """Matplotlib, for small plots that are the same each time: text stays text, nothing random, no date, no settings of
-    whoever draws; and no point left out, as the last bit can decide which."""
+    """Import matplotlib's ``pyplot`` with settings that make a plot small and the same on every machine.
+
+    Text stays text, ids are not random, and the user's own settings do not count. Paths are not simplified, because the
+    last bit of a coordinate can decide which point would be left out.
+    """
     import matplotlib
 
     matplotlib.rcdefaults()
@@ -168,7 +186,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a plot; an SVG gets no date. Minor ticks of logarithmic axes would be most of it."""
+    """Write a plot. An SVG gets no date, and no minor ticks, which would be most of the file on logarithmic axes."""
     for axis in figure.axes:
         axis.minorticks_off()
     figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))

@@ -1,9 +1,13 @@
-"""Loads of another kind than a rehearsal's, which a sizing must survive.
+"""Loads that differ from kv-sizing's rehearsal. A server must survive them with the KV cache size that it chose.
 
-:func:`overfill`: more requests than the KV cache holds. First prompts of growing length, after which the allocator
-keeps most, then requests that together want a little more than the KV cache has, until the engine retracts some; then
-clients with random lengths, shared prefixes, penalties and connections that close early, which alone are :func:`mixed`.
-:func:`penalized`: one decode of many requests with penalties. Used by ``benchmark/memory/serving.py``.
+- :func:`overfill` sends more requests than the KV cache has room for. Prompts of growing length come first, because the
+  allocator keeps most memory after them. Requests that together need a little more than the KV cache follow, until the
+  engine retracts some of them. At the end, clients send the requests of :func:`mixed`.
+- :func:`mixed` sends requests of random lengths, with shared prefixes and penalties. Some clients close their
+  connection early.
+- :func:`penalized` sends many requests with penalties, which decode in one batch.
+
+``benchmark/memory/serving.py`` uses this module.
 """
 
 from __future__ import annotations
@@ -28,30 +32,32 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     growing_lengths,
 )
 
-from common.client import LONGEST_S, Client, Unanswered
+from common.client import TIMEOUT_S, Client, Unanswered
 
 RANDOM_CLIENTS = 48
+"""Number of concurrent clients of :func:`mixed`."""
 SHARED_PREFIXES = 6
+"""Number of prefixes that their prompts share."""
 ABORTED_FRACTION = 0.15
-"""Of the random requests, those whose client closes the connection."""
+"""Fraction of their requests for which the client closes the connection early."""
 PENALIZED_FRACTION = 0.2
-"""Of the random requests, those with penalties and a logit bias."""
+"""Fraction of their requests with penalties and a logit bias."""
 ABORT_TIMEOUT_S = 60.0
-"""Within which a server answers requests that were aborted."""
+"""Seconds until the server must have ended all aborted requests."""
 END_TIMEOUT_S = 240.0
-"""Within which it answers those that end by their own length, because nothing may be aborted."""
+"""Seconds until the last requests must have ended, if requests may not be aborted."""
 MAX_NEW_TOKENS_UNABORTED = 256
-"""Of each of these requests, so that a load ends in time."""
+"""Maximum new tokens of a request, if requests may not be aborted. The load then ends in time."""
 MIN_FILLING_REQUESTS = 256
-"""Requests that fill the KV cache where it has fewer tokens than as many chunks."""
+"""Number of requests that fill the KV cache, if it has room for fewer chunks than that."""
 PROMPT_FRACTION = 0.98
-"""Part of the KV cache that their prompts fill; their new tokens want the rest, and more."""
+"""Fraction of the KV cache that the prompts of these requests fill. Their new tokens need more than the rest."""
 MAX_DECODED_TOKENS = 1024
-"""Of each request: up to these, decodes fill the rest faster than one more chunk behind a prefix does."""
+"""Maximum new tokens of such a request. For more tokens, another prefill chunk is faster than decodes."""
 FILL_TIME_FRACTION = 0.75
-"""Part of the time that filling the KV cache may take."""
+"""Fraction of the load's time that filling the KV cache may take."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
-"""Of each request that :func:`penalized` asks for: short, so that all of them decode at once."""
+"""Prompt tokens and new tokens of a request of :func:`penalized`. They are few, so that all requests decode at once."""
 RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 USAGE = re.compile(r"token usage: ([0-9.]+\d)")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
@@ -60,13 +66,14 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 def overfill(
     server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float, *, may_abort: bool = True
 ) -> dict[str, Any]:
-    """Drive the load.
+    """Send more requests than the KV cache has room for.
 
     :param info: the server's ``/get_server_info``.
-    :param seconds: for all of it, at the most; the requests that are asked for by then may end later.
-    :param may_abort: some clients go away early, and what is left at the end is aborted.
-    :returns: answered and aborted requests, errors, retractions, the highest token usage and whether memory ran out, by
-        the server's log. Where the server ends meanwhile, that is an error like others: what was measured before stays.
+    :param vocabulary: number of token ids of the model.
+    :param seconds: time in which clients send requests. The last requests may end later.
+    :param may_abort: whether some clients close their connection early, and the last requests are aborted.
+    :returns: numbers of answered and aborted requests, errors, and from the server's log: the number of retractions,
+        the highest token usage, and whether memory ran out. If the server ends, that is one of the errors.
     """
     load, start_s = _Load(Client(server.url), info, vocabulary, may_abort), time.monotonic()
 
@@ -74,36 +81,44 @@ def overfill(
         def is_full() -> bool:
             return time.monotonic() > start_s + FILL_TIME_FRACTION * seconds or RETRACTED.search(log()) is not None
 
-        load.run(load.fill, 1, is_full, server)
-        load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
+        load.run(load.fill_cache, 1, is_full, server)
+        load.run(load.send_random_requests, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
 
     return _outcome(server, load, drive)
 
 
 def mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
-    """The second half of :func:`overfill`, which leaves the KV cache room: clients with random lengths."""
+    """Send requests of random lengths for ``seconds``.
+
+    The KV cache has room for them. Results as in :func:`overfill`.
+    """
     load, until_s = _Load(Client(server.url), info, vocabulary, True), time.monotonic() + seconds
     return _outcome(
-        server, load, lambda log: load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > until_s, server)
+        server,
+        load,
+        lambda log: load.run(load.send_random_requests, RANDOM_CLIENTS, lambda: time.monotonic() > until_s, server),
     )
 
 
 def penalized(server: Server, info: Mapping[str, Any], vocabulary: int, requests: int) -> dict[str, Any]:
-    """So many short requests in one decode, each with penalties and a logit bias, which take memory by vocabulary."""
+    """Send ``requests`` short requests with penalties and a logit bias, which decode in one batch.
+
+    Penalties need memory in proportion to the vocabulary. Results as in :func:`overfill`.
+    """
     load, tokens = _Load(Client(server.url), info, vocabulary, True), Tokens("penalized", vocabulary)
     prompts = [tokens.some(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
     never = threading.Event()
     return _outcome(
         server,
         load,
-        lambda log: load.ask(prompts, PENALIZED_NEW_TOKENS, never, sampling=PENALIZED, patience_s=END_TIMEOUT_S),
+        lambda log: load.send(prompts, PENALIZED_NEW_TOKENS, never, sampling=PENALIZED, timeout_s=END_TIMEOUT_S),
     )
 
 
 def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
-    """What a server may be asked for at once.
+    """Limits of a server, as kv-sizing's rehearsal derives them.
 
-    :param info: its ``/get_server_info``.
+    :param info: the server's ``/get_server_info``.
     """
     tokens, states = int(info["max_total_num_tokens"]), info.get("internal_states") or [{}]
     running = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
@@ -117,18 +132,18 @@ def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
 
 
 def ranks_of(info: Mapping[str, Any]) -> int:
-    """All data-parallel ranks of a server: of data-parallel attention, and replicas, which have nothing in common.
+    """Number of data-parallel ranks of a server: ranks of data-parallel attention, or independent replicas.
 
-    :param info: its ``/get_server_info``.
+    :param info: the server's ``/get_server_info``.
     """
     counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
     return attention_ranks(info) * (1 if counts_others else int(info.get("dp_size") or 1))
 
 
 def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], None]) -> dict[str, Any]:
-    """What became of a load, as :func:`overfill` returns it.
+    """Run a load and return its results; see :func:`overfill`.
 
-    :param drive: is given what reads the server's log since now.
+    :param drive: function that runs the load. It takes a function that reads the server's log from now on.
     """
     log_start = len(server.log_text())
 
@@ -137,7 +152,7 @@ def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], N
 
     try:
         drive(log)
-        load.ask([Tokens("after", load.limits.vocabulary).some(8)], 4, threading.Event())
+        load.send([Tokens("after", load.limits.vocabulary).some(8)], 4, threading.Event())
     except ServerFailed as error:
         load.errors.insert(0, str(error).partition(". ")[0])
     return {
@@ -150,13 +165,14 @@ def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], N
     }
 
 
-def filling(limits: Limits) -> tuple[int, int, int]:
-    """Choose requests that together want more than the KV cache has.
+def filling_requests(limits: Limits) -> tuple[int, int, int]:
+    """Choose requests that together need more tokens than the KV cache has.
 
-    The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
-    want more than there is. Prompts of whole chunks fill it fastest: none is taken up behind a part of itself.
+    The engine admits a request if 70 % of its new tokens have room (``SGLANG_INIT_NEW_TOKEN_RATIO``). So it admits all
+    but one or two of these requests, and later has to retract some. Prompts of whole chunks fill the KV cache fastest,
+    because no prompt is prefilled in parts.
 
-    :returns: requests, tokens of each prompt, new tokens of each.
+    :returns: number of requests, tokens of each prompt, new tokens of each request.
     """
     chunk = limits.largest
     several = max(MIN_FILLING_REQUESTS, -(-limits.cache_tokens * 5 // (limits.input_tokens * 4)))
@@ -164,7 +180,7 @@ def filling(limits: Limits) -> tuple[int, int, int]:
     prompt = int(PROMPT_FRACTION * limits.cache_tokens / count)
     whole = chunk * max(1, -(-(limits.cache_tokens // limits.requests - MAX_DECODED_TOKENS) // chunk))
     fewer = min(limits.requests, int(PROMPT_FRACTION * limits.cache_tokens / whole))
-    # Of a few large requests too large a part is not let in.
+    # The engine does not admit too large a part of a few large requests, so the number must not be small.
     if chunk < prompt and fewer >= MIN_FILLING_REQUESTS // 8 and 2 * whole <= limits.input_tokens:
         count, prompt = fewer, whole
     prompt, share = max(1, min(prompt, limits.input_tokens * 9 // 10)), limits.cache_tokens / count
@@ -172,11 +188,13 @@ def filling(limits: Limits) -> tuple[int, int, int]:
 
 
 def random_length(draw: random.Random, longest: int) -> int:
-    """1 to ``longest``, each order of magnitude as likely as the other."""
+    """Draw a length from 1 to ``longest``. All orders of magnitude are equally probable."""
     return max(1, min(longest, round(max(longest, 1) ** draw.random())))
 
 
 class _Load:
+    """Requests to one server, and the counts of answers and errors. Many threads may use it."""
+
     def __init__(self, client: Client, info: Mapping[str, Any], vocabulary: int, may_abort: bool) -> None:
         limits = limits_of(info, vocabulary)
         self.client, self.limits, self.ranks, self.may_abort = client, limits, ranks_of(info), may_abort
@@ -190,7 +208,10 @@ class _Load:
     def run(
         self, work: Callable[[int, threading.Event], None], clients: int, is_over: Callable[[], bool], server: Server
     ) -> None:
-        """Run ``work`` with so many clients until it is over, then abort what is still asked for."""
+        """Run clients in threads until ``is_over``. Then abort their requests, or wait until they end.
+
+        :param work: function of a client. It takes the client's number, and an event that is set at the end.
+        """
         stop, pool = threading.Event(), ThreadPoolExecutor(clients)
         try:
             running = [pool.submit(work, number, stop) for number in range(clients)]
@@ -205,57 +226,61 @@ class _Load:
         while wait(running, 0.5).not_done:
             server.check()
             if time.monotonic() > deadline:
-                self.errors.append(f"the last requests are not answered after {timeout_s:.0f} s")
+                self.errors.append(f"the last requests were not answered within {timeout_s:.0f} s")
                 return
             if self.may_abort:
                 self.client.abort_all()
         for future in running:
             future.result()
 
-    def fill(self, number: int, stop: threading.Event) -> None:
-        """Growing prompts, then requests that overfill the KV cache, again and again."""
-        count, prompt, new_tokens = filling(self.limits)
+    def fill_cache(self, number: int, stop: threading.Event) -> None:
+        """Send prompts of growing length. Then send requests that overfill the KV cache, again and again."""
+        count, prompt, new_tokens = filling_requests(self.limits)
         if not self.may_abort:
             new_tokens = min(new_tokens, self.max_new_tokens)
         tokens = Tokens("fill", self.limits.vocabulary)
         for length in growing_lengths(self.limits.largest):
             if not stop.is_set():
-                self.ask([tokens.some(length) for _ in range(self.ranks)], 1, stop)
+                self.send([tokens.some(length) for _ in range(self.ranks)], 1, stop)
         while not stop.is_set():
-            self.ask([tokens.some(prompt) for _ in range(count * self.ranks)], new_tokens, stop)
+            self.send([tokens.some(prompt) for _ in range(count * self.ranks)], new_tokens, stop)
 
-    def random(self, number: int, stop: threading.Event) -> None:
-        """One client's requests: lengths over all orders of magnitude, half of them behind a prefix that others use."""
+    def send_random_requests(self, number: int, stop: threading.Event) -> None:
+        """Send requests of random lengths, one after the other. Half of the prompts begin with a shared prefix."""
         draw, tokens = random.Random(number), Tokens(f"client {number}", self.limits.vocabulary)
         while not stop.is_set():
             prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
             prefix = prefix[: random_length(draw, len(prefix))]
             prompt = prefix + tokens.some(random_length(draw, self.limits.input_tokens // 2 - 1))
             new_tokens = min(random_length(draw, self.max_new_tokens), self.limits.input_tokens - len(prompt))
-            goes_away = draw.random() < ABORTED_FRACTION and self.may_abort
-            patience_s = 0.05 + 2 * draw.random() if goes_away else None
+            closes_early = draw.random() < ABORTED_FRACTION and self.may_abort
+            timeout_s = 0.05 + 2 * draw.random() if closes_early else None
             sampling = PENALIZED if draw.random() < PENALIZED_FRACTION else SAMPLED
-            self.ask([prompt], max(new_tokens, 1), stop, patience_s, sampling)
+            self.send([prompt], max(new_tokens, 1), stop, timeout_s, sampling)
 
-    def ask(
+    def send(
         self,
         prompts: list[list[int]],
         new_tokens: int,
         stop: threading.Event,
-        patience_s: float | None = None,
+        timeout_s: float | None = None,
         sampling: Mapping[str, Any] = SAMPLED,
     ) -> None:
-        """:param patience_s: seconds after which the client closes the connection; ``None``: it does not."""
+        """Send prompts in one request, and count the answers or the error.
+
+        :param stop: event after which errors do not count.
+        :param timeout_s: seconds until the client closes the connection; ``None``: it stays open.
+        """
         try:
-            refusal = self.client.generate(prompts, new_tokens, sampling=sampling, patience_s=patience_s or LONGEST_S)
+            refusal = self.client.generate(prompts, new_tokens, sampling=sampling, timeout_s=timeout_s or TIMEOUT_S)
         except Unanswered as error:
-            client_left = not error.lost and patience_s is not None
+            client_closed = not error.lost and timeout_s is not None
             with self._lock:
-                self.aborted += len(prompts) if client_left else 0
-                if not client_left and not stop.is_set():
+                self.aborted += len(prompts) if client_closed else 0
+                if not client_closed and not stop.is_set():
                     self.errors.append(str(error))
             if error.lost:
-                stop.wait(1)  # the server may be ending: whoever watches it says so
+                stop.wait(1)  # the server may have ended, which run() reports
             return
         with self._lock:
             if not refusal:

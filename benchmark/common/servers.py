@@ -1,4 +1,4 @@
-"""Servers of real layer shapes for the benchmarks: stock and patched, with the same random weights."""
+"""Stock and patched benchmark servers with real layer sizes and the same random weights."""
 
 from __future__ import annotations
 
@@ -20,37 +20,42 @@ from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_reference import environment, model
 
 from common import forwards, plugins, processes, weights
-from common.weights import Served
+from common.weights import ServedModel
 
-#: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
 MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
-#: Neither CUDA graphs nor piecewise ones.
+"""Variables that switch NVLink multicast off. The engine overrides them with --enable-symm-mem. A benchmark's server
+keeps the machine's values."""
 EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
+"""Server arguments that switch all CUDA graphs off."""
 SERVERS = ("stock", "patched")
 QUESTIONS = 8
-"""Prompts that are asked one after the other, so that a server without noise repeats its answers."""
+"""Number of prompts that are sent one after the other, so that a server without noise repeats its answers."""
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
     "triton": ("--moe-runner-backend", "triton"),
-    # The engine finds the INT4 experts in config.json, and Marlin for them. The shared experts are not quantized: they
-    # cannot be routed ones.
+    # The engine reads INT4 experts from config.json and chooses Marlin for them. The shared experts are not quantized,
+    # so they cannot run as routed experts.
     "marlin": ("--disable-shared-experts-fusion",),
 }
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How servers are started.
+    """Model, arguments and environment of a benchmark's servers.
 
-    :param work: a folder for the model, logs and observations; must not exist.
-    :param tokens: the longest prompt, and the chunk size of the prefill.
-    :param workspace_mb: MiB that the reference kernel takes while it runs, as the vendor kernel does for its workspace.
-    :param observe: have the servers record their memory; costs time in every forward.
-    :param timed: have the servers write what each forward took and did (:mod:`common.forwards`); likewise.
+    :param served: model to serve.
+    :param work: folder for the model, logs and records. It must not exist.
+    :param tp: number of tensor-parallel ranks.
+    :param tokens: tokens of the longest prompt and of a prefill chunk.
+    :param arguments: further server arguments.
+    :param workspace_mb: MiB that the reference kernel allocates while it runs, as the vendor's kernel does.
+    :param observe: whether the servers record their memory. This costs time in every forward pass.
+    :param timed: whether the servers record each forward pass (:mod:`common.forwards`). This costs time, too.
+    :param variables: further environment variables.
     :param changes: ``SGLANG_MOE_PATCHES`` of a patched server.
     """
 
-    served: Served
+    served: ServedModel
     work: Path
     tp: int = 1
     tokens: int = 16384
@@ -61,80 +66,101 @@ class Setup:
     variables: tuple[tuple[str, str], ...] = ()
     changes: str = "all"
 
-    def command(self) -> list[str]:
+    def server_arguments(self) -> list[str]:
+        """Server arguments with the model, without host and port."""
         given = ["--model-path", str(self.work / "model"), *RUNNER_ARGUMENTS[self.served.runner]]
         given += ["--tp", str(self.tp), "--disable-radix-cache"]
         given += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
         given += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
         if has_gpu():
             given += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-            # Neither of them touches what is measured; both can use NVLink multicast.
+            # These two can use NVLink multicast. They do not change what is measured.
             given += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if "--max-total-tokens" not in given and "--mem-fraction-static" not in given:
-            # Some GB of KV cache on a GPU: the engine gives its size in hundredths of a GiB.
+            # A KV cache of some GB on a GPU, because the engine reports its size only in hundredths of a GiB.
             capacity = 1_000_000 if has_gpu() else self.tokens + 4096
             given += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
         return environment.server_arguments(given)
 
     def environment(self, name: str) -> dict[str, str]:
+        """Environment of a server.
+
+        :param name: name of the server. A stock server's name begins with ``stock``.
+        """
         own = processes.variables(self.work / "plugin", Path(__file__).parents[1])
         own |= environment.variables(own) | {
             SELECT_VARIABLE: "none" if name.startswith("stock") else self.changes,
             **dict(self.variables),
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
-            # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.
+            # Servers start at the same time on the same GPUs, so free memory changes during the check.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-            "TMPDIR": str(self.temporary(name)),
-            # Some models are routed by code that PyTorch compiles; it chooses kernels by their time, and those round
-            # otherwise. Servers that choose by themselves give different answers, stock ones as well.
+            # With symmetric memory, each server compiles an allocator in TMPDIR.
+            "TMPDIR": str(self.temporary_folder(name)),
+            # PyTorch compiles the router of some models. It chooses kernels by timing, and different kernels round
+            # differently. Servers share the compiled kernels, because else even two stock servers could differ.
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "compiled"),
         }
         if self.workspace_mb:
             own[environment.WORKSPACE_MB.name] = str(self.workspace_mb)
         if self.observe:
-            own[OBSERVE.name] = str(self.observed(name))
+            own[OBSERVE.name] = str(self.records_folder(name))
         if self.timed:
             own[forwards.VARIABLE] = str(self.forwards_file(name))
         return own
 
-    def observed(self, name: str) -> Path:
+    def records_folder(self, name: str) -> Path:
+        """Folder for the records of a server's processes."""
         return self.work / f"observed-{name}"
 
     def forwards_file(self, name: str) -> Path:
+        """File for the lines of :mod:`common.forwards`."""
         return self.work / f"{name}.jsonl"
 
-    def temporary(self, name: str) -> Path:
+    def temporary_folder(self, name: str) -> Path:
+        """Folder for a server's temporary files."""
         return self.work / f"tmp-{name}"
 
     def prepare(self) -> None:
+        """Write the model and the plugins, once for all servers."""
         weights.write_model(self.work / "model", self.served)
         plugins.write(self.work / "plugin", "benchmark_weights", "common.weights:register")
         if self.timed:
             plugins.write(self.work / "plugin", "benchmark_forwards", "common.forwards:register")
 
     def server(self, name: str) -> Server:
-        """``name`` starts with ``stock`` or ``patched``."""
-        self.observed(name).mkdir()
-        self.temporary(name).mkdir()
+        """Create a server without starting it.
+
+        :param name: name that begins with ``stock`` or ``patched``.
+        """
+        self.records_folder(name).mkdir()
+        self.temporary_folder(name).mkdir()
         log, progress = self.work / f"{name}.log", processes.print_progress(name, 10)
-        return Server(name, self.command(), self.environment(name), log, timeout=400, progress=progress)
+        return Server(name, self.server_arguments(), self.environment(name), log, timeout=400, progress=progress)
 
 
 def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Those that say what is served, and how long prompts and answers are."""
+    """Add options for the model and for the lengths of prompts and answers."""
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
     parser.add_argument("--shard", type=int, default=1, help="serve the sizes of one rank of so many (%(default)s)")
     parser.add_argument("--dense-layers", type=int, default=1, help="%(default)s")
     parser.add_argument("--moe-layers", type=int, default=3, help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of the longest prompt, prefilled in one forward")
-    parser.add_argument("--new-tokens", type=int, default=16, help="of each answer (%(default)s)")
-    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=16_384,
+        help="tokens of the longest prompt, which is prefilled in one forward pass (%(default)s)",
+    )
+    parser.add_argument("--new-tokens", type=int, default=16, help="tokens of each answer (%(default)s)")
+    parser.add_argument("server_arguments", nargs="*", help="further server arguments, after `--`")
     parser.set_defaults(**defaults)
 
 
 @contextmanager
 def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Server]]:
-    """All these servers at the same time, started one after another or ``at_once``; none is left when it ends."""
+    """Run several servers at the same time within the block, and end them all after it.
+
+    :param at_once: start all servers at the same time. Otherwise start them one after the other.
+    """
     with ExitStack() as stack:
         servers = {name: setup.server(name) for name, setup in setups.items()}
         with ThreadPoolExecutor(len(servers) if at_once else 1) as pool:
@@ -147,56 +173,76 @@ def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Se
 
 
 def prompt(tokens: int, seed: object) -> list[int]:
-    """Random token ids."""
+    """Draw a prompt of random token ids."""
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 
 
 def answer_all(server: Server, longest: int, new_tokens: int, *, logprobs: bool = False) -> list[dict[str, Any]]:
-    """Answers to random prompts of many lengths, the longest of so many tokens, as :func:`generate` gives them."""
+    """Ask a server for answers to ``QUESTIONS`` random prompts, one after the other.
+
+    :param longest: tokens of the longest prompt. The other prompts are shorter in equal steps.
+    :returns: answers of :func:`generate`.
+    """
     lengths = [max(1, longest * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
     return [generate(server, prompt(length, 0), new_tokens, logprobs=logprobs) for length in lengths]
 
 
 def digests(answers: Sequence[Mapping[str, Any]], part: str = "tokens") -> list[str]:
-    """A digest of each answer's ``tokens``, or of their ``logprobs``."""
+    """Digest of each answer's tokens.
+
+    :param part: ``tokens``, or ``logprobs`` for a digest of their log-probabilities.
+    """
     return [hashlib.sha256(str(answer[part]).encode()).hexdigest()[:16] for answer in answers]
 
 
 def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
-    """What :func:`digests` makes of :func:`answer_all`."""
+    """Digests of the tokens of all answers; see :func:`answer_all`."""
     return digests(answer_all(server, longest, new_tokens))
 
 
 def equal_answers(
     measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "answers", expected: str = "stock"
 ) -> str:
-    """How many of a server's answers equal those of the server ``expected``; "": one gave none, or both are one."""
-    own, stocks = (measured.get(each, {}).get(part, []) for each in (name, expected))
-    if name == expected or not own or not stocks:
+    """Count the answers of a server that equal the answers of the server ``expected``, as in "8 of 8".
+
+    :param measured: figures of the servers, by name.
+    :param part: key of the digests.
+    :returns: "" if one of the servers has no digests, or if both are the same server.
+    """
+    own, others = (measured.get(server, {}).get(part, []) for server in (name, expected))
+    if name == expected or not own or not others:
         return ""
-    return f"{sum(mine == stock for mine, stock in zip(own, stocks, strict=True))} of {len(stocks)}"
+    return f"{sum(answer == other for answer, other in zip(own, others, strict=True))} of {len(others)}"
 
 
 def first_tokens(answers: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Of each answer its first token, and that token's log-probability."""
+    """First token of each answer, with its log-probability."""
     return [(answer["tokens"][0], answer["logprobs"][0]) for answer in answers]
 
 
 def first_difference(measured: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    """How far a server's :func:`first_tokens` are from stock's; "": they are the same, or not known."""
-    own, stocks = (measured.get(each, {}).get("first", []) for each in (name, "stock"))
-    if name == "stock" or not own or not stocks:
+    """Describe how a server's :func:`first_tokens` differ from those of the stock server.
+
+    :returns: "" if they are equal or not known.
+    """
+    own, stock = (measured.get(server, {}).get("first", []) for server in (name, "stock"))
+    if name == "stock" or not own or not stock:
         return ""
-    same = [abs(mine[1] - stock[1]) for mine, stock in zip(own, stocks, strict=True) if mine[0] == stock[0]]
-    other = len(stocks) - len(same)
-    most = max(same, default=0.0)
-    return f"; of first tokens {most:.2g} apart at most, {other} are other tokens" if most or other else ""
+    pairs = zip(own, stock, strict=True)
+    differences = [abs(logprob - other) for (token, logprob), (stock_token, other) in pairs if token == stock_token]
+    other_tokens, largest = len(stock) - len(differences), max(differences, default=0.0)
+    if not (largest or other_tokens):
+        return ""
+    return f"; of first tokens {largest:.2g} apart at most, {other_tokens} are other tokens"
 
 
 def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True, **more: Any) -> dict[str, Any]:
-    """One greedy answer: its tokens, their log-probabilities if asked for, and the engine's own latency in seconds.
+    """Ask a server for one greedy answer.
 
-    :param more: of the request.
+    :param ids: token ids of the prompt.
+    :param logprobs: whether to ask for log-probabilities.
+    :param more: further fields of the request.
+    :returns: ``tokens``, ``logprobs``, and ``latency_s`` as measured by the engine.
     """
     import httpx
 
@@ -220,6 +266,6 @@ def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool 
     }
 
 
-def same(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
-    """Whether two answers are equal, token for token and log-probability for log-probability."""
+def is_same_answer(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
+    """Whether two answers have the same tokens and log-probabilities."""
     return bool(stock["tokens"] == patched["tokens"] and stock["logprobs"] == patched["logprobs"])

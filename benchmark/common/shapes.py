@@ -1,7 +1,6 @@
-"""Sizes of the models that figures are about: one table for all benchmarks.
+"""Layer sizes of the models in all benchmarks.
 
-The figures are those of each model's public ``config.json``, named by its Hugging Face repository; tests compare them
-with doctor's copies of these files.
+The sizes are those of each model's public ``config.json``. Tests compare them with ``doctor``'s copies of these files.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "
 
 
 def fuse(model: Model) -> Model:
-    """The same with its shared experts run as routed ones that every token chooses, as the engine can."""
+    """Turn the shared experts of a model into routed experts that every token chooses, as the engine can."""
     experts, top_k = model.experts + model.shared_experts, model.top_k + model.shared_experts
     return replace(model, experts=experts, top_k=top_k, shared_experts=0)
 
 
 def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Model:
-    """The model with its shared experts as routed ones, where the engine makes them so on a GPU.
+    """Model with the experts that the engine runs on a GPU. For some models it runs shared experts as routed experts.
 
-    :param fusion: false with ``--disable-shared-experts-fusion``.
+    :param fusion: ``False`` with ``--disable-shared-experts-fusion``.
     """
     fusible = model.family == "glm4-moe" or (model.family == "deepseek-v3" and model.experts == 256)
     return fuse(model) if fusion and fusible and runner == "triton" else model
 
 
 def every_change(model: Model, columns: int | None = None) -> Acting:
-    """What acts in a patched server of a family whose layers offer their dead input.
+    """Changes that act in a patched server of a model family whose layers offer their dead input.
 
-    :param columns: of a slice in which Triton or Marlin sums; ``None``: the tensor is whole.
+    :param columns: columns of a slice in the Triton or Marlin runner; ``None``: the tensor is not cut.
     """
     latent = model.q_lora_rank is not None
     return Acting(latent, latent and bool(model.shared_experts), True, columns)
@@ -51,16 +50,16 @@ MODELS = {
     "mixtral-8x7b": Model("mistralai/Mixtral-8x7B-v0.1", 32, 0, 4096, 8, 2, 14336, 0, 0, 32, 8, family=""),
 }
 
-#: A DeepSeek model small enough for the reference kernels on a CPU.
 TINY = Model("", 4, 1, 256, 8, 2, 256, 1, 512, 4, 4, (4, 2), 128)
+"""DeepSeek model that is small enough for the reference kernels on a CPU."""
 
-#: The same for the other families.
 TINY_MODELS = {
     "tiny": TINY,
     "tiny-qwen3-moe": Model("", 4, 0, 256, 8, 2, 256, 0, 0, 4, 2, family="qwen3-moe"),
     "tiny-glm4-moe": Model("", 4, 1, 256, 8, 2, 256, 1, 512, 4, 2, family="glm4-moe"),
     "tiny-minimax-m2": Model("", 4, 0, 256, 8, 2, 256, 0, 0, 4, 2, family="minimax-m2"),
 }
+"""A small model of each family."""
 
-#: The models whose NVFP4 checkpoints the TRT-LLM and CuteDSL figures are about.
 NVFP4_MODELS = ("kimi-k2.5", "deepseek-v3", "qwen3-235b")
+"""Models in the figures about NVFP4 with the TRT-LLM and CuteDSL runners."""

@@ -1,6 +1,6 @@
-"""Which tensors a server's allocator held when it held most, by PyTorch's record of it.
+"""Find out which functions of the engine had allocated the tensors at the peak of a server's memory.
 
-The engine writes that record itself: ``/start_profile`` with the activity ``MEM``, on CUDA.
+The engine writes PyTorch's record of all allocations itself: ``/start_profile`` with the activity ``MEM``, on CUDA.
 """
 
 from __future__ import annotations
@@ -15,43 +15,45 @@ from common.client import Client
 
 ENGINE = "/sglang/srt/"
 OUTERMOST = ("/managers/scheduler.py", "/managers/tp_worker.py", "/model_executor/model_runner.py")
-"""Whose frames stand below every allocation, and say nothing of it."""
+"""Files with functions that are in the stack of every allocation, and so tell nothing about it."""
 STOP_S = 300.0
-"""Seconds in which the engine writes the record."""
+"""Timeout for the engine to write the record."""
 Change = tuple[int, int, str]
-"""Address, bytes and function of an allocation; 0 bytes: it became free."""
+"""Address, bytes and function of an allocation. With 0 bytes, the allocation was freed."""
 
 
 @contextmanager
-def recorded(client: Client, folder: Path) -> Iterator[dict[str, int]]:
-    """What :func:`held_at_peak` says of the block; filled in at its end.
+def record_allocations(client: Client, folder: Path) -> Iterator[dict[str, int]]:
+    """Record the server's allocations within the block.
 
-    :raises RuntimeError: the engine has written nothing.
+    :param folder: new folder for the record.
+    :returns: a dictionary that receives the result of :func:`bytes_at_peak` after the block.
+    :raises RuntimeError: the engine did not write a record.
     """
-    held: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     folder.mkdir(parents=True)
     client.post("/start_profile", {"output_dir": str(folder), "activities": ["MEM"]})
     try:
-        yield held
+        yield sizes
     finally:
-        client.post("/stop_profile", {}, patience_s=STOP_S)
-    found = sorted(folder.glob("*memory*.pickle"))
-    if not found:
-        raise RuntimeError(f"the engine has written no record of its memory into {folder}")
-    with found[0].open("rb") as file:
-        held |= held_at_peak(pickle.load(file)["device_traces"])
+        client.post("/stop_profile", {}, timeout_s=STOP_S)
+    records = sorted(folder.glob("*memory*.pickle"))
+    if not records:
+        raise RuntimeError(f"the engine wrote no record of its memory into {folder}")
+    with records[0].open("rb") as file:
+        sizes |= bytes_at_peak(pickle.load(file)["device_traces"])
 
 
-def held_at_peak(traces: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, int]:
-    """Bytes that were allocated since the record's begin when these were most, by the engine's function.
+def bytes_at_peak(traces: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, int]:
+    """Bytes at the peak of the memory that was allocated since the record began, by the engine's function.
 
-    :param traces: of each GPU its events, in PyTorch's form; that of the GPU with the largest peak counts.
+    :param traces: events of each GPU, in PyTorch's format. The GPU with the largest peak counts.
     """
     best, most = dict[str, int](), 0
     for changes in (list(_changes(trace)) for trace in traces):
         peak, end = _peak(changes)
         if peak > most:
-            best, most = _held(changes[:end]), peak
+            best, most = _bytes_by_function(changes[:end]), peak
     return best
 
 
@@ -64,7 +66,10 @@ def _changes(trace: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
 
 
 def _peak(changes: list[Change]) -> tuple[int, int]:
-    """The most bytes, and how many changes had come by then."""
+    """Find the peak of the allocated bytes.
+
+    :returns: bytes at the peak, and the number of changes until then.
+    """
     sizes, total, most, end = dict[int, int](), 0, 0, 0
     for place, (address, size, _) in enumerate(changes, 1):
         total += size - sizes.pop(address, 0)
@@ -75,22 +80,23 @@ def _peak(changes: list[Change]) -> tuple[int, int]:
     return most, end
 
 
-def _held(changes: list[Change]) -> dict[str, int]:
+def _bytes_by_function(changes: list[Change]) -> dict[str, int]:
     sizes = dict[int, tuple[int, str]]()
     for address, size, function in changes:
         sizes.pop(address, None)
         if size:
             sizes[address] = size, function
-    held: dict[str, int] = {}
+    by_function: dict[str, int] = {}
     for size, function in sizes.values():
-        held[function] = held.get(function, 0) + size
-    return dict(sorted(held.items(), key=lambda each: -each[1]))
+        by_function[function] = by_function.get(function, 0) + size
+    return dict(sorted(by_function.items(), key=lambda item: -item[1]))
 
 
 def function_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The engine's innermost function in a stack, as ``sampler.py: forward, line 120``; "elsewhere": there is none.
+    """Name the engine's innermost function in a stack, as in ``sampler.py: forward, line 120``.
 
-    :param frames: the innermost first.
+    :param frames: frames of the stack, the innermost first.
+    :returns: "elsewhere" if no function of the engine is in the stack.
     """
     for frame in frames:
         file = str(frame["filename"])

@@ -1,8 +1,9 @@
-"""Times: of calls on the GPU, and of two versions of one thing against each other.
+"""Measure the time of calls on the GPU, and compare the times of several versions.
 
-A single pair of medians does not say whether two versions differ: clocks and neighbours drift. ``in_turn`` runs all
-versions one after another many times, every other round backwards; ``against_stock`` compares round by round. Give it
-the stock version twice, the second one as ``CONTROL``: what stock differs from itself is nobody's doing.
+Two medians alone do not show whether two versions differ, because clock rates and other processes change over time.
+:func:`run_in_turn` therefore runs all versions one after the other in many rounds, and every other round backwards.
+:func:`compare_with_stock` compares the times round by round. Add a second stock version with the name ``CONTROL``: any
+difference between the two stock versions is noise.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ Run = Callable[[], Any]
 Sample = TypeVar("Sample")
 
 STOCK = "stock"
-#: A second stock run: what differs between it and the first is not the patches' doing.
 CONTROL = "stock-again"
+"""Name of a second stock version. Any difference between it and the first stock version is noise."""
 
 
 class Ratio(TypedDict):
-    """Of paired rounds: stock's median and the other's, and stock over it (more is faster), with the pairs' spread."""
+    """Comparison of a version with stock, over the rounds that both ran.
+
+    ``stock`` and ``other`` are the medians of the times. ``ratio`` is the median of stock's time divided by the other
+    version's time: above 1, the other version is faster. ``lowest`` and ``highest`` are the extremes of this ratio.
+    """
 
     stock: float
     other: float
@@ -37,7 +42,10 @@ class Ratio(TypedDict):
 
 
 def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
-    """Median milliseconds of one call on the GPU, the calls queued one after another."""
+    """Median time of one call on the GPU, in milliseconds.
+
+    The calls are queued, so the host does not wait between them.
+    """
     for _ in range(warm_up):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -50,7 +58,7 @@ def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
 
 
 def idle_ms(run: Run) -> float:
-    """Milliseconds of one call that finds the GPU idle: the host's time to start its kernels counts."""
+    """Time of one call on an idle GPU, in milliseconds. It includes the host's time to launch the kernels."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -61,7 +69,10 @@ def idle_ms(run: Run) -> float:
 
 
 def queued_ms(run: Run, calls: int = 3) -> float:
-    """Milliseconds of one call among others, as in a forward of many layers: the host is ahead of the GPU."""
+    """Time of one of several queued calls, in milliseconds.
+
+    The host runs ahead, as in a forward pass of many layers.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
     start.record()
@@ -73,7 +84,7 @@ def queued_ms(run: Run, calls: int = 3) -> float:
 
 
 def peak_bytes(run: Run) -> int:
-    """Bytes that one call allocates at the most, beyond what was allocated before."""
+    """Peak of the memory that one call allocates, in bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -83,7 +94,7 @@ def peak_bytes(run: Run) -> int:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more."""
+    """Collect garbage, and return unused memory of the allocator to the driver."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -91,7 +102,7 @@ def free_memory() -> None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a device-to-device copy of 4 GiB."""
+    """Measure the bandwidth of a device-to-device copy of 4 GiB: bytes read and written per second."""
     source = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (median_ms(lambda: target.copy_(source), 20) / 1e3)
@@ -100,11 +111,13 @@ def copy_bandwidth() -> float:
 # --- Versions against each other --------------------------------------------------------------------------------------
 
 
-def in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: int = 1) -> dict[str, list[Sample]]:
-    """What each version's measurement says, round by round; every other round runs them backwards.
+def run_in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: int = 1) -> dict[str, list[Sample]]:
+    """Measure all versions in each round, one after the other. Every other round runs them backwards.
 
-    :param versions: by name, a function that measures once.
-    :param warm_up: rounds that do not count, ahead of the others.
+    :param versions: function that measures once, by the version's name.
+    :param rounds: number of rounds that count.
+    :param warm_up: number of earlier rounds that do not count.
+    :returns: measurements of each version, round by round.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in versions}
     for index in range(-warm_up, rounds):
@@ -115,13 +128,13 @@ def in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: 
     return samples
 
 
-def against_stock(samples: Mapping[str, list[float]]) -> dict[str, Ratio]:
-    """Each other version of ``in_turn`` against stock, round by round."""
-    return {name: paired(samples[STOCK], other) for name, other in samples.items() if name != STOCK}
+def compare_with_stock(samples: Mapping[str, list[float]]) -> dict[str, Ratio]:
+    """Compare each other version of :func:`run_in_turn` with stock."""
+    return {name: compare_rounds(samples[STOCK], other) for name, other in samples.items() if name != STOCK}
 
 
-def paired(stock: list[float], other: list[float]) -> Ratio:
-    """Times of the same rounds compared: the median of stock over the other, and how the pairs spread."""
+def compare_rounds(stock: list[float], other: list[float]) -> Ratio:
+    """Compare two versions' times of the same rounds."""
     pairs = sorted(a / b for a, b in zip(stock, other, strict=True))
     return {
         "stock": statistics.median(stock),

@@ -1,4 +1,4 @@
-"""The engine's Triton runner where there is no GPU: everything but its kernels is the engine's own."""
+"""Run the engine's Triton MoE runner without a GPU. Only its kernels are replaced."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def triton_runner(monkeypatch: Any) -> None:
-    """The engine's Triton runner on the CPU: its own sequence, with its GEMM and its CUDA functions in plain PyTorch.
+    """Let the engine's Triton runner run on the CPU. Its GEMM and its CUDA functions become plain PyTorch.
 
-    Sums are in float64, so that a slice of columns has the bits of the whole.
+    Sums are in float64, so that a slice of columns has the same bits as the whole tensor.
 
-    :param monkeypatch: pytest's ``MonkeyPatch``, which undoes it.
+    :param monkeypatch: pytest's ``MonkeyPatch``, which undoes the replacement.
     """
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
@@ -26,11 +26,11 @@ def triton_runner(monkeypatch: Any) -> None:
         rows = rows.repeat_interleave(top_k, 0) if top_k > 1 else rows[: topk_ids.numel()]
         into = output.view(-1, output.shape[-1])
         for expert in range(len(weights)):
-            mine = topk_ids.view(-1) == expert
-            product = rows[mine].double() @ weights[expert].double().T
+            chosen = topk_ids.view(-1) == expert
+            product = rows[chosen].double() @ weights[expert].double().T
             if weighted:
-                product *= topk_weights.view(-1, 1)[mine]
-            into[mine] = product.to(into.dtype)
+                product *= topk_weights.view(-1, 1)[chosen]
+            into[chosen] = product.to(into.dtype)
 
     def silu_and_mul(x: Any, out: Any, **how: Any) -> None:
         gate, up = x.double().chunk(2, dim=-1)
@@ -38,7 +38,7 @@ def triton_runner(monkeypatch: Any) -> None:
 
     def run(self: Any, layer: Any, dispatch_output: Any, *rest: Any) -> Any:
         weights = TritonMoeQuantInfo(w13_weight=layer.w13_weight, w2_weight=layer.w2_weight)
-        with monkeypatch.context() as patch:  # not before: changes look at what is there
+        with monkeypatch.context() as patch:  # only during the call, because changes check the original functions
             patch.setattr(fused_moe, "invoke_fused_moe_kernel", gemm)
             patch.setattr(fused_moe, "moe_sum_reduce", moe_sum.moe_sum_torch, raising=False)
             return self.runner.run(dispatch_output, weights)
@@ -49,7 +49,7 @@ def triton_runner(monkeypatch: Any) -> None:
     def fused_experts(
         hidden_states: Any, w1: Any, w2: Any, topk_output: Any, moe_runner_config: Any, **kwargs: Any
     ) -> Any:
-        """Without the operators in between, which are registered for GPUs."""
+        """Call the implementation directly, because the engine's operators are registered only for GPUs."""
         return fused_moe.fused_experts_impl(
             *(hidden_states, w1, w2, topk_output[0], topk_output[1]),
             inplace=moe_runner_config.inplace,
@@ -57,7 +57,7 @@ def triton_runner(monkeypatch: Any) -> None:
             filter_expert=False,
         )
 
-    # As many as this release unpacks: the second GEMM's configuration, flags for TMA, and the tiles.
+    # Return as many values as this release unpacks: the second GEMM's configuration, flags for TMA, and the tiles.
     unpacked = inspect.getsource(fused_moe.fused_experts_impl).split(") = _prepare_fused_moe_run(")[0].rsplit("(", 1)[1]
     names = [name.strip() for name in unpacked.split(",") if name.strip()]
     tiles = [False if "tma" in name else None for name in names[1:]]

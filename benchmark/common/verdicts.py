@@ -1,4 +1,4 @@
-"""How probably ``regress`` comes to which verdict: computed, not measured."""
+"""Compute how probable each verdict of ``regress`` is, for several true drops in accuracy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from sglang_moe_patches.lab.regress.compare import mcnemar
 from common import output
 
 ALPHA = 0.05
-LOST = (0, 1, 2, 3, 5, 10)
-"""Points of accuracy, in truth."""
+TRUE_DROPS = (0, 1, 2, 3, 5, 10)
+"""True drops in accuracy, in percentage points."""
 
 
-def worse(questions: int, losses: float, gains: float) -> float:
-    """The probability of *worse*, where those shares are truly lost and gained."""
+def worse_probability(questions: int, losses: float, gains: float) -> float:
+    """Probability of the verdict "worse".
+
+    :param losses: true share of losses.
+    :param gains: true share of gains.
+    """
     from scipy.stats import binom
 
     total = 0.0
@@ -31,16 +35,20 @@ def worse(questions: int, losses: float, gains: float) -> float:
 
 
 def tables() -> str:
-    """Verdicts in 100 runs, by what is truly lost; exit code 1 goes before 0."""
+    """Table of the verdicts in 100 runs, by the true drop.
+
+    A run that is both worse and within ``--max-drop`` is worse.
+    """
     churn = bound.CHURN / 2
     rows = []
     for drop in (3.0, 2.0):
         questions = bound.questions_for(drop / 100, ALPHA)
         assert questions is not None
-        for lost in LOST:
-            shares = (churn + lost / 100, churn)
-            shown, called = bound.pass_probability(questions, drop / 100, ALPHA, *shares), worse(questions, *shares)
-            rows.append((f"{drop:g}", f"{questions}", f"{lost}", f"{100 * shown:.0f}", f"{100 * called:.0f}"))
+        for true_drop in TRUE_DROPS:
+            shares = (churn + true_drop / 100, churn)
+            passes = bound.pass_probability(questions, drop / 100, ALPHA, *shares)
+            worse = worse_probability(questions, *shares)
+            rows.append((f"{drop:g}", f"{questions}", f"{true_drop}", f"{100 * passes:.0f}", f"{100 * worse:.0f}"))
     return "\n" + output.table(
         ("`--max-drop`", "questions", "points truly lost", "within `--max-drop`", "worse"), rows, left=0
     )

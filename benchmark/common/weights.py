@@ -1,10 +1,10 @@
-"""Random weights of a model's own widths, for servers that a benchmark starts: bfloat16; NVFP4, INT4 or FP8 experts.
+"""Random weights with a model's own layer sizes, for benchmark servers: bfloat16, with NVFP4, INT4 or FP8 experts.
 
-A checkpoint of a few layers of Kimi-K2.5 would be 10 GB a layer to write and read. So the folder holds the
-configuration and the tokenizer alone, and this module is also a plugin of the engine (``register``) that stands where
-the engine reads weight files: it yields each tensor of the checkpoint by its name, drawn on the device from a seed that
-is the name. The engine's own weight loaders, sharding and weight preparation do the rest. Every expert has its own
-weights; block scales and activation scales are such that nothing saturates.
+A checkpoint of Kimi-K2.5 has 10 GB per layer. Nobody wants to write and read that, so the model folder contains only
+the configuration and the tokenizer. This module is also an engine plugin (``register``) that replaces the function that
+reads weight files. It draws each tensor on the device, with the tensor's name as the seed. The engine's own weight
+loaders, sharding and weight preparation do the rest. Every expert has its own weights. Block scales and activation
+scales are chosen so that nothing saturates.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from sglang_moe_reference import families, model
 from common.shapes import MODELS, TINY_MODELS, Model
 
 VARIABLES_KEPT = "MOE_PATCHES_BENCHMARK_VARIABLES"
-#: The models that can be served so.
+"""Environment variable: JSON object with environment variables that the engine must not change."""
 SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
-#: The runners, and how the routed experts are quantized for them; None: not.
+"""Models that these servers can load."""
 RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "int4"}
-#: Inputs that share a scale of INT4 weights, as in Kimi-K2.5's checkpoint.
+"""Quantization of the routed experts for each MoE runner; ``None``: not quantized."""
 INT4_GROUP = 32
-#: Rows and columns of FP8 weights that share a scale, as in DeepSeek-V3's and Qwen3's checkpoints.
+"""Number of INT4 weights that share a scale, as in Kimi-K2.5's checkpoint."""
 FP8_BLOCK = 128
+"""Number of rows and of columns of FP8 weights that share a scale, as in the checkpoints of DeepSeek-V3 and Qwen3."""
 
 
 @dataclass(frozen=True)
-class Served:
-    """A few layers of a model: what decides the activations' sizes is its own, but for the vocabulary.
+class ServedModel:
+    """A few layers of a model. All sizes that decide the activations' sizes are its own, except for the vocabulary.
 
-    :param dense_layers: none where the model has none.
-    :param runner: one of ``RUNNERS``.
-    :param fp8: the routed experts are FP8 in blocks, where the runner has them unquantized.
+    :param dense_layers: number of dense layers. It becomes 0 for a model without dense layers.
+    :param moe_layers: number of MoE layers.
+    :param runner: MoE runner, one of ``RUNNERS``.
+    :param fp8: whether the routed experts are FP8 in blocks. Only for a runner without quantization of its own.
     """
 
     model: Model
@@ -51,13 +53,13 @@ class Served:
 
     def __post_init__(self) -> None:
         if self.fp8 and self.quantization != "fp8":
-            raise ValueError(f"{self.runner} has {self.quantization} experts, not FP8 ones")
+            raise ValueError(f"{self.runner} has {self.quantization} experts, so fp8 must be False")
         if not self.model.dense_layers:
             object.__setattr__(self, "dense_layers", 0)
 
     @property
     def quantization(self) -> str | None:
-        """Of the routed experts; the rest is bfloat16."""
+        """Quantization of the routed experts; ``None``: bfloat16. All other weights are bfloat16."""
         return RUNNERS[self.runner] or ("fp8" if self.fp8 else None)
 
     @property
@@ -65,8 +67,8 @@ class Served:
         return self.dense_layers + self.moe_layers
 
 
-def config(served: Served) -> dict[str, Any]:
-    """config.json of these layers."""
+def config(served: ServedModel) -> dict[str, Any]:
+    """Build the config.json of a served model."""
     whole = served.model
     spec = families.ModelSpec(
         family=whole.family,
@@ -97,7 +99,7 @@ def config(served: Served) -> dict[str, Any]:
 
 
 def int4_config() -> dict[str, Any]:
-    """The quantization of Kimi-K2.5's own checkpoint: the routed experts' weights alone, four bits, no zero points."""
+    """Quantization of Kimi-K2.5's own checkpoint: only the routed experts, with four bits and without zero points."""
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
     groups = {"group_0": {"weights": scheme | {"dynamic": False}, "targets": ["Linear"]}}
     kept = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
@@ -110,32 +112,37 @@ def int4_config() -> dict[str, Any]:
     }
 
 
-def write_folder(folder: Path, described: dict[str, Any]) -> Path:
-    """The folder that the servers are given: configuration and a tokenizer of few tokens.
+def write_folder(folder: Path, config_json: dict[str, Any]) -> Path:
+    """Write a model folder: the configuration, and a tokenizer with few tokens.
 
-    :param described: config.json.
+    :param config_json: content of config.json.
     """
     folder.mkdir(parents=True)
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.SPECIAL_TOKENS[model.EOS_ID]}
-    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "config.json").write_text(json.dumps(config_json))
     (folder / "tokenizer.json").write_text(model.tokenizer_json(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
 
 
-def write_model(folder: Path, served: Served) -> Path:
+def write_model(folder: Path, served: ServedModel) -> Path:
+    """Write the folder of a model without weights."""
     return write_folder(folder, config(served))
 
 
-def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Path:
-    """A folder with the weights in it, for what reads them from disk; another seed makes all of them others."""
+def write_checkpoint(folder: Path, served: ServedModel, seed: int, device: str) -> Path:
+    """Write the folder of a model with weights, for tests that read weights from disk.
+
+    :param seed: seed of all weights.
+    :param device: device on which the weights are drawn.
+    """
     from safetensors.torch import save_file
 
-    described = config(served)
-    described[model.MARKER]["seed"] = seed
-    write_folder(folder, described)
-    made = {name: tensor.cpu() for name, tensor in tensors(described, device)}
-    save_file(made, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    config_json = config(served)
+    config_json[model.MARKER]["seed"] = seed
+    write_folder(folder, config_json)
+    drawn = {name: tensor.cpu() for name, tensor in tensors(config_json, device)}
+    save_file(drawn, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 
@@ -143,34 +150,39 @@ def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Pa
 
 
 def named_generator(name: str, device: Any) -> Any:
-    """A ``torch.Generator`` on the device with a seed that is the name."""
+    """Make a ``torch.Generator`` on a device. The name is its seed."""
     import torch
 
     return torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
 
 def draw_int4(packed: Any, generator: Any) -> None:
-    """Draw INT4 weights, 8 in each int32, from -7 to 7.
+    """Draw INT4 weights from -7 to 7, 8 in each int32.
 
-    A mean of -0.5, as uniform ones from -8 to 7 have, would make the hidden states of all tokens alike within a few
-    layers, so that nearly every token went to the same experts.
+    Uniform weights from -8 to 7 would have a mean of -0.5. After a few layers, the hidden states of all tokens would be
+    alike, and nearly every token would go to the same experts.
     """
     import torch
 
     bits = torch.iinfo(packed.dtype)
     packed.random_(bits.min, bits.max, generator=generator)
-    # Of each 4-bit code the lowest bit says here whether it is not 0. The code 0, -8, becomes 8, which stands for 0.
+    # The lowest bit of each 4-bit code now says whether the code is not 0. Code 0 (weight -8) becomes code 8 (weight
+    # 0).
     any_bit = packed | packed >> 1 | packed >> 2 | packed >> 3
     packed |= (~any_bit & 0x11111111) << 3
 
 
 def int4_scale(inputs: int) -> float:
-    """The scale that gives :func:`draw_int4`'s weights of so many inputs a standard deviation of 1 / sqrt(inputs)."""
-    return 1 / math.sqrt(17.5 * inputs)  # from -7 to 7, 0 twice as often: a mean square of 17.5
+    """Scale with which :func:`draw_int4`'s weights have a standard deviation of 1 / sqrt(inputs)."""
+    return 1 / math.sqrt(17.5 * inputs)  # the mean square of -7 to 7 is 17.5, with 0 twice as probable
 
 
 def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the checkpoint that ``config.json`` describes, by name; of another seed, all of them others."""
+    """Draw every tensor of a model's checkpoint.
+
+    :param c: config.json of the model, with the seed.
+    :returns: (name, tensor) pairs.
+    """
     import torch
 
     spec = families.ModelSpec(**c[model.MARKER])
@@ -185,7 +197,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}.weight", codes
         scale = 64 + 384 * torch.rand(rows, columns // 16, device=device, generator=random_bits)
         yield f"{name}.weight_scale", scale.to(torch.float8_e4m3fn)
-        # Uniform codes have a root mean square of 2.93, these scales one of 279.
+        # The root mean square of uniform codes is 2.93, and that of these scales is 279.
         yield f"{name}.weight_scale_2", torch.tensor(1 / (2.93 * 279 * math.sqrt(columns)), device=device)
         down = name.endswith(families.FAMILIES[spec.family].projections[2])
         yield f"{name}.input_scale", torch.tensor((16 if down else 8) / (448 * 6), device=device)
@@ -214,7 +226,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, in servers that a benchmark starts."""
+    """Entry point of the plugin (``sglang.srt.plugins``), in servers that a benchmark starts."""
     import torch.distributed
     import wrapt
 
@@ -224,7 +236,7 @@ def register() -> None:
     @functools.wraps(start)
     def with_variables_kept(*args: Any, **kwargs: Any) -> Any:
         os.environ.update(kept)
-        print(f"benchmark: as on this machine: {kept}", flush=True)
+        print(f"benchmark: variables kept as on this machine: {kept}", flush=True)
         return start(*args, **kwargs)
 
     torch.distributed.init_process_group = with_variables_kept
@@ -239,12 +251,12 @@ def _replace_reader(loader: Any) -> None:
     def weights(self: Any, model_config: Any, model_: Any) -> Iterator[tuple[str, Any]]:
         import torch
 
-        described = json.loads((Path(model_config.model_path) / "config.json").read_text())
-        if model.MARKER not in described:  # a draft model on disk
+        config_json = json.loads((Path(model_config.model_path) / "config.json").read_text())
+        if model.MARKER not in config_json:  # a draft model on disk
             yield from read(self, model_config, model_)
             return
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         with device:
-            yield from tensors(described, device)
+            yield from tensors(config_json, device)
 
     loader.DefaultModelLoader._get_all_weights = weights

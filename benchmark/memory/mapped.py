@@ -145,7 +145,7 @@ def tables(result: output.Result) -> str:
     rows = []
     for key, (words, unit) in MEASURED.items():
         samples = {name: [each[key] for each in found] for name, found in figures["samples"].items()}
-        ratios = timing.against_stock(samples)
+        ratios = timing.compare_with_stock(samples)
         cells = [f"{next(iter(ratios.values()))['stock']:.3g}"]
         for name in names[1:]:
             one = ratios[name]
@@ -165,7 +165,7 @@ def main() -> None:
     kinds = {timing.STOCK: allocated, **{f"mapped-{each}-MiB": partial(mapped, each << 20) for each in options.pieces}}
     kinds[timing.CONTROL] = allocated
     versions = {name: partial(measure, make, size) for name, make in kinds.items()}
-    samples = timing.in_turn(versions, options.rounds)
+    samples = timing.run_in_turn(versions, options.rounds)
     figures = {"gigabytes": options.gigabytes, "rounds": options.rounds, "samples": samples}
     output.finish(options, output.result("mapped", figures), tables)
 

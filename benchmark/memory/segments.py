@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import dummy_weights, held, machine, output, plugins, processes, served, servers
+from common import allocator_trace, dummy_servers, dummy_weights, machine, output, plugins, processes, servers
 from common.client import Client, Unanswered
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
@@ -122,7 +122,7 @@ class Asking:
                 leaves = 0.05 + draw.random() if draw.random() < 0.1 else 900.0
                 try:
                     prompt = self.some(count, number, draw.random())
-                    error = self.client.generate([prompt], new, sampling={"temperature": 0.8}, patience_s=leaves)
+                    error = self.client.generate([prompt], new, sampling={"temperature": 0.8}, timeout_s=leaves)
                 except Unanswered:
                     counts[1] += 1
                     continue
@@ -153,12 +153,12 @@ def measure(asking: Asking, path: Path) -> dict[str, Any]:
     figures["decode_ms"] = [asking.decode(1, f"one {n}") for n in range(options.rounds)]
     figures["batch_ms"] = [asking.decode(BATCH, f"batch {n}") for n in range(options.rounds)]
     figures["mixed_per_s"] = [asking.mixed(seed) for seed in range(options.rounds // 2 + 1)]
-    before = len(held.read(path))
+    before = len(allocator_trace.read(path))
     figures["answered"], figures["left"] = asking.random(options.seconds)
-    during = held.read(path)[before:]
+    during = allocator_trace.read(path)[before:]
     asking.largest()
-    lines = held.read(path)
-    slack = held.slack(lines, during)
+    lines = allocator_trace.read(path)
+    slack = allocator_trace.compute_slack(lines, during)
     return figures | asdict(slack) | {"slack": slack.slack, "forwards": len(lines)}
 
 
@@ -168,10 +168,10 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     path = work / f"{name}.jsonl"
     own = processes.variables(work / "plugin", *dummy_weights.write_plugin(work / "weights"))
     own |= {} if has_gpu() else environment.variables(own)
-    own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
+    own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, allocator_trace.VARIABLE: str(path)}
     own |= VARIABLES.get(name, {})
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
-    arguments = environment.server_arguments(["--model-path", str(model), *served.server_arguments(options)])
+    arguments = environment.server_arguments(["--model-path", str(model), *dummy_servers.server_arguments(options)])
     log, progress = work / f"{name}.log", processes.print_progress(name, 20)
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
@@ -186,7 +186,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
 
 def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
     """Each group's servers one after the other; ``finished`` gets the figures so far after each."""
-    model = served.write_model(work / "model", options)
+    model = dummy_servers.write_model(work / "model", options)
     plugins.write(work / "plugin", "benchmark_held", "common.held:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     done: dict[str, dict[str, Any]] = {}
@@ -220,7 +220,7 @@ def tables(results: Sequence[output.Result]) -> str:
     for result in results:
         figures = result["figures"]
         for place, (name, one) in enumerate(figures["servers"].items()):
-            run = '"' if place else served.run_label(result)
+            run = '"' if place else dummy_servers.run_label(result)
             share = f" ({round(100 * one['slack'] / one['tensors'])} %)" if one["tensors"] else ""
             slack = f"{one['slack'] / MB:,.0f}{share}"
             sizes = (f"{one[what] / MB:,.0f}" for what in ("lowest_free", "grown"))
@@ -240,7 +240,7 @@ def tables(results: Sequence[output.Result]) -> str:
 def main() -> None:
     quick = {"chunk": 64, "context": 512, "requests": 4, "seconds": 3.0, "rounds": 1, "steps": 4, "mixed": 4}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "patched"]}, logs=True)
-    served.add_options(parser)
+    dummy_servers.add_options(parser)
     parser.add_argument("--seconds", type=float, default=60.0, help="of random lengths (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of each time")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a request")
@@ -252,7 +252,7 @@ def main() -> None:
     if not options.quick:
         machine.require_gpu("segments", "--quick runs without one")
     described_by = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "seconds", "rounds", "steps")
-    figures = served.described(options, described_by) | {"servers": {}}
+    figures = dummy_servers.describe_options(options, described_by) | {"servers": {}}
 
     def finished(measured: dict[str, Any]) -> None:
         figures["servers"] = measured

@@ -49,16 +49,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import (
+    dummy_models,
+    dummy_servers,
     dummy_weights,
     growth,
-    kinds,
     machine,
     neighbour,
     output,
     overfill,
     plugins,
     processes,
-    served,
     servers,
     snapshot,
     stand_ins,
@@ -181,9 +181,9 @@ def write_model(folder: Path, options: Any) -> Path:
     if folder.exists():
         return folder
     partial = folder.with_name(f"{folder.name}.partial")
-    served.write_model(partial, options)
+    dummy_servers.write_model(partial, options)
     config = json.loads((partial / "config.json").read_text())
-    images = {config[name]: word for name, word in kinds.IMAGE_TOKENS.items() if name in config}
+    images = {config[name]: word for name, word in dummy_models.IMAGE_TOKENS.items() if name in config}
     (partial / "tokenizer.json").write_text(tokenizer_json(config["vocab_size"], images))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1", "pad_token": "0"}
     (partial / "tokenizer_config.json").write_text(json.dumps(named))
@@ -192,7 +192,7 @@ def write_model(folder: Path, options: Any) -> Path:
 
 
 def server_arguments(options: Any, model: Path, name: str) -> list[str]:
-    given = [each for each in served.server_arguments(options) if each != "--skip-tokenizer-init"]
+    given = [each for each in dummy_servers.server_arguments(options) if each != "--skip-tokenizer-init"]
     given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
     if options.quick:
         given += ["--context-length", str(options.context)]
@@ -374,7 +374,7 @@ def penalized(
     if record is None:
         return overfill.penalized(server, info, vocabulary, requests)
     shutil.rmtree(record, ignore_errors=True)
-    with snapshot.recorded(Client(server.url), record) as held:
+    with snapshot.record_allocations(Client(server.url), record) as held:
         outcome = overfill.penalized(server, info, vocabulary, requests)
     return outcome | {"held": held}
 
@@ -509,7 +509,7 @@ def describe_run(result: output.Result) -> tuple[str, str, str, str]:
     images = f" and {figures['images']} images" if "images" in figures else ""
     at_once = f", at most {figures['requests']} requests at once" if figures["requests"] else ""
     return (
-        f"{served.run_label(result)}, chunk {figures['chunk']:,}{at_once}",
+        f"{dummy_servers.run_label(result)}, chunk {figures['chunk']:,}{at_once}",
         machine.gpu_model(conditions),
         f"{figures['prompts']} of {lengths} tokens in{images}, {figures['output']:,} out",
         conditions.get("date", ""),
@@ -628,7 +628,7 @@ def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     quick = {"chunk": 64, "context": 320, "requests": 4, "prompts": 6, "input": (20, 60), "output": 8}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "grown"]}, logs=True)
-    served.add_options(parser)
+    dummy_servers.add_options(parser)
     parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
     parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
     parser.add_argument("--output", type=int, default=768, help="new tokens of each")
@@ -665,7 +665,7 @@ def main() -> None:
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
         *("arguments", *(["images"] if options.images else []), *(["leave_free"] if options.leave_free else [])),
     )
-    figures = served.described(options, described_by)
+    figures = dummy_servers.describe_options(options, described_by)
     figures["servers"] = earlier(options.json, figures)
     failed = []
     with tempfile.TemporaryDirectory(prefix="serving-") as folder:

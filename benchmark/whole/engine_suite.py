@@ -7,7 +7,7 @@
 
 Of the folders of `test/registered` that say something of MoE layers, every file runs that needs one GPU and no
 download, twice, each time in a process of its own: with the engine as it is, and with every change acting wherever it
-can (`benchmark/common/everywhere.py`). The exit code is 1 if a test passes stock and does not pass patched.
+can (`benchmark/common/engine_test_file.py`). The exit code is 1 if a test passes stock and does not pass patched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, output, plugins, processes, stand_ins
-from common.everywhere import SIDES
+from common.engine_test_file import SIDES
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.servers.supervisor import Supervised
 
@@ -109,7 +109,7 @@ def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dic
     own = variables(*[work / "plugin"] * (side == "patched"))
     own |= {SELECT_VARIABLE: "all" if side == "patched" else "none"}
     path = (checkout / REGISTERED / file).resolve()
-    command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
+    command = [sys.executable, "-m", "common.engine_test_file", side, str(path), str(result)]
     begun = time.monotonic()
     with (work / f"{name}.log").open("wb") as log:
         process = Supervised(command, own, log, cwd=str(path.parent))
@@ -247,7 +247,7 @@ def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str
         "not_run": {file: reason for file, reason in files.items() if reason},
     }
     with output.work_folder(options) as work:
-        plugins.write(work / "plugin", "benchmark_everywhere", "common.everywhere:register")
+        plugins.write(work / "plugin", "benchmark_everywhere", "common.engine_test_file:register")
         with ThreadPoolExecutor(options.jobs) as pool:
             at_work = {
                 file: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]

@@ -55,7 +55,7 @@ UNTUNED = (
 
 
 def predict(
-    served: weights.Served,
+    served: weights.ServedModel,
     server: str,
     tokens: int,
     *,
@@ -84,7 +84,7 @@ def predict(
 
 
 def decided_width(
-    served: weights.Served, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
+    served: weights.ServedModel, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
 ) -> int:
     """Columns of a slice as moe-workspace decides today, with the tiles that Triton has where nobody tuned any."""
     max_bytes = None if moe_workspace_mb is None else moe_workspace_mb * 10**6
@@ -101,7 +101,7 @@ def decided_width(
     return slice_width(LayerShape(*sizes, weight_bytes=weight_bytes), gemm, max_bytes)
 
 
-def predict_both(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
+def predict_both(served: weights.ServedModel, options: argparse.Namespace) -> dict[str, Any]:
     """What stock and patched should need, as a result keeps it."""
     fusion = "--disable-shared-experts-fusion" not in options.server_arguments and has_gpu()
     sizes = {name: getattr(options, name) for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
@@ -112,7 +112,7 @@ def predict_both(served: weights.Served, options: argparse.Namespace) -> dict[st
     }
 
 
-def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, served: weights.ServedModel, work: Path) -> dict[str, Any]:
     predicted = predict_both(served, options)
     print("predicted, MB:", {name: in_mb(one["peak_forward_bytes"]) for name, one in predicted.items()}, flush=True)
     symmetric = ["--enable-symm-mem"] if options.symm_mem else []
@@ -136,17 +136,17 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = figures_of(events.collect(setup.observed(name)))
+                figures[name] = figures_of(events.collect(setup.records_folder(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
-        return [seed for seed in range(PROMPTS) if not servers.same(a[seed], b[seed])]
+        return [seed for seed in range(PROMPTS) if not servers.is_same_answer(a[seed], b[seed])]
 
     described_by = ("model", "shard", "tp", "tokens", "symm_mem", "workspace_mb", "moe_workspace_mb")
     return {name: getattr(options, name) for name in described_by} | {
         "served": asdict(served),
         "predicted": predicted,
-        "server_arguments": setup.command(),
+        "server_arguments": setup.server_arguments(),
         "prompts": PROMPTS,
         "differing": {name: differing(answers["stock"], answers[name]) for name in names},
         "unrepeatable": {name: differing(answers[name][:PROMPTS], answers[name][PROMPTS:]) for name in names},
@@ -245,7 +245,9 @@ def of_result(result: output.Result, server: str) -> prediction.Prediction:
     """
     figures = result["figures"]
     kept = figures["served"]
-    served = weights.Served(MODELS[figures["model"]].shard(figures["shard"]), runner=kept["runner"], fp8=kept["fp8"])
+    served = weights.ServedModel(
+        MODELS[figures["model"]].shard(figures["shard"]), runner=kept["runner"], fp8=kept["fp8"]
+    )
     sizes = {name: figures[name] for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
     return predict(served, server, **sizes, width=figures.get("slice_columns"))
 
@@ -277,7 +279,7 @@ def main() -> int:
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
     try:
         whole = weights.SERVABLE[options.model].shard(options.shard)
-        served = weights.Served(whole, options.dense_layers, options.moe_layers, options.runner, options.fp8)
+        served = weights.ServedModel(whole, options.dense_layers, options.moe_layers, options.runner, options.fp8)
         weights.config(served)
         whole.per_rank(Layout(tp=options.tp))
     except ValueError as error:

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import forwards, held, machine, output, plugins, processes, weights
+from common import allocator_trace, forwards, machine, output, plugins, processes, weights
 from common.client import Client, Unanswered
 from common.servers import EAGER, RUNNER_ARGUMENTS, digests, generate, prompt
 from common.shapes import MODELS, TINY
-from common.weights import Served
+from common.weights import ServedModel
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
@@ -252,7 +252,7 @@ class Driven:
             aborter = threading.Timer(draw.aborted_s, self.abort, [draw.rid])
             aborter.start()
         try:
-            answer = self._client.post("/generate", body, patience_s=draw.leaves_s or PATIENCE_S)
+            answer = self._client.post("/generate", body, timeout_s=draw.leaves_s or PATIENCE_S)
         except Unanswered as error:
             if error.lost or draw.leaves_s is None:
                 self.error(f"{error} to {draw}")
@@ -308,7 +308,7 @@ class Driven:
 
     def _post(self, path: str, body: Any) -> Any:
         self.server.check()
-        answer = self._client.post(path, body, patience_s=PATIENCE_S)
+        answer = self._client.post(path, body, timeout_s=PATIENCE_S)
         if answer.status_code != 200:
             raise RuntimeError(f"{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
@@ -316,7 +316,7 @@ class Driven:
     def read_forwards(self, began: float) -> None:
         """What its forwards held and did, as far as they are written."""
         record, (held_file, acted_file) = self.record, self.forward_files
-        if lines := held.read(held_file):
+        if lines := allocator_trace.read(held_file):
             add_up(record, lines, began)
         acted = [forward for forward in forwards.read(acted_file) if forward.tokens is not None]
         record.forwards = len(acted)
@@ -327,7 +327,7 @@ class Driven:
         record.errors = others + [f"log: {message} ({count} times)" for message, count in fatal.items()]
 
 
-def add_up(record: Record, lines: Sequence[held.Line], began: float) -> None:
+def add_up(record: Record, lines: Sequence[allocator_trace.Line], began: float) -> None:
     """A server's lines in two halves of the time since ``began``."""
     later = [line for line in lines if line.at >= began] or [lines[0]]
     middle = began + (later[-1].at - began) / 2
@@ -352,10 +352,10 @@ def outcome_of(status: int, text: str) -> str:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def served(options: Any) -> Served:
+def served(options: Any) -> ServedModel:
     if options.quick:
-        return Served(TINY)
-    return Served(MODELS[options.model], moe_layers=options.layers, runner="triton")
+        return ServedModel(TINY)
+    return ServedModel(MODELS[options.model], moe_layers=options.layers, runner="triton")
 
 
 def arguments(options: Any, model: Path) -> list[str]:
@@ -381,7 +381,7 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
         SELECT_VARIABLE: select,
         SEGMENTS.name: segments,
         MOE_WORKSPACE_MB.name: WORKSPACE_MB,
-        held.VARIABLE: str(forward_files[0]),
+        allocator_trace.VARIABLE: str(forward_files[0]),
         forwards.VARIABLE: str(forward_files[1]),
         forwards.UNTIMED: "1",
         # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.

@@ -61,7 +61,7 @@ def mixed_lengths(options: Any, seed: int) -> list[int]:
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
     whole = weights.SERVABLE[options.model].shard(options.shard)
-    served = weights.Served(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
+    served = weights.ServedModel(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
     arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
     if has_gpu():
         arguments += ["--mem-fraction-static", "0.9"]

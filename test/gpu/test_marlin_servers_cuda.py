@@ -111,7 +111,7 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     print(f"right of {ASKED}: {right}; answers that differ from the stock server's: {differ}")
     for name in ("stock", "stock-again"):
         assert acted[name], name
-        assert all(one.untouched for one in acted[name]), name
+        assert all(one.is_untouched for one in acted[name]), name
     moe_layers = SPEC.layers - SPEC.dense_layers
     captured = [one.slices for one in acted["patched"] if one.tokens is None]
     prefills = [one.slices for one in acted["patched"] if one.tokens and not one.decode]
@@ -121,6 +121,6 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     assert len(prefills) >= ASKED
     assert all(each == [2] * moe_layers for each in prefills)
     assert len(replays) > ASKED
-    assert all(one.untouched for one in replays)
+    assert all(one.is_untouched for one in replays)
     assert min(right.values()) >= AT_LEAST * ASKED
     assert differ["patched"] <= differ["stock-again"] + ASKED // 50

@@ -115,14 +115,14 @@ def run(folder: Path, **arguments: Any) -> list[dict[str, Any]]:
     """What each rank found, by variant."""
     import torch.multiprocessing as processes
     from common.shapes import MODELS
-    from common.weights import Served, write_model
+    from common.weights import ServedModel, write_model
 
     kimi = MODELS["kimi-k2.5"]
     if arguments["device"] == "cuda":
         kimi = replace(kimi.shard(4), experts=32)
     else:
         kimi = replace(kimi, hidden=256, heads=4, kv_heads=4, experts=8, moe_intermediate=256, intermediate=512)
-    write_model(folder / "model", Served(kimi, runner="triton"))
+    write_model(folder / "model", ServedModel(kimi, runner="triton"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -25,7 +25,7 @@ import mismatch  # noqa: E402
 from common import forwards, plugins  # noqa: E402
 from common.servers import EAGER, Setup, running  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
-from common.weights import Served  # noqa: E402
+from common.weights import ServedModel  # noqa: E402
 from mismatch import Asked  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
@@ -234,7 +234,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         arguments += ["--speculative-draft-model-path", str(write_draft(tmp_path / "draft"))]
         folder = plugins.write_module(tmp_path / "reader", "draft_reader", DRAFT)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    served = Served(MODELS[case.model].shard(SHARES[case.model]), moe_layers=layers(case), runner="triton")
+    served = ServedModel(MODELS[case.model].shard(SHARES[case.model]), moe_layers=layers(case), runner="triton")
     setups = {
         name: Setup(
             served, tmp_path / "servers", tokens=TOKENS, arguments=tuple(arguments), observe=False, variables=variables
@@ -261,7 +261,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         read = [(tmp_path / f"{name}-draft").read_text() for name in ("stock", "patched")]
         assert str((TOKENS, 2 * MODELS[QWEN].hidden)) in read[0]
         assert read[0] == read[1]
-    assert all(one.untouched for one in forwards.read(tmp_path / "stock"))
+    assert all(one.is_untouched for one in forwards.read(tmp_path / "stock"))
     captures_prompts = case.graphs and "disabling prefill CUDA graph" not in log  # some releases do not with MLA
     check_what_was_seen(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
 
@@ -282,7 +282,7 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_toke
         return
     replayed = [one for one in prefills if one.tokens <= captured_tokens]
     assert len(replayed) == (2 if captured_tokens else 0)
-    assert all(one.untouched for one in replayed)
+    assert all(one.is_untouched for one in replayed)
     # EAGLE-3's own layer has no experts.
     ran = [one for one in prefills if one not in replayed and (one.slices or not case.draft)]
     assert ran
@@ -298,7 +298,7 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_toke
     # A decode's output lies in the dead input where the shared experts run last; nothing else acts on it.
     assert decodes or case.draft
     if case.graphs:
-        assert all(one.untouched for one in decodes)
+        assert all(one.is_untouched for one in decodes)
         assert (sum(one.outputs for one in captured) > 0) == last
     elif not case.staged:
         assert {one.outputs for one in decodes} <= {dying if last else 0}

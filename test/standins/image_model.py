@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from architectures import CONFIGS
-from common import kinds
+from common import dummy_models
 from sglang_moe_reference import model
 
 
@@ -17,7 +17,7 @@ def write(folder: Path) -> Path:
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_str(model.tokenizer_json())
-    named = kinds.IMAGE_TOKENS
+    named = dummy_models.IMAGE_TOKENS
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in named.values()])
     own, vocabulary = CONFIGS["qwen3-vl-moe"], {"vocab_size": tokenizer.get_vocab_size()}
     # The engine adds what the vision model's layers 0, 1 and 2 computed in the same layers of the text model.
@@ -25,7 +25,7 @@ def write(folder: Path) -> Path:
     vision |= {"temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 64}
     tokens = {name: tokenizer.token_to_id(word) for name, word in named.items()}
     sizes = {"text_config": own["text_config"] | vocabulary, "vision_config": vision}
-    kinds.write(folder, own | vocabulary | tokens | sizes)
+    dummy_models.write(folder, own | vocabulary | tokens | sizes)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = dict(zip(("bos_token", "eos_token", "pad_token"), model.SPECIAL_TOKENS, strict=True))
     special |= {"tokenizer_class": "PreTrainedTokenizerFast"}

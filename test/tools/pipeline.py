@@ -23,7 +23,7 @@ import mismatch
 from common import forwards, plugins
 from common.servers import EAGER, Setup, running
 from common.shapes import MODELS, TINY
-from common.weights import Served
+from common.weights import ServedModel
 from mismatch import Asked
 from sglang_moe_patches.core.machine import has_gpu
 
@@ -32,11 +32,13 @@ SHARES = {"qwen3-235b": 4, "deepseek-v3": 8}
 IN_FLIGHT = 6
 
 
-def served(model: str) -> Served:
+def served(model: str) -> ServedModel:
     """Four layers, two for each stage; DeepSeek's first has no experts."""
     if not has_gpu():  # where Triton's runner is not patched, and the other one's outputs are
-        return Served(TINY, moe_layers=3, runner="flashinfer_trtllm_routed")
-    return Served(MODELS[model].shard(SHARES[model]), moe_layers=3 if model == "deepseek-v3" else 4, runner="triton")
+        return ServedModel(TINY, moe_layers=3, runner="flashinfer_trtllm_routed")
+    return ServedModel(
+        MODELS[model].shard(SHARES[model]), moe_layers=3 if model == "deepseek-v3" else 4, runner="triton"
+    )
 
 
 def setups(options: argparse.Namespace, work: Path) -> dict[str, Setup]:
@@ -85,7 +87,7 @@ def one_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]
                             f"stock and {name} differ in {differences[0]} ({len(differences)} in all); kept in {kept}"
                         )
                 found.append((bool(differing[CONTROL]), bool(differing[PATCHED])))
-            acted = not all(one.untouched for one in forwards.read(work / f"{PATCHED}.forwards"))
+            acted = not all(one.is_untouched for one in forwards.read(work / f"{PATCHED}.forwards"))
     if not acted:
         raise SystemExit("pipeline: the patched server did nothing in any forward, so nothing was compared")
     return found

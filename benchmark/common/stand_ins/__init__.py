@@ -1,4 +1,4 @@
-"""What the engine's client and its tests import, and only a download needs: for where it is not installed."""
+"""Stand-ins for packages that the engine's client and tests import, but only downloads need."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def folders() -> list[str]:
-    """For ``PYTHONPATH``: this folder, unless ``datasets`` is installed."""
+    """Folders to add to ``PYTHONPATH``: this folder, unless ``datasets`` is installed."""
     return [] if importlib.util.find_spec("datasets") else [str(Path(__file__).parent)]

@@ -1,4 +1,4 @@
-"""In the place of Hugging Face's: the engine imports it by name, and here nothing is downloaded."""
+"""Stand-in for Hugging Face's ``datasets``. The engine imports it, but no benchmark downloads anything."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from common import doctor_answers, kinds
+from common import doctor_answers, dummy_models
 from conftest import RELEASE
 from releases import ALL, ROOT
 from sglang_moe_patches.lab.predict import config, model_report
@@ -249,7 +249,7 @@ def compressed_keys(**text: Any) -> dict[str, Any]:
 
 
 def gpt_oss(layers: int) -> dict[str, Any]:
-    return kinds.config("gpt-oss-120b-mxfp4", 1, layers, 131_072)
+    return dummy_models.config("gpt-oss-120b-mxfp4", 1, layers, 131_072)
 
 
 # Servers of docs/benchmarks/serving.md, which were started with this release.

@@ -24,7 +24,7 @@ import image_model
 import psutil
 import pytest
 import unsized_servers
-from common import dummy_weights, kinds, plugins
+from common import dummy_models, dummy_weights, plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, ROUTED, Server, answers, answers_in_process, on_path, server, started
@@ -707,7 +707,7 @@ def asked_about_images(running: Server) -> list[Any]:
     shown = [image_model.picture(96, 128), image_model.picture(200, 64)]
     found = []
     for some in ([shown[0]], [shown[1]], shown):
-        body = {"text": kinds.IMAGE * len(some) + "What is this?", "image_data": some, "return_logprob": True}
+        body = {"text": dummy_models.IMAGE * len(some) + "What is this?", "image_data": some, "return_logprob": True}
         body["sampling_params"] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         answer = httpx.post(f"{running.url}/generate", json=body, timeout=PATIENCE).raise_for_status().json()
         found.append((answer["output_ids"], answer["meta_info"]["output_token_logprobs"]))

@@ -55,9 +55,9 @@ def test_versions_run_in_turn_and_every_other_round_backwards():
         return run
 
     stock, patched = [9.0, 4.0, 2.0, 6.0], [9.0, 2.0, 2.0, 2.0]
-    samples = timing.in_turn({"stock": version("stock", stock), "patched": version("patched", patched)}, 3)
+    samples = timing.run_in_turn({"stock": version("stock", stock), "patched": version("patched", patched)}, 3)
     assert order == ["patched", "stock", "stock", "patched", "patched", "stock", "stock", "patched"]
     assert samples == {"stock": stock[1:], "patched": patched[1:]}
-    assert timing.against_stock(samples) == {
+    assert timing.compare_with_stock(samples) == {
         "patched": {"stock": 4.0, "other": 2.0, "ratio": 2.0, "lowest": 1.0, "highest": 3.0, "pairs": 3}
     }

@@ -48,7 +48,7 @@ def test_every_data_parallel_rank_is_filled(info, ranks) -> None:
 def test_requests_with_penalties_are_asked_for_at_once_and_short(monkeypatch) -> None:
     asked = []
 
-    def generate(client, prompts, new_tokens, *, sampling=None, patience_s=0.0):
+    def generate(client, prompts, new_tokens, *, sampling=None, timeout_s=0.0):
         asked.append((len(prompts), {len(each) for each in prompts}, new_tokens, sampling))
         return ""
 
@@ -67,7 +67,7 @@ def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
 ) -> None:
     sizes = {"requests": requests, "cache_tokens": requests * share, "input_tokens": (context + 1) * share}
     c = Limits(captured=64, vocabulary=5000, chunk=4096, **sizes)
-    count, prompt, new = overfill.filling(c)
+    count, prompt, new = overfill.filling_requests(c)
     assert prompt + new <= c.input_tokens
     # The scheduler's admission: the newcomer wants all its new tokens, who is in counts with 70 % of them.
     running = 0
@@ -85,6 +85,6 @@ def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
 ) -> None:
     sizes = {"requests": requests, "cache_tokens": tokens, "input_tokens": 65_000}
     c = Limits(captured=64, vocabulary=5000, chunk=8192, **sizes)
-    count, prompt, _ = overfill.filling(c)
+    count, prompt, _ = overfill.filling_requests(c)
     assert (prompt == whole * 8192) if whole else (prompt < 8192)
     assert 0.9 * tokens < count * prompt < tokens

@@ -1,9 +1,9 @@
-"""benchmark/common/held.py: what is read from a server's lines."""
+"""benchmark/common/allocator_trace.py: what is read from a server's lines."""
 
 from __future__ import annotations
 
-from common import held
-from common.held import Line
+from common import allocator_trace
+from common.allocator_trace import Line
 
 
 def line(reserved: int, peak: int = 0, free: int = 100, allocated: int = 10) -> Line:
@@ -12,12 +12,12 @@ def line(reserved: int, peak: int = 0, free: int = 100, allocated: int = 10) -> 
 
 def test_what_forwards_took_is_beyond_what_was_there_when_the_first_began():
     lines = [line(20, peak=99, free=80), line(50, peak=25, free=50), line(45, peak=40, free=55)]
-    slack = held.slack(lines)
+    slack = allocator_trace.compute_slack(lines)
     assert (slack.tensors, slack.reserved, slack.lowest_free, slack.grown, slack.slack) == (30, 30, 50, 0, 0)
-    assert held.slack([*lines, line(70, peak=12)]).slack == 20
+    assert allocator_trace.compute_slack([*lines, line(70, peak=12)]).slack == 20
 
 
 def test_growth_is_the_second_half_of_the_long_run_against_the_first():
     run = [line(reserved) for reserved in (30, 50, 40, 50)]
-    assert held.slack([line(20)], run).grown == 0
-    assert held.slack([line(20)], [*run[:3], line(57)]).grown == 7
+    assert allocator_trace.compute_slack([line(20)], run).grown == 0
+    assert allocator_trace.compute_slack([line(20)], [*run[:3], line(57)]).grown == 7

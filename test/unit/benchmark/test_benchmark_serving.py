@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import served, servers, timing, weights
+from common import dummy_servers, servers, timing, weights
 from common.shapes import TINY, TINY_MODELS
 from safetensors.torch import load_file
 from sglang_moe_reference import model
 
-SERVED = weights.Served(TINY)
+SERVED = weights.ServedModel(TINY)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 @pytest.mark.parametrize("runner", ["flashinfer_trtllm_routed", "triton"])
 def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path, name, runner):
-    served = weights.Served(TINY_MODELS[name], runner=runner)
+    served = weights.ServedModel(TINY_MODELS[name], runner=runner)
     config = json.loads((weights.write_model(tmp_path / "model", served) / "config.json").read_text())
     family = TINY_MODELS[name].family
     spec = model.ModelSpec(family=family, layers=served.layers, moe_intermediate=TINY.moe_intermediate)
@@ -43,7 +43,7 @@ FORMATS: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("runner", FORMATS)
 def test_quantized_experts_are_as_the_engine_reads_them(runner):
-    config = weights.config(weights.Served(TINY, runner=runner, fp8=runner == "triton"))
+    config = weights.config(weights.ServedModel(TINY, runner=runner, fp8=runner == "triton"))
     made = dict(weights.tensors(config, torch.device("cpu")))
     expert = "model.layers.3.mlp.experts.7."
     found = {name.removeprefix(expert): (t.dtype, tuple(t.shape)) for name, t in made.items() if expert in name}
@@ -70,11 +70,11 @@ def test_int4_is_for_routed_experts_alone():
         assert any(re.match(name, path) for name in kept)
     assert not any(re.match(name, "model.layers.1.mlp.experts.0.gate_proj") for name in kept)
     with pytest.raises(ValueError, match="marlin has int4 experts"):
-        weights.Served(TINY, runner="marlin", fp8=True)
+        weights.ServedModel(TINY, runner="marlin", fp8=True)
 
 
 def test_every_expert_has_its_own_weights_each_process_the_same_and_each_seed_others(tmp_path):
-    served = weights.Served(TINY, moe_layers=1, runner="triton")
+    served = weights.ServedModel(TINY, moe_layers=1, runner="triton")
     first, second = (
         load_file(weights.write_checkpoint(tmp_path / str(seed), served, seed, "cpu") / "model.safetensors")
         for seed in range(2)
@@ -122,4 +122,4 @@ def test_servers_find_the_weights_as_a_plugin(tmp_path, monkeypatch):
 )
 def test_a_run_is_called_by_what_sets_its_kv_tokens_apart(shard, tp, arguments, label):
     figures = {"model": "qwen3-30b", "layers": 48, "shard": shard, "tp": tp, "arguments": arguments.split()}
-    assert label in served.run_label({"figures": figures, "conditions": {"engine": "0.5.17"}})
+    assert label in dummy_servers.run_label({"figures": figures, "conditions": {"engine": "0.5.17"}})

@@ -40,9 +40,9 @@ TRACE = [
 
 def test_what_was_held_at_the_largest_moment_is_told_by_the_engines_innermost_function():
     want = {"sampler.py: top_k, line 1": 80, "elsewhere": 15}
-    assert snapshot.held_at_peak([[alloc(7, 94)], TRACE, []]) == want
-    assert list(snapshot.held_at_peak([TRACE])) == list(want)  # the largest first
-    assert snapshot.held_at_peak([[]]) == {}
+    assert snapshot.bytes_at_peak([[alloc(7, 94)], TRACE, []]) == want
+    assert list(snapshot.bytes_at_peak([TRACE])) == list(want)  # the largest first
+    assert snapshot.bytes_at_peak([[]]) == {}
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -54,7 +54,7 @@ def test_the_engine_records_while_the_block_runs(writes, tmp_path):
         if path == "/stop_profile" and writes:
             (tmp_path / "record" / "1-TP-0-memory.pickle").write_bytes(pickle.dumps({"device_traces": [TRACE]}))
 
-    recorded = snapshot.recorded(SimpleNamespace(post=post), tmp_path / "record")
+    recorded = snapshot.record_allocations(SimpleNamespace(post=post), tmp_path / "record")
     if not writes:
         with pytest.raises(RuntimeError, match="has written no record"), recorded:
             pass

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from common.held import Line
+from common.allocator_trace import Line
 from whole import soak
 
 SHORT, LONG = "weights 0, 5 tokens", "weights 0, 700 tokens"

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import dummy_weights, kinds
-from common.client import IDLE_WITHIN_S, Unanswered
+from common import dummy_models, dummy_weights
+from common.client import IDLE_TIMEOUT_S, Unanswered
 from common.growth import Growth
 from memory import serving
 from tokenizers import Tokenizer
@@ -70,12 +70,12 @@ def test_a_load_of_which_something_is_missing_is_refused(monkeypatch, found, why
 
 
 def test_a_model_that_takes_images_is_divided_but_for_its_vision_model():
-    own = kinds.config("qwen3.5-397b-fp8", 8, 4, 2048)
+    own = dummy_models.config("qwen3.5-397b-fp8", 8, 4, 2048)
     text = own["text_config"]
     sizes = ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "moe_intermediate_size")
     assert [text[size] for size in sizes] == [4, 1, 8, 128]
     assert (text["num_hidden_layers"], text["max_position_embeddings"], text["num_experts"]) == (4, 2048, 512)
-    assert own["vision_config"] == kinds.config("qwen3.5-397b-fp8", 1, 60, 4096)["vision_config"]
+    assert own["vision_config"] == dummy_models.config("qwen3.5-397b-fp8", 1, 60, 4096)["vision_config"]
 
 
 def test_mxfp4_weights_are_drawn_before_they_are_processed_and_keep_the_size_of_activations():
@@ -279,9 +279,9 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
     monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
     asked, answers = [], iter([400, 200, 200])  # at first it has something to do for too long
 
-    def post(client, path, body, patience_s):
+    def post(client, path, body, timeout_s):
         asked.append(path)
-        assert patience_s > IDLE_WITHIN_S
+        assert timeout_s > IDLE_TIMEOUT_S
         return SimpleNamespace(status_code=next(answers), text="it has requests")
 
     def generate(*given, **how):

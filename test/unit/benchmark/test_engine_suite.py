@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common import everywhere
+from common import engine_test_file
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from whole.engine_suite import broken, differing, select, skip_reason
@@ -93,7 +93,7 @@ def test_what_differs_and_what_is_broken():
 def test_columns_are_as_narrow_as_tiles_and_scales_allow(hidden: int, gemm: TritonGemm, width: int):
     layer = LayerShape(1, 6, hidden, 1024)
     assert column_slices.slice_width(layer, gemm) == hidden
-    assert everywhere.narrowest_slice_width(layer, gemm) == width
+    assert engine_test_file.narrowest_slice_width(layer, gemm) == width
 
 
 TESTS = """
@@ -114,8 +114,8 @@ class TestIt(unittest.TestCase):
 def outcomes(path: Path) -> dict[str, Any]:
     """What is kept of a file of tests that ran in a process of its own."""
     result = path.with_suffix(".json")
-    command = [sys.executable, "-m", "common.everywhere", "stock", str(path), str(result)]
-    done = subprocess.run(command, cwd=Path(everywhere.__file__).parents[1], capture_output=True, text=True)
+    command = [sys.executable, "-m", "common.engine_test_file", "stock", str(path), str(result)]
+    done = subprocess.run(command, cwd=Path(engine_test_file.__file__).parents[1], capture_output=True, text=True)
     assert done.returncode, done.stderr
     return json.loads(result.read_text())
 

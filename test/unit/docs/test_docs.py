@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pages
 import pytest
-from common import same
+from common import equality
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -81,7 +81,7 @@ def test_the_readme_and_its_first_screen_are_short():
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_parts_of_pages_are_up_to_date(name: str):
     page = (pages.ROOT / name).read_text()
-    assert same.same(page, pages.render(page)), "run `make pages`"
+    assert equality.is_same_text(page, pages.render(page)), "run `make pages`"
 
 
 def found(*told: tuple[str, str]) -> dict[str, dict]:

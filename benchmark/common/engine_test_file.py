@@ -1,11 +1,10 @@
-"""One file of the engine's own tests in this process, with every change acting wherever it can, or with none.
+"""Run one file of the engine's own tests in this process: stock, or with every change acting wherever it can.
 
-    python -m common.everywhere stock|patched FILE RESULT.json
+    python -m common.engine_test_file stock|patched FILE RESULT.json
 
-Tests of single functions construct no model runner, at which a server applies the changes: here it is done before the
-test is imported. Columns are as narrow as the tiles allow whatever the size of a tensor; a threshold of one byte would
-still leave tensors whole that are not worth a slice. The same, as a plugin of the engine (``register``), in servers
-that a test starts.
+A server applies the changes when it constructs a model runner. Many tests construct none, so this module applies the
+changes before it imports the test. moe-workspace then cuts every tensor, however small, into slices as narrow as the
+tiles of the GEMM allow. As an engine plugin (``register``), this module does the same in servers that a test starts.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ SIDES = ("stock", "patched")
 
 
 def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *, is_free: bool = False) -> int:
-    """``column_slices.slice_width`` that bounds a slice by nothing but where one can start."""
+    """Stand in for ``column_slices.slice_width``: return the smallest width that the GEMM's alignment allows."""
     return int(min(layer.hidden, gemm.alignment_columns))
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, in the patched servers of a test."""
+    """Entry point of the plugin (``sglang.srt.plugins``), in the patched servers of a test."""
     from sglang_moe_patches.changes.moe_workspace import column_slices
 
     column_slices.slice_width = narrowest_slice_width
-    # No tensor is too small, and no layer too fast.
+    # Cut every tensor, however small it is and however much time slices cost.
     column_slices.MIN_TENSOR_BYTES, column_slices.MAX_SLOWDOWN_FRACTION = 1, math.inf
 
 
 def count_acts() -> Any:
-    """A tally of what changes do in this process from now on. What goes wrong with it must fail no test."""
+    """Count what the changes do in this process from now on. An error while counting fails no test."""
     from sglang_moe_patches.core.patch import Patcher
     from sglang_moe_patches.lab.observers.acted import Tally
     from sglang_moe_patches.registry import CHANGES
@@ -56,7 +55,7 @@ def count_acts() -> Any:
 
 
 class Outcomes:
-    """A plugin of pytest: what became of each test, and how many ``subTest`` there were."""
+    """Pytest plugin that records the outcome of each test and its number of ``subTest`` blocks."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
@@ -82,19 +81,19 @@ class Outcomes:
         test = self.tests.setdefault(name, {"outcome": "", "seconds": 0.0, "subtests": 0, "said": ""})
         test["seconds"] = round(test["seconds"] + report.duration, 2)
         if report.when == "call":
-            # Some releases of pytest report each of them, and others the test alone.
+            # Some releases of pytest report each subtest, and other releases only the test.
             test["subtests"] += self._subtests
             self._subtests = 0
         if report.failed or report.skipped or report.when == "call":
-            worse = ("failed", "skipped", "passed")
+            worst_first = ("failed", "skipped", "passed")
             outcomes = [outcome for outcome in (test["outcome"], report.outcome) if outcome]
-            test["outcome"] = min(outcomes, key=worse.index)
+            test["outcome"] = min(outcomes, key=worst_first.index)
         if not report.passed:
             test["said"] = test["said"] or one_line_error(report.longrepr)
 
 
 def one_line_error(report: Any) -> str:
-    """What pytest says of a failure, or why a test was skipped."""
+    """First line of a failure, or the reason why a test was skipped."""
     if isinstance(report, tuple):
         return str(report[2])[:300]
     if (crash := getattr(report, "reprcrash", None)) is not None:
@@ -104,10 +103,14 @@ def one_line_error(report: Any) -> str:
 
 
 def main(side: str, file: Path, result: Path) -> int:
-    """Run the tests; what became of them is in ``result`` even if the process ends later than that."""
+    """Run the tests of a file, and write their outcomes to ``result``.
+
+    :param side: ``stock`` or ``patched``.
+    :returns: pytest's exit code.
+    """
     import pytest
 
-    begun, outcomes, acts, statuses = time.monotonic(), Outcomes(), Counter[str](), {}
+    started, outcomes, acts, statuses = time.monotonic(), Outcomes(), Counter[str](), {}
     tally = None
     if side == "patched":
         from sglang_moe_patches import plugin
@@ -122,7 +125,7 @@ def main(side: str, file: Path, result: Path) -> int:
     for act in tally.acted.acts if tally is not None else ():
         acts[act.name] += act.times
     record = {"tests": outcomes.tests, "errors": outcomes.errors, "acted": acts, "changes": statuses}
-    record |= {"seconds": round(time.monotonic() - begun, 1), "exit_code": int(code)}
+    record |= {"seconds": round(time.monotonic() - started, 1), "exit_code": int(code)}
     result.write_text(json.dumps(record))
     return int(code)
 

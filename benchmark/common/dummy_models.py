@@ -1,14 +1,17 @@
-"""Models for servers with ``--load-format dummy``: sliding windows, Mamba states, a layer that drafts, images.
+"""Configurations of models for servers with ``--load-format dummy``. Nothing is downloaded.
 
-``kinds.json`` has of their public ``config.json`` what decides sizes; *common* is of all. Nothing is downloaded.
+``dummy_models.json`` has the fields of each model's public ``config.json`` that decide sizes. Its entry *common*
+belongs to all models.
 
-- ``gpt-oss-120b``: openai/gpt-oss-120b; its experts are MXFP4 there, bfloat16 here. Every other layer has a window.
-- ``gpt-oss-120b-mxfp4``: with MXFP4 experts, by ``triton_kernels``, the engine's default on Hopper.
-- ``qwen3-next-80b``: Qwen/Qwen3-Next-80B-A3B-Instruct; three layers with a state for each request, one with a KV cache.
-- ``deepseek-r1``: deepseek-ai/DeepSeek-R1-0528, in FP8, with the layer that drafts.
-- ``qwen3-vl-30b``: Qwen/Qwen3-VL-30B-A3B-Instruct, as `doctor --model` knows it, with its vision model.
+- ``gpt-oss-120b``: openai/gpt-oss-120b with bfloat16 experts instead of MXFP4. Every other layer has a sliding window.
+- ``gpt-oss-120b-mxfp4``: the same with MXFP4 experts and ``triton_kernels``, the engine's default on Hopper.
+- ``qwen3-next-80b``: Qwen/Qwen3-Next-80B-A3B-Instruct. Of four layers, three have a Mamba state for each request, and
+  one has a KV cache.
+- ``deepseek-r1``: deepseek-ai/DeepSeek-R1-0528 in FP8, with its draft layer.
+- ``kimi-k2.5-int4``: language model of moonshotai/Kimi-K2.5 in INT4, as in its own checkpoint.
+- ``qwen3-vl-30b``: Qwen/Qwen3-VL-30B-A3B-Instruct from the configurations of `doctor --model`, with its vision model.
 - ``qwen3-235b-fp8``: Qwen/Qwen3-235B-A22B-Instruct-2507-FP8.
-- ``qwen3.5-397b-fp8``: Qwen/Qwen3.5-397B-A17B-FP8, likewise; states as in Qwen3-Next.
+- ``qwen3.5-397b-fp8``: Qwen/Qwen3.5-397B-A17B-FP8 with its vision model. It has Mamba states as Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -36,8 +39,7 @@ CONFIGS["gpt-oss-120b-mxfp4"] = CONFIGS["gpt-oss-120b"] | {
     }
 }
 RUNNERS = {"gpt-oss-120b-mxfp4": "triton_kernel"}
-"""``--moe-runner-backend`` of a model whose experts Triton's own runner does not run."""
-# moonshotai/Kimi-K2.5's language model, in INT4 as in its own checkpoint.
+"""``--moe-runner-backend`` of each model for which it is not ``triton``."""
 CONFIGS["kimi-k2.5-int4"] = (
     CONFIGS["deepseek-r1"]
     | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
@@ -48,17 +50,18 @@ IMAGE_TOKENS = {
     **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
     **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
 }
-"""Of the models that take images, by their names in ``config.json``."""
+"""Special tokens of models that take images, by their names in ``config.json``."""
 
 
 def _with_images(source: str, first_token: int) -> dict[str, Any]:
-    """config.json of a model that takes images, with what `doctor --model` does not need of it.
+    """Build the config.json of a model that takes images. ``doctor``'s copy lacks some fields that a server needs.
 
-    :param first_token: where an image begins. It ends with the next token; those of image and video are two and three
-        further, in every vocabulary here.
+    :param source: Hugging Face name of the model.
+    :param first_token: id of the token that begins an image. In every vocabulary here, the token that ends an image has
+        the next id, and the tokens for image and video follow two and three ids later.
     """
     own = load_model(source)[0]
-    # Published where a model has no such layers; left out, the engine's own default would give it Qwen3-VL's.
+    # Without this field, the engine's default would add Qwen3-VL's deepstack layers.
     own["vision_config"].setdefault("deepstack_visual_indexes", [])
     tokens = dict(zip(IMAGE_TOKENS, (first_token + place for place in (0, 1, 3, 4)), strict=True))
     return own | _TOKENS | tokens | {"vocab_size": own["text_config"]["vocab_size"]}
@@ -70,25 +73,31 @@ CONFIGS["qwen3-235b-fp8"] = (
 )
 CONFIGS["qwen3.5-397b-fp8"] = _with_images("Qwen/Qwen3.5-397B-A17B-FP8", 248_053)
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""In a prompt, the place of an image."""
+"""Text that stands for an image in a prompt."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}"
 )
-"""By it the engine asks about an image before it says that such a server is ready, and its client writes prompts."""
+"""Chat template. The engine needs it for its warm-up request with an image, and its client for prompts."""
 SHARED = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-"""Sizes that tensor-parallel ranks share out."""
+"""Sizes in config.json that are divided among tensor-parallel ranks."""
 
 
 def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
-    """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
+    """Build the config.json of a model with fewer layers, at the sizes of one tensor-parallel rank.
+
+    :param name: key of ``CONFIGS``.
+    :param shard: number of tensor-parallel ranks among which the sizes are divided.
+    :param layers: number of layers.
+    :param context: maximum length of a request, in tokens.
+    """
     own = deepcopy(CONFIGS[name])
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": context}
-    if (text := own.get("text_config")) is not None:  # the vision model is not divided
+    if (text := own.get("text_config")) is not None:  # the vision model keeps its sizes
         text |= {size: max(1, text[size] // shard) for size in SHARED if size in text} | sizes
         return own
     own |= {size: max(1, own[size] // shard) for size in SHARED if size in own}
@@ -103,7 +112,10 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
 
 
 def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the engine reads to take images, beside ``config.json``."""
+    """Content of the processor files that the engine reads for images, by file name.
+
+    :param vision: ``vision_config`` of the model.
+    """
     size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}  # pixels, as published
     common = {"patch_size": vision["patch_size"], "temporal_patch_size": 2, "merge_size": 2, "size": size}
     common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
@@ -114,7 +126,7 @@ def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path, config_json: dict[str, Any]) -> Path:
-    """Write the folder that a server is given, with what one that takes images needs besides."""
+    """Write the model folder for a server, with processor files and chat template if the model takes images."""
     weights.write_folder(folder, config_json)
     if vision := config_json.get("vision_config"):
         for name, content in processor_files(vision).items():

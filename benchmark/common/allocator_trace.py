@@ -1,0 +1,129 @@
+"""Engine plugin that records the memory of PyTorch's allocator after each forward pass of a server.
+
+The plugin (``register``) appends a line per forward pass to the file that ``VARIABLE`` names. It does not synchronize
+with the device: PyTorch's counters live on the host, and free memory comes from the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "MOE_PATCHES_BENCHMARK_HELD"
+"""Environment variable: path of the file for the lines."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Memory around one forward pass, in bytes.
+
+    :param at: time after the host had started the forward pass, in seconds since the epoch.
+    :param allocated: allocated memory before the forward pass.
+    :param peak: peak of the allocated memory since the previous line, with this forward pass.
+    :param reserved: memory reserved by the allocator after the forward pass.
+    :param free: free memory of the GPU after the forward pass.
+    """
+
+    at: float
+    allocated: int
+    peak: int
+    reserved: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Slack:
+    """Memory that all forward passes needed, beside the memory in use when the first one began, in bytes.
+
+    :param tensors: growth of the allocated memory, at its peak.
+    :param reserved: growth of the memory that the allocator reserved.
+    :param lowest_free: lowest free memory of the GPU.
+    :param grown: growth of the largest reserved memory from the first to the second half of the long run.
+    """
+
+    tensors: int
+    reserved: int
+    lowest_free: int
+    grown: int
+
+    @property
+    def slack(self) -> int:
+        """Reserved memory that no tensor used."""
+        return self.reserved - self.tensors
+
+
+def compute_slack(lines: Sequence[Line], long_run: Sequence[Line] = ()) -> Slack:
+    """Compute the needed memory from the lines.
+
+    :param long_run: lines of the long run, whose halves are compared.
+    """
+    first, later = lines[0], lines[1:] or lines
+    half = len(long_run) // 2
+    grown = max((line.reserved for line in long_run[half:]), default=0) - max(
+        (line.reserved for line in long_run[:half]), default=0
+    )
+    return Slack(
+        # The peak of the first line includes the server's start, so it is left out.
+        tensors=max(line.peak for line in later) - first.allocated,
+        reserved=max(line.reserved for line in lines) - first.reserved,
+        lowest_free=min(line.free for line in lines),
+        grown=max(grown, 0) if half else 0,
+    )
+
+
+def read(path: Path) -> list[Line]:
+    """Read the lines that were written so far."""
+    return [Line(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# --- In the servers --------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Entry point of the plugin (``sglang.srt.plugins``)."""
+    import wrapt
+
+    wrapt.register_post_import_hook(_record_forwards, "sglang.srt.model_executor.model_runner")
+
+
+def _record_forwards(module: Any) -> None:
+    import torch
+
+    path = Path(os.environ[VARIABLE])
+    original = module.ModelRunner.forward
+    file: Any = None
+
+    def read_counters() -> dict[str, int]:
+        """Read the allocator's counters. Empty without CUDA."""
+        return dict(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else {}
+
+    @functools.wraps(original)
+    def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal file
+        # All ranks have the same file, so only rank 0 writes.
+        if (
+            torch.distributed.get_rank()
+            or getattr(self, "is_draft_worker", False)
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        ):
+            return original(self, batch, *args, **kwargs)
+        allocated = read_counters().get("allocated_bytes.all.current", 0)
+        if file is None:
+            file = path.open("a", buffering=1)
+        result = original(self, batch, *args, **kwargs)
+        counters = read_counters()
+        free = torch.cuda.mem_get_info()[0] if counters else 0
+        peak, reserved = counters.get("allocated_bytes.all.peak", 0), counters.get("reserved_bytes.all.current", 0)
+        line = Line(time.time(), allocated, peak, reserved, free)
+        file.write(json.dumps(asdict(line)) + "\n")
+        if counters:
+            torch.cuda.reset_peak_memory_stats()
+        return result
+
+    module.ModelRunner.forward = forward

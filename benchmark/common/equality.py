@@ -1,0 +1,104 @@
+"""Compare a generated text with the same text from another machine, whose arithmetic may differ in the last bit.
+
+The text without its numbers must be equal. The numbers are compared one by one:
+
+- A number with many decimals, such as a plot's coordinate, may differ by :data:`TOLERANCE`.
+- A rounded number must be equal, with one exception. A value between two roundings may be rounded up on one machine and
+  down on another. So if two numbers differ by one in their last digit, the text is generated again from inputs that
+  differ by :data:`NUDGE` (:func:`nudge_floats`). A number that appears in one of these texts counts as equal.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-5
+"""Relative and absolute tolerance for a number that was not rounded. The absolute one is in points of a plot."""
+UNROUNDED = 5
+"""Numbers with at least this many decimals were not rounded. Matplotlib writes six, without zeros at the end."""
+NUDGE = 1e-8
+"""Relative change of an input: more than the error of the arithmetic, and less than one unit of any printed digit."""
+TRIES = 32
+"""Number of times that each input is changed at random, beside "all up" and "all down". With 32 tries, a figure of two
+inputs, such as a ratio, is missed once in 10^4 times."""
+
+# A number includes its sign and thousands separators, because -0.0 and 0.0, or 999.9 and 1,000.0, can be roundings of
+# one value. A version such as 1.2.3 is not a decimal number. Its parts are compared one by one.
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+(?!\.?\d))?|\d+")
+# Matplotlib names clip paths and markers by a hash of their coordinates.
+HASHED_NAME = re.compile(r"(?<=[\"#])[a-z][0-9a-f]{10}(?=[\")])")
+
+
+def extract_numbers(text: str) -> tuple[str, list[str]]:
+    """Split a text into the text without its numbers and its numbers. Hashed names are renamed in their order."""
+    names: dict[str, str] = {}
+    text = HASHED_NAME.sub(lambda name: names.setdefault(name[0], f"hashed-{'i' * (len(names) + 1)}"), text)
+    return NUMBER.sub("#", text), NUMBER.findall(text)
+
+
+def is_same_text(before: str, now: str, remake: Callable[[], Iterator[str]] = lambda: iter(())) -> bool:
+    """Whether two generated texts are equal but for the arithmetic of their machines.
+
+    :param before: text that was generated on any machine.
+    :param now: text that this machine generates.
+    :param remake: generates the text from nudged inputs. It is called only if rounded numbers differ.
+    """
+    (text, numbers), (text_now, numbers_now) = extract_numbers(before), extract_numbers(now)
+    if text != text_now:
+        return False
+    different = [i for i, pair in enumerate(zip(numbers, numbers_now, strict=True)) if not _is_close(*pair)]
+    if not all(_are_neighbours(numbers[i], numbers_now[i]) for i in different):
+        return False
+    remade_texts = remake() if different else iter(())
+    while different and (remade := next(remade_texts, None)) is not None:
+        remade_text, remade_numbers = extract_numbers(remade)
+        if remade_text == text:
+            different = [i for i in different if remade_numbers[i] != numbers[i]]
+    return not different
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
+
+
+def _decimals(number: str) -> int:
+    return len(number.partition(".")[2])
+
+
+def _is_close(before: str, now: str) -> bool:
+    if max(_decimals(before), _decimals(now)) >= UNROUNDED:
+        return math.isclose(_value(before), _value(now), rel_tol=TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+    are_zeros = not _value(before) and not _value(now) and _decimals(before) == _decimals(now)
+    return before == now or are_zeros  # 0.0 equals -0.0
+
+
+def _are_neighbours(before: str, now: str) -> bool:
+    """Whether two numbers could be roundings of one value: they differ by at most one in their last digit."""
+    decimals = _decimals(before)
+    return decimals == _decimals(now) and abs(_value(before) - _value(now)) <= Decimal(10) ** -decimals
+
+
+def nudges() -> Iterator[Callable[[Any], Any]]:
+    """Functions that nudge a result: all numbers up, all numbers down, and each number at random from a fixed seed."""
+    for factor in (1 + NUDGE, 1 - NUDGE):
+        yield lambda result, factor=factor: nudge_floats(result, lambda: factor)
+    for seed in range(TRIES):
+        chance = random.Random(seed)
+        yield lambda result, chance=chance: nudge_floats(result, lambda: chance.choice((1 - NUDGE, 1 + NUDGE)))
+
+
+def nudge_floats(result: Any, factor: Callable[[], float]) -> Any:
+    """Multiply every float in a JSON value.
+
+    :param factor: called for each float.
+    """
+    if isinstance(result, dict):
+        return {key: nudge_floats(value, factor) for key, value in result.items()}
+    if isinstance(result, list):
+        return [nudge_floats(value, factor) for value in result]
+    return result * factor() if isinstance(result, float) else result
