@@ -187,7 +187,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
 def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
     """Each group's servers one after the other; ``finished`` gets the figures so far after each."""
     model = dummy_servers.write_model(work / "model", options)
-    plugins.write(work / "plugin", "benchmark_held", "common.held:register")
+    plugins.write(work / "plugin", "benchmark_allocator", "common.allocator_trace:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     done: dict[str, dict[str, Any]] = {}
     lock = threading.Lock()

@@ -407,7 +407,7 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
         ]
         models = [future.result() for future in writing]
     print(f"two checkpoints written after {time.monotonic() - begun:.0f} s", flush=True)
-    plugins.write(work / "plugins", "benchmark_held", "common.held:register")
+    plugins.write(work / "plugins", "benchmark_allocator", "common.allocator_trace:register")
     plugins.write(work / "plugins", "benchmark_forwards", "common.forwards:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     lock = threading.Lock()
