@@ -1,4 +1,5 @@
-"""What the allocator keeps beyond the tensors, with activation-segments and without, on real servers.
+"""Measure how much memory PyTorch's allocator reserves but no tensor uses (slack), with and without
+activation-segments.
 
     python benchmark memory/segments --json segments.json --gpus "0;1"  # Kimi-K2.5's widths, 14 layers
     python benchmark memory/segments --model qwen3-30b --shard 1 --layers 48 --context 40960 --json segments-qwen.json
@@ -7,12 +8,18 @@
     python benchmark memory/segments -- --disable-cuda-graph --disable-piecewise-cuda-graph  # everything eager
     python benchmark memory/segments --quick  # a tiny model, CPU: does it run?
 
-Four servers, one after the other on each group of GPUs, at the engine's own fraction and with its default graphs,
-random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server,
-and `variable` a stock one with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True from its start. Each is asked the same:
-eight questions alone, at its start and at its end, a first prompt of a chunk, rising prompts, chunks behind chunks, the
-largest decode, prompts of a chunk again, steps of one request and of 32, 64 mixed requests, and then random lengths for
---seconds. What the forwards took is read from the allocator and from the driver at each of them, on the first rank.
+Servers have random weights, the engine's own memory fraction and its default CUDA graphs. Each group of GPUs runs its
+servers one after the other:
+
+- `stock`, `stock-segments`: no change; only activation-segments
+- `patched-off`, `patched`: all changes but activation-segments; all changes
+- `stock-again`: a second stock server
+- `variable`: a stock server with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True from its start
+
+Every server answers the same requests: eight questions one after the other, at its start and at its end; a prompt of
+one chunk; prompts of growing length; a long prompt in several chunks; the largest decode; again prompts of one chunk;
+decode steps of one request and of 32 requests; 64 mixed requests at once; and prompts of random lengths for --seconds.
+Rank 0 records the allocator's memory and the GPU's free memory in each forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +45,6 @@ from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
 from sglang_moe_reference import environment
 
 MB = 1e6
-#: SGLANG_MOE_PATCHES, and whether segments are on.
 SERVERS = {
     "stock": ("none", ""),
     "stock-segments": ("activation-segments", "on"),
@@ -47,70 +53,86 @@ SERVERS = {
     "stock-again": ("none", ""),
     "variable": ("none", ""),
 }
-#: More variables of a server.
+"""(``SGLANG_MOE_PATCHES``, variable of activation-segments) of each server."""
 VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+"""Further environment variables of a server."""
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
 MIXED = 64
+"""Default number of mixed requests."""
 CLIENTS = 16
+"""Number of clients that send prompts of random lengths."""
 BATCH = 32
+"""Requests of the larger decode batch."""
 SHORT = 48
+"""Tokens of a prompt whose decode steps are timed."""
 ANSWER_TOKENS = 16
 """New tokens of each answer to a question."""
 
 
 class Failed(RuntimeError):
-    """A request was not answered as it should be."""
+    """The server rejected a request."""
 
 
-class Asking:
-    """The requests, the same for every server."""
+class Requests:
+    """Requests to one server. They are the same for every server."""
 
     def __init__(self, server: Server, options: Any, vocabulary: int) -> None:
         self.server, self.options, self.client = server, options, Client(server.url)
         self.tokens = range(1000 if vocabulary > 2000 else 3, min(50_000, vocabulary))
         self.errors: list[str] = []
 
-    def some(self, count: int, *seed: Any) -> list[int]:
+    def prompt(self, count: int, *seed: Any) -> list[int]:
+        """Draw a prompt of ``count`` random token ids."""
         return random.Random(f"{count}/{seed}").choices(self.tokens, k=count)
 
-    def ms(self, prompts: list[list[int]], new_tokens: int = 1) -> float:
-        """Milliseconds until all are answered."""
+    def send(self, prompts: list[list[int]], new_tokens: int = 1) -> float:
+        """Send all prompts in one request.
+
+        :returns: milliseconds until all are answered.
+        :raises Failed: the server rejected the request.
+        """
         self.server.check()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         if error := self.client.generate(prompts, new_tokens):
             raise Failed(error)
-        return (time.perf_counter() - begun) * 1e3
+        return (time.perf_counter() - started) * 1e3
 
-    def prefills(self, count: int, seed: str) -> list[float]:
-        return [self.ms([self.some(self.options.chunk, seed, number)]) for number in range(count)]
+    def time_prefills(self, count: int, seed: str) -> list[float]:
+        """Send ``count`` prompts of one chunk, one after the other, and return the milliseconds of each."""
+        return [self.send([self.prompt(self.options.chunk, seed, number)]) for number in range(count)]
 
-    def decode(self, requests: int, seed: str) -> float:
-        """Milliseconds of a step of so many requests: of the longer run, without those of the shorter."""
+    def time_decode(self, requests: int, seed: str) -> float:
+        """Time a decode step of ``requests`` requests, in milliseconds.
+
+        It is the difference between a long and a short run, divided by the number of steps that the long run has more.
+        """
         steps = self.options.steps
-        short, long = (self.ms([self.some(SHORT, seed, n, r) for r in range(requests)], n) for n in (2, steps + 2))
+        short, long = (self.send([self.prompt(SHORT, seed, n, r) for r in range(requests)], n) for n in (2, steps + 2))
         return (long - short) / steps
 
-    def mixed(self, seed: int) -> float:
-        """Requests a second, of ``MIXED`` requests of many lengths."""
+    def time_mixed(self, seed: int) -> float:
+        """Send requests of many lengths at once, and return the number of requests per second."""
         draw = random.Random(seed)
         longest = self.options.chunk * 3 // 4
-        prompts = [self.some(draw.randrange(longest // 48 + 1, longest), seed, n) for n in range(self.options.mixed)]
-        return len(prompts) * 1e3 / self.ms(prompts, self.options.steps)
+        prompts = [self.prompt(draw.randrange(longest // 48 + 1, longest), seed, n) for n in range(self.options.mixed)]
+        return len(prompts) * 1e3 / self.send(prompts, self.options.steps)
 
-    def largest(self) -> None:
-        """Rising prompts, chunks behind chunks, many at once, the most requests that decode together."""
+    def run_largest_forwards(self) -> None:
+        """Send prompts of growing length, a long prompt in chunks, many prompts at once, and the largest decode
+        batch."""
         chunk, options = self.options.chunk, self.options
         for part in range(1, 9):
-            self.ms([self.some(-(-chunk * part // 8), "rising")], 2)
-        prefix = self.some(min(options.context - chunk - 16, 3 * chunk), "behind")
-        self.ms([prefix + self.some(chunk - 16, "behind it")])
-        self.ms([self.some(chunk // 8, "at once", n) for n in range(9)], 2)
-        self.ms([self.some(8, "decode", n) for n in range(options.requests)], options.steps)
+            self.send([self.prompt(-(-chunk * part // 8), "rising")], 2)
+        prefix = self.prompt(min(options.context - chunk - 16, 3 * chunk), "behind")
+        self.send([prefix + self.prompt(chunk - 16, "behind it")])
+        self.send([self.prompt(chunk // 8, "at once", n) for n in range(9)], 2)
+        self.send([self.prompt(8, "decode", n) for n in range(options.requests)], options.steps)
 
-    def random(self, seconds: float) -> tuple[int, int]:
-        """Prompts of random lengths from ``CLIENTS`` clients; (how many were answered, how many we left).
+    def send_random(self, seconds: float) -> tuple[int, int]:
+        """Send prompts of random lengths from ``CLIENTS`` clients.
 
-        :raises Failed: one was refused.
+        :returns: number of answers, and number of requests for which the client closed the connection.
+        :raises Failed: the server rejected a request.
         """
         stop, counts = threading.Event(), [0, 0]
         longest = min(2 * self.options.chunk, self.options.context - 300)
@@ -119,10 +141,10 @@ class Asking:
             draw = random.Random(number)
             while not stop.is_set():
                 count, new = (max(1, round(limit ** draw.random())) for limit in (longest, 256))
-                leaves = 0.05 + draw.random() if draw.random() < 0.1 else 900.0
+                timeout_s = 0.05 + draw.random() if draw.random() < 0.1 else 900.0
                 try:
-                    prompt = self.some(count, number, draw.random())
-                    error = self.client.generate([prompt], new, sampling={"temperature": 0.8}, timeout_s=leaves)
+                    prompt = self.prompt(count, number, draw.random())
+                    error = self.client.generate([prompt], new, sampling={"temperature": 0.8}, timeout_s=timeout_s)
                 except Unanswered:
                     counts[1] += 1
                     continue
@@ -133,8 +155,8 @@ class Asking:
         with ThreadPoolExecutor(CLIENTS) as pool:
             for number in range(CLIENTS):
                 pool.submit(work, number)
-            begun = time.monotonic()
-            while time.monotonic() < begun + seconds:
+            started = time.monotonic()
+            while time.monotonic() < started + seconds:
                 self.server.check()
                 time.sleep(0.5)
             stop.set()
@@ -144,40 +166,46 @@ class Asking:
         return counts[0], counts[1]
 
 
-def measure(asking: Asking, path: Path) -> dict[str, Any]:
-    """Ask one server everything; in the file it writes what its allocator holds."""
-    options = asking.options
-    figures: dict[str, Any] = {"first_ms": asking.ms([asking.some(options.chunk, "first")])}
-    asking.largest()
-    figures["prefill_ms"] = asking.prefills(options.rounds, "later")
-    figures["decode_ms"] = [asking.decode(1, f"one {n}") for n in range(options.rounds)]
-    figures["batch_ms"] = [asking.decode(BATCH, f"batch {n}") for n in range(options.rounds)]
-    figures["mixed_per_s"] = [asking.mixed(seed) for seed in range(options.rounds // 2 + 1)]
+def measure(requests: Requests, path: Path) -> dict[str, Any]:
+    """Send all requests to a server, and compute its figures.
+
+    :param path: file in which the server records its allocator's memory.
+    """
+    options = requests.options
+    figures: dict[str, Any] = {"first_ms": requests.send([requests.prompt(options.chunk, "first")])}
+    requests.run_largest_forwards()
+    figures["prefill_ms"] = requests.time_prefills(options.rounds, "later")
+    figures["decode_ms"] = [requests.time_decode(1, f"one {n}") for n in range(options.rounds)]
+    figures["batch_ms"] = [requests.time_decode(BATCH, f"batch {n}") for n in range(options.rounds)]
+    figures["mixed_per_s"] = [requests.time_mixed(seed) for seed in range(options.rounds // 2 + 1)]
     before = len(allocator_trace.read(path))
-    figures["answered"], figures["left"] = asking.random(options.seconds)
+    figures["answered"], figures["left"] = requests.send_random(options.seconds)
     during = allocator_trace.read(path)[before:]
-    asking.largest()
+    requests.run_largest_forwards()
     lines = allocator_trace.read(path)
     slack = allocator_trace.compute_slack(lines, during)
     return figures | asdict(slack) | {"slack": slack.slack, "forwards": len(lines)}
 
 
 def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[str, Any]:
-    """Start, ask and end one server."""
+    """Start, measure and end one server.
+
+    :param group: value of ``CUDA_VISIBLE_DEVICES``; "": all GPUs.
+    """
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
-    own = processes.variables(work / "plugin", *dummy_weights.write_plugin(work / "weights"))
-    own |= {} if has_gpu() else environment.variables(own)
-    own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, allocator_trace.VARIABLE: str(path)}
-    own |= VARIABLES.get(name, {})
-    own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
+    environ = processes.variables(work / "plugin", *dummy_weights.write_plugin(work / "weights"))
+    environ |= {} if has_gpu() else environment.variables(environ)
+    environ |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, allocator_trace.VARIABLE: str(path)}
+    environ |= VARIABLES.get(name, {})
+    environ |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     arguments = environment.server_arguments(["--model-path", str(model), *dummy_servers.server_arguments(options)])
     log, progress = work / f"{name}.log", processes.print_progress(name, 20)
-    server = Server(name, arguments, own, log, timeout=400, progress=progress)
+    server = Server(name, arguments, environ, log, timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         at_start = servers.answer_digests(server, options.chunk, ANSWER_TOKENS)
-        figures = {"startup_s": round(server.startup_s, 1)} | measure(Asking(server, options, vocabulary), path)
+        figures = {"startup_s": round(server.startup_s, 1)} | measure(Requests(server, options, vocabulary), path)
         figures["answers"] = [*at_start, *servers.answer_digests(server, options.chunk, ANSWER_TOKENS)]
     log_lines = [line for line in server.log_text().splitlines() if "activation-segments" in line]
     print("\n".join([f"{name}: {json.dumps(figures)}", *(f"  {line[-300:]}" for line in log_lines)]), flush=True)
@@ -185,18 +213,21 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
 
 
 def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
-    """Each group's servers one after the other; ``finished`` gets the figures so far after each."""
+    """Measure all servers. Groups of GPUs run at the same time, and the servers of a group run one after the other.
+
+    :param finished: called after each server, with the figures of all servers so far.
+    """
     model = dummy_servers.write_model(work / "model", options)
     plugins.write(work / "plugin", "benchmark_allocator", "common.allocator_trace:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     done: dict[str, dict[str, Any]] = {}
     lock = threading.Lock()
 
-    def in_turn(group: str, names: Sequence[str]) -> None:
+    def serve_group(group: str, names: Sequence[str]) -> None:
         for name in names:
             try:
                 figures = serve(name, options, work, model, group)
-            except Exception as error:  # what the other servers were seen to do is worth keeping
+            except Exception as error:  # the figures of the other servers are worth keeping
                 print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 continue
             with lock:
@@ -206,7 +237,7 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
     share = -(-len(options.servers) // len(groups))
     shares = [options.servers[at * share : (at + 1) * share] for at in range(len(groups))]
     with ThreadPoolExecutor(len(groups)) as pool:
-        list(pool.map(in_turn, groups, shares))  # what one raises is raised here
+        list(pool.map(serve_group, groups, shares))  # list() raises the exceptions of the threads
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -219,14 +250,14 @@ def tables(results: Sequence[output.Result]) -> str:
     answers: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
-        for place, (name, one) in enumerate(figures["servers"].items()):
+        for place, (name, server) in enumerate(figures["servers"].items()):
             run = '"' if place else dummy_servers.run_label(result)
-            share = f" ({round(100 * one['slack'] / one['tensors'])} %)" if one["tensors"] else ""
-            slack = f"{one['slack'] / MB:,.0f}{share}"
-            sizes = (f"{one[what] / MB:,.0f}" for what in ("lowest_free", "grown"))
-            memory.append((run, name, f"{one['tensors'] / MB:,.0f}", slack, *sizes))
-            medians = (f"{statistics.median(one[what]):.1f}" for what in ("prefill_ms", "decode_ms", "batch_ms"))
-            times.append((run, name, *medians, f"{statistics.median(one['mixed_per_s']):.1f}"))
+            share = f" ({round(100 * server['slack'] / server['tensors'])} %)" if server["tensors"] else ""
+            slack = f"{server['slack'] / MB:,.0f}{share}"
+            sizes = (f"{server[figure] / MB:,.0f}" for figure in ("lowest_free", "grown"))
+            memory.append((run, name, f"{server['tensors'] / MB:,.0f}", slack, *sizes))
+            medians = (f"{statistics.median(server[figure]):.1f}" for figure in ("prefill_ms", "decode_ms", "batch_ms"))
+            times.append((run, name, *medians, f"{statistics.median(server['mixed_per_s']):.1f}"))
             if alike := servers.equal_answers(figures["servers"], name):
                 answers.append((run, name, alike))
     of_memory = ("run", "server", "tensors MB", "slack MB (of the tensors)", "lowest free MB", "grown MB")
@@ -241,13 +272,19 @@ def main() -> None:
     quick = {"chunk": 64, "context": 512, "requests": 4, "seconds": 3.0, "rounds": 1, "steps": 4, "mixed": 4}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "patched"]}, logs=True)
     dummy_servers.add_options(parser)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of random lengths (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each time")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of a request")
-    parser.add_argument("--mixed", type=int, default=MIXED, help="mixed requests at once")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the prompts of random lengths (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each time (%(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a request (%(default)s)")
+    parser.add_argument("--mixed", type=int, default=MIXED, help="number of mixed requests (%(default)s)")
     parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
-    parser.add_argument("--gpus", default="", help="groups, as 0;1. Each has its part of the servers, one at a time")
-    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    parser.add_argument(
+        "--gpus",
+        default="",
+        help="groups of GPUs, as in 0;1. Each group runs a part of the servers, one after the other",
+    )
+    parser.add_argument("arguments", nargs="*", help="further server arguments, after `--`")
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("segments", "--quick runs without one")

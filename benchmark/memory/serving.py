@@ -1,4 +1,4 @@
-"""Tokens per second of servers as they come, and with a KV cache that grew in their start, by the engine's client.
+"""Measure the tokens per second of stock servers and of servers with a grown KV cache, with the engine's own client.
 
     python benchmark memory/serving --json serving.json  # Kimi-K2.5's widths, 14 layers: stock, grown
     python benchmark memory/serving --work serving --json serving.json --servers stock  # one of them; the others later
@@ -8,26 +8,36 @@
     python benchmark memory/serving ... --servers grown --take 60 --overfill 60
     python benchmark memory/serving --quick  # a tiny model, CPU: does it run?
 
-Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
-are asked the same requests at once; before that eight questions, one after the other. `stock`: SGLANG_MOE_PATCHES=none.
-`patched`: all changes. `grown`: kv-sizing besides (SGLANG_MOE_PATCHES_KV_SIZING=auto); `stock-grown`: kv-sizing alone.
-`grown-again` and `stock-again` are asked nothing but the questions: does another start give the same? Nor is a server
-that has the names of its changes, as in `fp4-weights` or `kv-sizing+moe-workspace`: what does each do alone?
-`stock-zeros`: stock, but for what Hopper's MXFP4 kernels read behind a layer's scales, which is zeros there.
-`post-capture` is the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With
---mem-fraction-static behind `--` the KV cache grows all the same (SGLANG_MOE_PATCHES_KV_SIZING=always).
+Servers have random weights, the engine's own memory fraction and its default CUDA graphs. They run one after the other,
+and answer the same requests: first eight questions, one after the other, then all requests of the load at once.
 
-Each server has an empty home of its own, where it leaves no file of this package. Compiled kernels lie in --work: the
-time to ready is a warm one if an earlier run with the same --work has compiled them. What is known is written to --json
-after each server; with the same --json a later or a second run adds its servers to it, so that each call can be short.
+- `stock`: SGLANG_MOE_PATCHES=none
+- `patched`: all changes but kv-sizing
+- `grown`, `stock-grown`: all changes with kv-sizing (SGLANG_MOE_PATCHES_KV_SIZING=auto); only kv-sizing
+- `post-capture`: the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1, from 0.5.17 on, not for MLA)
+- names of changes, as in `fp4-weights` or `kv-sizing+moe-workspace`: only these changes. They show what one change
+  does.
+- `stock-again`, `grown-again`: a second start. It shows whether another start gives the same results.
+- `stock-zeros`: stock, but the memory behind each layer's MXFP4 scales is zero. Kernels on Hopper read that memory.
 
-After the load: --overfill asks for more than the KV cache holds, --penalized for so many requests at once with
-penalties and a logit bias; with --record it is said which tensors these took. --take has another process take memory
-while clients ask, until less than half of kv-sizing's margin is free: the server is to give KV cache back and to go on
-answering. --sweep repeats the load with other numbers of requests.
+The last three kinds only answer the questions. With --mem-fraction-static after `--`, the KV cache grows all the same
+(SGLANG_MOE_PATCHES_KV_SIZING=always).
 
---leave-free starts the servers on a GPU of which another process holds all but so many MiB: 80943 give an H200 the free
-memory of an H100.
+Each server has an empty home folder, and this package must leave no file there. Compiled kernels are kept in --work, so
+the first run with a --work folder has longer start times. The results are written to --json after each server. A later
+or concurrent run with the same --json adds its servers, so that each run can be short.
+
+Further loads come after the first one:
+
+- --sweep repeats the load with other numbers of requests.
+- --overfill sends more requests than the KV cache has room for.
+- --penalized sends many requests at once, with penalties and a logit bias. With --record, the result says which
+  functions of the engine had allocated the tensors at the peak.
+- --take lets another process allocate GPU memory while clients send requests, until less than half of kv-sizing's
+  margin is free. The server must give KV cache back and go on answering.
+
+With --leave-free, another process allocates all but this many MiB of the GPU before a server starts. 80943 MiB give an
+H200 the free memory of an H100.
 """
 
 from __future__ import annotations
@@ -76,12 +86,12 @@ MB = 1e6
 
 
 class Kind(NamedTuple):
-    """A server of this benchmark.
+    """Kind of a server in this benchmark.
 
-    :param changes: its ``SGLANG_MOE_PATCHES``.
-    :param grows: with kv-sizing.
-    :param loaded: asked for more than the questions.
-    :param variables: more of them.
+    :param changes: value of ``SGLANG_MOE_PATCHES``.
+    :param grows: whether kv-sizing is on.
+    :param loaded: whether the server gets the load. Otherwise it only answers the questions.
+    :param variables: further environment variables.
     """
 
     changes: str
@@ -105,46 +115,50 @@ DEFAULT = ("stock", "grown")
 
 
 def kind_of(name: str) -> Kind:
-    """The server of a name: of ``SERVERS``, or of changes joined by ``+``.
+    """Kind of the server with a name.
 
-    :raises argparse.ArgumentTypeError: it is neither.
+    :param name: key of ``SERVERS``, or names of changes joined by ``+``.
+    :raises argparse.ArgumentTypeError: the name is neither.
     """
     if name in SERVERS:
         return SERVERS[name]
     known, changes = [change.name for change in CHANGES], name.split("+")
     if not set(changes) <= set(known):
-        raise argparse.ArgumentTypeError(f"{name}: not known; known: {', '.join([*SERVERS, *known])}; + joins changes")
+        raise argparse.ArgumentTypeError(
+            f"{name}: unknown; known: {', '.join([*SERVERS, *known])}; join several changes with +"
+        )
     return Kind(",".join(changes), grows=kv_sizing.CHANGE.name in changes, loaded=False)
 
 
 def parse_servers(text: str) -> list[str]:
-    """``type=`` of ``--servers``."""
+    """Parse and check the value of ``--servers``."""
     names = text.split(",")
     for name in names:
         kind_of(name)
     return names
 
 
-#: Of the engine's own result.
 KEPT = (
     *("duration", "completed", "total_input_tokens", "total_output_tokens", "total_throughput", "output_throughput"),
     *("concurrency", "max_concurrent_requests", "mean_e2e_latency_ms", "mean_ttft_ms", "median_ttft_ms"),
     *("median_tpot_ms", "p99_tpot_ms", "median_itl_ms"),
 )
+"""Figures of the engine's client that a result keeps."""
 ANSWER_TOKENS = 32
-"""New tokens of each answer to a question, at the most."""
+"""Maximum new tokens of an answer to a question."""
 WARM_UP_TOKENS = 8
-"""New tokens of each request before the load."""
+"""New tokens of each warm-up request."""
 STARTUP_S = 900
-"""Seconds until a server must be ready: four GPUs compile for minutes."""
-STREAMED = 16
-"""Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
+"""Seconds until a server must be ready. With four GPUs the server compiles for minutes."""
+STREAM_INTERVAL = 16
+"""Tokens between two messages of a stream. One message per token, with the whole text so far, would mostly cost
+HTTP."""
 IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
-"""1,280 x 720 pixels, and the tokens that Qwen3-VL makes of them."""
+"""Size of each image (1,280 x 720 pixels), and the number of tokens that Qwen3-VL makes of it."""
 RETRACTED = "KV cache pool is full. Retract"
+"""Text of the engine's log line about a retraction."""
 SERVER_ENDED = "server ended with exit code"
-"""What the error of a server that has ended contains (``Server.check``)."""
-#: Where what is compiled is kept for the next server, below one folder.
+"""Text in the error of ``Server.check`` about a server that has ended."""
 COMPILED = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -152,18 +166,21 @@ COMPILED = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
 }
+"""Environment variables of the folders for compiled kernels, with the folder's name below ``--work``."""
 LOADS = {"overfill": "overfilled", "penalized": "with penalties", "taken": "memory taken"}
-"""What may come after the load, by its key in a result: what the tables call it."""
+"""Name of each further load in the tables, by its key in a result."""
 
 
 class Failed(RuntimeError):
-    """A server was not measured; the message says why."""
+    """A server could not be measured. The message says why."""
 
 
 def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
-    """A word for each token, so that every token is text: the engine's client counts none else; images have theirs.
+    """Build a tokenizer with one word per token, so that every token appears in an answer's text.
 
-    None is a special token, which an answer's text would leave out.
+    The engine's client counts the tokens of the text. A special token would not appear there, so none is special.
+
+    :param images: words of the image tokens, by token id.
     """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
@@ -177,7 +194,7 @@ def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
 
 
 def write_model(folder: Path, options: Any) -> Path:
-    """The model's folder, as it was left where it is there."""
+    """Write the model's folder, unless an earlier run has written it."""
     if folder.exists():
         return folder
     partial = folder.with_name(f"{folder.name}.partial")
@@ -192,11 +209,12 @@ def write_model(folder: Path, options: Any) -> Path:
 
 
 def server_arguments(options: Any, model: Path, name: str) -> list[str]:
-    given = [each for each in dummy_servers.server_arguments(options) if each != "--skip-tokenizer-init"]
-    given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
+    """Server arguments of the server ``name``."""
+    given = [argument for argument in dummy_servers.server_arguments(options) if argument != "--skip-tokenizer-init"]
+    given = ["--model-path", str(model), *given, "--stream-interval", str(STREAM_INTERVAL)]
     if options.quick:
         given += ["--context-length", str(options.context)]
-        if kind_of(name).grows:  # without the limit that servers without a GPU have
+        if kind_of(name).grows:  # lifts the limit of servers without a GPU
             given += ["--max-total-tokens", "100000000"]
     given.append(growth.METRICS_FLAG)  # in every server, so that all servers do the same work
     return environment.server_arguments(given)
@@ -206,7 +224,7 @@ def server_arguments(options: Any, model: Path, name: str) -> list[str]:
 
 
 def bench_module() -> str:
-    """The engine's client, under its name in this release."""
+    """Name of the module with the engine's client, which depends on the release."""
     engine = importlib.util.find_spec("sglang")
     assert engine is not None
     root = Path(str(engine.origin)).parent
@@ -214,9 +232,12 @@ def bench_module() -> str:
 
 
 def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
-    """The engine's client: token ids from a seed, nothing to download."""
+    """Command that runs the engine's client with random token ids. It downloads nothing.
+
+    :param into: file for the client's result.
+    """
     low, high = options.input[0], options.input[-1]
-    # Its range of lengths is that of the answers as well: these are all to be as long as is said.
+    # The client would draw the lengths of answers from the same range as those of prompts. max_new_tokens overrides it.
     sampling = {"temperature": 0.0, "max_new_tokens": options.output, "ignore_eos": True}
     dataset = ["random-ids", "--tokenize-prompt"]
     if options.images:
@@ -234,9 +255,10 @@ def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
 
 @contextmanager
 def free_memory() -> Iterator[dict[str, int]]:
-    """MiB of the lowest free memory of each visible GPU, by its number, read every quarter of a second in the block.
+    """Read the free memory of each visible GPU four times a second within the block.
 
-    Empty where nobody can tell.
+    :returns: a dictionary that always has the lowest free memory so far, in MiB, by the GPU's index. It stays empty
+        without ``nvidia-smi``.
     """
     command = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits", "--loop-ms=250"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -258,16 +280,17 @@ def free_memory() -> Iterator[dict[str, int]]:
 
 
 def lowest_free(free: dict[str, int]) -> dict[str, Any]:
-    """Bytes of the GPU with the least, and of each; of :func:`free_memory`."""
+    """Turn the readings of :func:`free_memory` into figures in bytes: the lowest of all GPUs, and that of each GPU."""
     gpus = [free[gpu] << 20 for gpu in sorted(free, key=int)]
     return {"lowest_free": min(gpus, default=None), "lowest_free_of_each": gpus}
 
 
 def warm_up_prompts(options: Any) -> list[tuple[int, int]]:
-    """What is asked before the load, so that none of its requests waits for a kernel to be compiled.
+    """Choose the requests before the load. They compile all kernels, so that no request of the load waits for one.
 
-    :returns: how many prompts at once, and the tokens of each: a whole chunk (several prompts where it is larger than
-        the context); small prompts; a decode of as many requests as run at once.
+    :returns: (number of prompts at once, tokens of each prompt) for each request. The first request fills a prefill
+        chunk, with several prompts if a chunk has more tokens than the context. The second has small prompts. The third
+        decodes as many requests as the load.
     """
     chunk = options.chunk * 15 // 16
     longest = min(chunk, options.context - 2 * WARM_UP_TOKENS)
@@ -275,94 +298,99 @@ def warm_up_prompts(options: Any) -> list[tuple[int, int]]:
     return [(-(-chunk // longest), longest), (2, options.input[0]), (together, 8)]
 
 
-def warm(client: Client, options: Any, vocabulary: int) -> None:
+def warm_up(client: Client, options: Any, vocabulary: int) -> None:
+    """Send the requests of :func:`warm_up_prompts`."""
     draw = random.Random(5)
     for count, tokens in warm_up_prompts(options):
         prompts = [[draw.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
-        if said := client.generate(prompts, WARM_UP_TOKENS):
-            raise Failed(said)
+        if error := client.generate(prompts, WARM_UP_TOKENS):
+            raise Failed(error)
 
 
-def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, Any]:
-    """What the engine's client says of the load, and the lowest free memory meanwhile."""
-    into, said = work / f"{server.name}.jsonl", work / f"{server.name}-bench.log"
+def run_load(server: Server, options: Any, model: Path, work: Path) -> dict[str, Any]:
+    """Run the load.
+
+    :returns: figures of the engine's client, the lowest free memory, and the number of retractions.
+    """
+    into, log_path = work / f"{server.name}.jsonl", work / f"{server.name}-bench.log"
     into.unlink(missing_ok=True)
     paths = [*stand_ins.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {**os.environ, "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
-    own |= {} if has_gpu() else environment.variables(own)
+    environ = {**os.environ, "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
+    environ |= {} if has_gpu() else environment.variables(environ)
     before = len(server.log_text())
-    with free_memory() as free, said.open("w") as log:
+    with free_memory() as free, log_path.open("w") as log:
         command = bench_command(options, model, server.url, into)
-        code = subprocess.run(command, env=own, stdout=log, stderr=subprocess.STDOUT, timeout=1800).returncode
+        code = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, timeout=1800).returncode
     server.check()
     if code or not into.exists():
-        raise Failed(f"bench_serving: exit code {code}: {said.read_text()[-2000:]}")
+        raise Failed(f"bench_serving: exit code {code}: {log_path.read_text()[-2000:]}")
     found = json.loads(into.read_text().splitlines()[-1])
-    if missing := left_out(found, options):
-        raise Failed(f"{missing}: {said.read_text()[-2000:]}")
+    if missing := missing_part(found, options):
+        raise Failed(f"{missing}: {log_path.read_text()[-2000:]}")
     return {name: found[name] for name in KEPT if name in found} | {
         **lowest_free(free),
         "retractions": server.log_text()[before:].count(RETRACTED),
     }
 
 
-SWEPT = ("duration", "total_throughput", "concurrency", "median_ttft_ms", "median_tpot_ms", "retractions")
+SWEEP_FIGURES = ("duration", "total_throughput", "concurrency", "median_ttft_ms", "median_tpot_ms", "retractions")
 """Figures that a result keeps of each load of ``--sweep``."""
 
 
 def sweep(server: Server, options: Any, model: Path, work: Path) -> list[dict[str, Any]]:
     """Repeat the load with each number of requests of ``--sweep``, one load after the other.
 
-    :returns: one row a load: ``prompts``, and the figures of ``SWEPT``.
+    :returns: one row per load, with ``prompts`` and the figures of ``SWEEP_FIGURES``.
     """
     rows = []
     for prompts in options.sweep:
-        found = loaded(server, argparse.Namespace(**{**vars(options), "prompts": prompts}), model, work)
-        rows.append({"prompts": prompts} | {name: found[name] for name in SWEPT if name in found})
+        found = run_load(server, argparse.Namespace(**{**vars(options), "prompts": prompts}), model, work)
+        rows.append({"prompts": prompts} | {name: found[name] for name in SWEEP_FIGURES if name in found})
         print(f"  {server.name}: {prompts} requests: {found['total_throughput']:,.0f} tokens/s", flush=True)
     return rows
 
 
-def left_out(found: dict[str, Any], options: Any) -> str:
-    """What is missing in a load, by the client's own result; "": nothing.
+def missing_part(found: dict[str, Any], options: Any) -> str:
+    """Describe what is missing in the client's result of a load; "": nothing is missing.
 
-    The client counts an error of the image processor as an answer, of one token at most. It does not count a last
-    message without text, as padding has none. That is a few tokens of all answers together, so half the tokens of one
-    answer may be missing.
+    The client counts an error of the image processor as an answer with one token or none. It does not count the last
+    message of a stream if it has no text. All answers together may lack a few tokens for this reason, so half the
+    tokens of one answer may be missing.
     """
     if failed := options.prompts - found["completed"]:
         return f"{failed} requests failed"
     asked = options.prompts * options.output
     if (answered := found["total_output_tokens"]) <= asked - options.output // 2:
-        return f"{answered} of {asked} new tokens came"
+        return f"only {answered} of {asked} new tokens were generated"
     if options.images and found["total_input_vision_tokens"] < options.images * options.prompts * IMAGE_TOKENS:
-        return "the client has left images out"
+        return "the client left images out"
     return ""
 
 
 def after_the_load(
     server: Server, options: Any, info: Mapping[str, Any], vocabulary: int, ask: Callable[[], list[str]], *, grows: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What options ask for besides, one after the other, each with the lowest free memory meanwhile.
+    """Run the further loads that the options choose, one after the other.
 
-    :param ask: the questions once more; the answers' digests.
+    :param ask: asks the questions again, and returns the digests of the answers.
+    :returns: key and figures of each load, with the lowest free memory.
     """
-    asked = []
+    loads = []
     if options.overfill:
-        # A release stopped answering after an abort where it speculates, stock as well.
+        # With speculative decoding, one release stopped answering after an abort, also without our changes.
         may_abort = "--speculative-algorithm" not in options.arguments
         drive = partial(overfill.overfill, server, info, vocabulary, options.overfill, may_abort=may_abort)
-        asked.append(("overfill", drive))
+        loads.append(("overfill", drive))
     if options.penalized:
         folder = server.log.with_suffix(".record") if options.record else None
-        asked.append(("penalized", partial(penalized, server, info, vocabulary, options.penalized, folder)))
+        loads.append(("penalized", partial(penalized, server, info, vocabulary, options.penalized, folder)))
     if options.take and grows:
         margin = KV_MARGIN.read(server.environment)
-        asked.append(("taken", partial(neighbour.take_memory, server, info, vocabulary, margin, options.take, ask)))
-    for name, drive in asked:
+        loads.append(("taken", partial(neighbour.take_memory, server, info, vocabulary, margin, options.take, ask)))
+    for name, drive in loads:
         with free_memory() as free:
             outcome = drive()
-        if not (outcome["out_of_memory"] or outcome["errors"]):  # else it may have ended
+        if not (outcome["out_of_memory"] or outcome["errors"]):  # otherwise the server may have ended
             outcome.setdefault("answers", ask())
         yield name, outcome | lowest_free(free)
 
@@ -370,19 +398,25 @@ def after_the_load(
 def penalized(
     server: Server, info: Mapping[str, Any], vocabulary: int, requests: int, record: Path | None
 ) -> dict[str, Any]:
-    """``overfill.penalized``; with ``record``, a folder, also what the allocator held when it held most."""
+    """Run :func:`.overfill.penalized`.
+
+    :param record: folder for the record of the allocator. If it is given, the result has ``held``: the bytes at the
+        peak by the engine's function.
+    """
     if record is None:
         return overfill.penalized(server, info, vocabulary, requests)
     shutil.rmtree(record, ignore_errors=True)
-    with snapshot.record_allocations(Client(server.url), record) as held:
+    with snapshot.record_allocations(Client(server.url), record) as sizes:
         outcome = overfill.penalized(server, info, vocabulary, requests)
-    return outcome | {"held": held}
+    return outcome | {"held": sizes}
 
 
 def fraction_in_force(info: Mapping[str, Any]) -> float:
-    """``--mem-fraction-static`` of a server, by what it tells.
+    """Memory fraction (``--mem-fraction-static``) that a server uses.
 
-    With data-parallel ranks only these know it: their controller does not hand on what they say when they are ready.
+    With data-parallel ranks, only the ranks' own states have it. Their controller does not pass it on.
+
+    :param info: the server's ``/get_server_info``.
     """
     states = info.get("internal_states") or [{}]
     return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
@@ -392,16 +426,18 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
 
 
 def variables(name: str, options: Any, work: Path) -> dict[str, str]:
-    """The environment of a server."""
+    """Environment of the server ``name``."""
     kind, home = kind_of(name), work / "homes" / name
     folders = dummy_weights.write_plugin(work / "plugin")
-    if pretends := kind.grows and not has_gpu():
+    if uses_stand_in := kind.grows and not has_gpu():
         shutil.rmtree(stand_in := work / "stand-in", ignore_errors=True)
         folders.append(plugins.write_module(stand_in, growth.STAND_IN.stem, growth.STAND_IN.read_text()))
     own = processes.variables(*folders)
     own |= {} if has_gpu() else environment.variables(own)
-    own |= {neighbour.STAND_IN_VARIABLE: str(work / "taken"), KV_MARGIN.name: KV_MARGIN.default} if pretends else {}
-    own = {each: value for each, value in own.items() if not each.startswith("XDG_")}
+    own |= (
+        {neighbour.STAND_IN_VARIABLE: str(work / "taken"), KV_MARGIN.name: KV_MARGIN.default} if uses_stand_in else {}
+    )
+    own = {name: value for name, value in own.items() if not name.startswith("XDG_")}
     own |= {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase()}
     own |= {variable: str(work / "compiled" / folder) for variable, folder in COMPILED.items()}
     own |= {SELECT_VARIABLE: kind.changes, **kind.variables}
@@ -411,7 +447,10 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
 
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
-    """One server, from start to end."""
+    """Start, measure and end one server.
+
+    :raises Failed: the server cannot be measured.
+    """
     kind, own = kind_of(name), variables(name, options, work)
     home = Path(own["HOME"])
     shutil.rmtree(home, ignore_errors=True)
@@ -437,7 +476,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         new_tokens = min(ANSWER_TOKENS, options.output)
 
         def ask() -> list[str]:
-            # What is computed behind a prompt's own cached tokens is rounded otherwise than the whole prompt.
+            # A prompt with cached tokens is computed with other roundings than a whole prompt.
             client.flush_cache()
             return servers.answer_digests(server, max(options.input), new_tokens)
 
@@ -446,27 +485,27 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         found["logprobs"], found["first"] = servers.digests(answers, "logprobs"), servers.first_tokens(answers)
         if kind.loaded:
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-            warm(client, options, vocabulary)
-            found |= loaded(server, options, model, work)
+            warm_up(client, options, vocabulary)
+            found |= run_load(server, options, model, work)
             if options.sweep:
                 found["sweep"] = sweep(server, options, model, work)
             for load, outcome in after_the_load(server, options, info, vocabulary, ask, grows=kind.grows):
                 found[load] = outcome
                 if failures(found):
-                    break  # it may have ended, and would end the next load as well
+                    break  # the server may have ended, and would fail in the next load, too
     found["said"] = growth.kv_sizing_lines(server.log_text())
-    if left := sorted(str(each.relative_to(home)) for each in home.rglob("*sglang-moe-patches*")):
-        raise Failed(f"it left files in its home: {', '.join(left)}")
+    if left := sorted(str(path.relative_to(home)) for path in home.rglob("*sglang-moe-patches*")):
+        raise Failed(f"the server left files in its home folder: {', '.join(left)}")
     return found
 
 
-def by_the_rule(name: str, found: dict[str, Any]) -> bool:
-    """Whether a server that was to grow has what the engine's own fraction gives, by its log."""
+def kept_the_rule(name: str, found: dict[str, Any]) -> bool:
+    """Whether kv-sizing was on but kept the KV cache size of the engine's own rule."""
     return kind_of(name).grows and found["growth"] is None
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What went wrong under loads that the server must survive; none where there was no such load."""
+    """Errors of the further loads, which the server must survive."""
     loads = [(words, found[key]) for key, words in LOADS.items() if key in found]
     failed = [f"{words}: out of memory" for words, load in loads if load["out_of_memory"]]
     failed += [f"{words}: {error}" for words, load in loads for error in load["errors"]]
@@ -476,6 +515,7 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def summary(found: dict[str, Any]) -> str:
+    """Line about a server, for the terminal."""
     rehearsed = f", {found['rehearsed_s']:g} s of it rehearsing" if found["rehearsed_s"] else ""
     line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
     if found.get("loaded"):
@@ -503,7 +543,7 @@ def run_name(result: output.Result) -> str:
 
 
 def describe_run(result: output.Result) -> tuple[str, str, str, str]:
-    """What was served, on which GPU, the load, and the date."""
+    """Describe a run: the servers, the GPU, the load, and the date."""
     figures, conditions = result["figures"], result["conditions"]
     lengths = " to ".join(f"{tokens:,}" for tokens in figures["input"])
     images = f" and {figures['images']} images" if "images" in figures else ""
@@ -528,7 +568,7 @@ def tables(results: Sequence[output.Result]) -> str:
         run, measured = run_name(result), result["figures"]["servers"]
         stock_speed = measured.get("stock", {}).get("total_throughput")
         for name, found in measured.items():
-            label = f"{name} (by the rule)" if by_the_rule(name, found) else name
+            label = f"{name} (by the rule)" if kept_the_rule(name, found) else name
             speed.append((run, label, f"{found['tokens']:,}", *_speed_cells(found, name, stock_speed)))
             need = _mb(found["growth"] and found["growth"]["need_bytes"])
             memory.append((run, label, _mb(found.get("loaded")), need, _mb(found.get("lowest_free"))))
@@ -566,7 +606,7 @@ def _speed_cells(found: dict[str, Any], name: str, stock_speed: float | None) ->
 
 
 def held_tables(result: output.Result) -> str:
-    """A row for each function of the engine whose tensors took more than a hundredth of the most; "": not recorded."""
+    """Table of the functions of the engine whose tensors had more than 1 % of the peak; "" without a record."""
     figures, rows = result["figures"], []
     for name, one in figures["servers"].items():
         held = one.get("penalized", {}).get("held", {})
@@ -578,7 +618,7 @@ def held_tables(result: output.Result) -> str:
 
 
 def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
-    """Of how many answers a part equals stock's; else of a stock server with zeros behind its scales."""
+    """Count the answers that equal those of the stock server, and otherwise those of the server ``ZEROS``."""
     alike, zeros = servers.equal_answers(measured, name, part), ""
     if ZEROS in measured and name not in ("stock", ZEROS) and measured[name][part] != measured["stock"][part]:
         zeros = servers.equal_answers(measured, name, part, ZEROS)
@@ -602,7 +642,7 @@ def _given_back(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _what_failed(load: dict[str, Any]) -> str:
-    """What ended the server, or else the number of errors."""
+    """Error that ended the server, or else the number of errors."""
     if load["out_of_memory"]:
         return "out of memory"
     if any(SERVER_ENDED in error for error in load["errors"]):
@@ -614,14 +654,17 @@ def _mb(size: int | None) -> str:
     return "" if size is None else f"{size / MB:,.0f}"
 
 
-def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
-    """The servers of an earlier run with the same description."""
+def load_servers(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
+    """Load the servers of an earlier run with the same options from its result.
+
+    :raises SystemExit: the result belongs to other options.
+    """
     if path is None or not path.exists():
         return {}
     found = json.loads(path.read_text())["figures"]
     described = json.loads(json.dumps({name: value for name, value in figures.items() if name != "servers"}))
     if {name: value for name, value in found.items() if name != "servers"} != described:
-        raise SystemExit(f"serving: {path} is of another configuration; name another --json")
+        raise SystemExit(f"serving: {path} has other options; name another --json file")
     return dict(found["servers"])
 
 
@@ -629,44 +672,68 @@ def main() -> None:
     quick = {"chunk": 64, "context": 320, "requests": 4, "prompts": 6, "input": (20, 60), "output": 8}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "grown"]}, logs=True)
     dummy_servers.add_options(parser)
-    parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
-    parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
-    parser.add_argument("--output", type=int, default=768, help="new tokens of each")
-    parser.add_argument("--images", type=int, default=0, help=f"of {IMAGE_SIZE} in each, besides (qwen3-vl-30b)")
+    parser.add_argument("--prompts", type=int, default=200, help="number of requests of the load (%(default)s)")
     parser.add_argument(
-        "--sweep", type=output.numbers, default=(), metavar="N,...", help="then the load again with so many requests"
+        "--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each prompt"
+    )
+    parser.add_argument("--output", type=int, default=768, help="new tokens of each answer (%(default)s)")
+    parser.add_argument("--images", type=int, default=0, help=f"images of {IMAGE_SIZE} in each prompt (qwen3-vl-30b)")
+    parser.add_argument(
+        "--sweep",
+        type=output.numbers,
+        default=(),
+        metavar="N,...",
+        help="repeat the load with these numbers of requests",
     )
     parser.add_argument(
-        "--leave-free", type=int, default=0, metavar="MIB", help="another process holds the rest of the GPU's memory"
+        "--leave-free",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="let another process allocate all other memory of the GPU",
     )
     parser.add_argument(
-        "--overfill", type=float, default=0, metavar="SECONDS", help="then more than the KV cache holds"
+        "--overfill",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="then send more requests than the KV cache has room for",
     )
     parser.add_argument(
-        "--penalized", type=int, default=0, metavar="REQUESTS", help="then so many at once, with penalties"
+        "--penalized",
+        type=int,
+        default=0,
+        metavar="REQUESTS",
+        help="then send so many requests at once, with penalties",
     )
     parser.add_argument(
-        "--record", action="store_true", help="of --penalized: which tensors the allocator held when it held most (GPU)"
+        "--record",
+        action="store_true",
+        help="with --penalized on a GPU: record which functions had allocated the tensors at the peak",
     )
     parser.add_argument(
-        "--take", type=float, default=0, metavar="SECONDS", help="then another process takes memory (grown ones alone)"
+        "--take",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="then another process allocates memory (servers with kv-sizing only)",
     )
     parser.add_argument("--servers", type=parse_servers, default=list(DEFAULT), metavar="NAME,...")
     parser.add_argument(
-        "--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there, for later runs"
+        "--work", type=Path, metavar="FOLDER", help="keep the model and compiled kernels in this folder, for later runs"
     )
-    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    parser.add_argument("arguments", nargs="*", help="further server arguments, after `--`")
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("serving", "--quick runs without one")
     if options.record and not (options.penalized and has_gpu()):
-        parser.error("--record tells of the load of --penalized, on a GPU")
+        parser.error("--record needs --penalized and a GPU")
     described_by = (
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
         *("arguments", *(["images"] if options.images else []), *(["leave_free"] if options.leave_free else [])),
     )
     figures = dummy_servers.describe_options(options, described_by)
-    figures["servers"] = earlier(options.json, figures)
+    figures["servers"] = load_servers(options.json, figures)
     failed = []
     with tempfile.TemporaryDirectory(prefix="serving-") as folder:
         work = (options.work or Path(folder)).absolute()
@@ -677,7 +744,7 @@ def main() -> None:
                 try:
                     with neighbour.leave_free(options.leave_free):
                         figures["servers"][name] = found = serve(name, options, work, model)
-                except Exception as error:  # what the other servers were seen to do is worth keeping
+                except Exception as error:  # the figures of the other servers are worth keeping
                     print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                     failed.append(name)
                     continue
@@ -685,8 +752,8 @@ def main() -> None:
                 if went_wrong := failures(found):
                     failed.append(f"{name} ({went_wrong[0]})")
                 if options.json:
-                    # Read again: a second run may have added servers meanwhile.
-                    figures["servers"] = earlier(options.json, figures) | figures["servers"]
+                    # A second run may have added servers meanwhile, so the file is read again.
+                    figures["servers"] = load_servers(options.json, figures) | figures["servers"]
                     output.write(options.json, output.result("serving", figures))
         finally:
             output.keep_logs(options, work)

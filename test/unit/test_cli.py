@@ -129,7 +129,7 @@ def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, 
         base = ["regress", "--model", model, "--port", "1", *source]
         refused(
             run(*base, "--max-drop", "1"),
-            "--max-drop 1 needs 1,971 questions",
+            "--max-drop 1 at --alpha 0.05 needs 1,971 questions",
             "only 1,319 are available",
             "--num-questions",
         )

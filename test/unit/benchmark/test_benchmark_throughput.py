@@ -66,7 +66,7 @@ def test_the_client_asks_for_lengths_and_answers_as_said(monkeypatch, tmp_path):
 def test_a_load_of_which_something_is_missing_is_refused(monkeypatch, found, why):
     given = options(monkeypatch, "--images", "2", "--prompts", "120", "--output", "256")
     whole = {"completed": 120, "total_output_tokens": 120 * 256, "total_input_vision_tokens": 240 * 880}
-    assert serving.left_out(whole | found, given) == why
+    assert serving.missing_part(whole | found, given) == why
 
 
 def test_a_model_that_takes_images_is_divided_but_for_its_vision_model():
@@ -140,12 +140,12 @@ def test_each_token_is_a_word():
 
 def test_a_later_run_adds_to_an_earlier_one_of_the_same_load_alone(tmp_path):
     path = tmp_path / "found.json"
-    assert serving.earlier(path, {"model": "m", "servers": {}}) == {}
+    assert serving.load_servers(path, {"model": "m", "servers": {}}) == {}
     path.write_text(json.dumps({"figures": {"model": "m", "input": [1, 2], "servers": {"stock": {"tokens": 1}}}}))
     same = {"model": "m", "input": (1, 2), "servers": {}}
-    assert serving.earlier(path, same) == {"stock": {"tokens": 1}}
+    assert serving.load_servers(path, same) == {"stock": {"tokens": 1}}
     with pytest.raises(SystemExit, match="is of another configuration"):
-        serving.earlier(path, {**same, "model": "n"})
+        serving.load_servers(path, {**same, "model": "n"})
 
 
 def test_each_server_has_a_home_of_its_own_and_all_have_the_compiled_kernels(monkeypatch, tmp_path):
@@ -292,7 +292,7 @@ def test_questions_are_asked_of_an_empty_cache_and_a_file_of_ours_in_a_servers_h
     monkeypatch.setattr(serving.servers, "generate", generate)
     with pytest.raises(Unanswered, match=r"/flush_cache: HTTP 400: it has requests"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
-    with pytest.raises(serving.Failed, match=r"left files in its home: \.cache/sglang-moe-patches"):
+    with pytest.raises(serving.Failed, match=r"left files in its home folder: \.cache/sglang-moe-patches"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
     assert asked[:3] == [*["/flush_cache?timeout=60"] * 2, "a question"]
     monkeypatch.setattr(Started, "__enter__", lambda server: None)

@@ -143,9 +143,12 @@ def run(
     runs: list[Run] = []
     with interrupts.catch_signals() as interrupt, scratch(keep_in=output) as logs:
         evaluator = _Evaluator(evaluation, environment, interrupt, console, _announcement(evaluation, criterion))
-        starts = isinstance(subject, ServerSpec)
+        if isinstance(subject, ServerSpec):
+            finished_runs = evaluator.start_servers(subject, logs)
+        else:
+            finished_runs = evaluator.ask_addresses(subject)
         try:
-            for finished in evaluator.start_servers(subject, logs) if starts else evaluator.ask_addresses(subject):
+            for finished in finished_runs:
                 runs.append(finished)
                 # If this process is killed, the next server's supervisor copies this file to `output`.
                 (logs / f"{finished.name}.json").write_bytes(_to_json(finished))
