@@ -122,11 +122,11 @@ def _answer_all(gpu: str, function: str, servers: Iterable[dict[str, Any]], out:
         os.environ.update(before)
 
 
-def _run_query_in_fork(question_json: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run_query_in_fork(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Stand in for ``engine_query.run_query``: run the query in a fork instead of a new interpreter."""
     with ExitStack() as opened:
         question, out, err = (opened.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
-        question.write(question_json)
+        question.write(asked)
         question.seek(0)
         if not (child := os.fork()):
             os.environ.clear()

@@ -130,7 +130,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
 
     stock, *others = (figures(name) for name in setups)
     for name, other in zip(list(setups)[1:], others, strict=True):
-        other["equal"] = list(map(servers.same, answers["stock"], answers[name]))
+        other["equal"] = list(map(servers.is_same_answer, answers["stock"], answers[name]))
         for key, ratio in (("all_ms", "time"), ("mixed_s", "mixed_s_ratio")):
             if stock[key]:
                 other[ratio] = statistics.median(b / a for a, b in zip(stock[key], other[key], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import growing_server
 import pytest
@@ -30,7 +31,7 @@ def test_a_given_memory_fraction_is_removed(arguments: list[str]):
 @pytest.mark.parametrize(("tokens", "sizing", "code"), [(9, GREW, 0), (4, GREW, 1), (9, None, 1), (4, SHRANK, 1)])
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_command_fails_if_the_kv_cache_did_not_grow(gpu, tokens, sizing, code, monkeypatch, tmp_path: Path, capsys):
-    started = {}
+    started: dict[str, Any] = {}
 
     def start_server(arguments, variables, output):
         started.update(variables, arguments=arguments)

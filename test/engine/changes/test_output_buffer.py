@@ -211,9 +211,9 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         """In the last of three MoE layers. To look at all tensors takes half a second."""
         model = engine.load(checkpoint())
         found = []
-        before = forwards._live_bytes()
+        before = forwards._tensor_bytes()
         kernels.calls.clear()
-        kernels.at_entry = lambda: len(kernels.calls) == 3 and found.append(forwards._live_bytes() - before)
+        kernels.at_entry = lambda: len(kernels.calls) == 3 and found.append(forwards._tensor_bytes() - before)
         engine.generate(model, prompt, 0)
         (bytes_alive,) = found
         return bytes_alive

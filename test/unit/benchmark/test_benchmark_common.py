@@ -41,7 +41,7 @@ def test_experts_are_grouped_as_in_the_models_own_configuration(source, name):
     ids=["latents", "the config says it", "it does not say it", "it says None"],
 )
 def test_the_size_of_a_cached_head(config, cached):
-    assert InProcess._cached(SimpleNamespace(**config)) == cached
+    assert InProcess._cache_kind(SimpleNamespace(**config)) == cached
 
 
 def test_versions_run_in_turn_and_every_other_round_backwards():
