@@ -1,20 +1,20 @@
-"""Memory that CuteDSL MoE buffers hold on one rank: stock, sized for the worst case in each layer, and in one wrapper.
+"""Compute the memory of CuteDSL's MoE buffers on one rank, for three ways to size them.
 
-Nothing is measured on a GPU and no formula is retyped: FlashInfer's own ``CuteDslMoEWrapper`` allocates its buffers on
-PyTorch's meta device, and their bytes are added up. What the stock engine would allocate comes from its own
-``ensure_cutedsl_wrapper``, given the server arguments that it reads.
+The script needs no GPU and repeats no formula. FlashInfer's own ``CuteDslMoEWrapper`` allocates its buffers on
+PyTorch's meta device, and their bytes are added up. The stock engine's sizes come from its own
+``ensure_cutedsl_wrapper`` with the server arguments that it reads.
 
-stock         the engine's guess: the larger of cuda_graph_max_bs and chunked_prefill_size, which data-parallel
-              attention has divided by its size (releases from 0.5.13: its own number, for its default
-              max_prefill_tokens); a buffer set in each MoE layer. "too small" where a forward of --tokens tokens on
-              each data-parallel rank ends the server.
-upstream      buffers for --tokens tokens times the data-parallel size, a set in each MoE layer: the sizing of
-              releases from 0.5.13.
-ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
-              the decoder layer offers, or into a tensor of the layer's own.
+stock         Each MoE layer has its own buffers. The engine sizes them for the larger of cuda_graph_max_bs and
+              chunked_prefill_size, which data-parallel attention divides by its size. From 0.5.13 on it uses a number
+              of its own, for its default max_prefill_tokens. "Too small": a forward pass of --tokens tokens on each
+              data-parallel rank ends the server.
+upstream      Each MoE layer has its own buffers, sized for --tokens tokens times the data-parallel size, as from
+              0.5.13 on.
+ours          All layers of the process share buffers for the same number of tokens, without an output buffer. The
+              output goes into the buffer that the decoder layer offers, or into a new tensor of the layer.
 
-Run it through `sglang-moe-reference exec -- python benchmark changes/cutedsl_memory`: where there is
-no CUDA driver, that lets the engine's modules be imported.
+Run it with `sglang-moe-reference exec -- python benchmark changes/cutedsl_memory`. Without a CUDA driver, this makes
+the import of the engine's modules possible.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one wrapper holds, in bytes."""
+    """Bytes of one wrapper's buffers."""
 
     max_num_tokens: int
     output: int
@@ -53,7 +53,8 @@ class Buffers:
         return self.output + self.gemm1 + self.sorting
 
     @classmethod
-    def of(cls, wrapper: Any) -> Buffers:
+    def measure(cls, wrapper: Any) -> Buffers:
+        """Add up the buffers of a wrapper."""
         tensors = {name: value.nbytes for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
         output, gemm1 = tensors.pop("_moe_output", 0), tensors.pop("_gemm1_output") + tensors.pop("_gemm1_output_scale")
         assert not tensors, f"FlashInfer's wrapper has buffers that this script does not know: {sorted(tensors)}"
@@ -61,6 +62,7 @@ class Buffers:
 
 
 def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
+    """Sizes of one rank's MoE layer, as arguments of FlashInfer's wrapper."""
     rank = model.per_rank(Layout(tp, ep))
     return {
         "num_experts": model.experts,
@@ -72,20 +74,20 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
 
 
 def upstream_and_ours(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
-    """The buffers of a wrapper for ``tokens`` tokens, as FlashInfer makes it and as the layers share it."""
+    """Buffers of a wrapper for ``tokens`` tokens, as made by FlashInfer, and as shared by all layers."""
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
     wrapper = CuteDslMoEWrapper(
         **wrapper_arguments(model, tp, ep), use_cuda_graph=True, max_num_tokens=tokens, device="meta"
     )
-    upstream = Buffers.of(wrapper)
+    upstream = Buffers.measure(wrapper)
     SharedMoE(wrapper, 1, lambda: False)
-    return upstream, Buffers.of(wrapper)
+    return upstream, Buffers.measure(wrapper)
 
 
 def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cuda_graph_max_bs: int) -> Buffers:
-    """The buffers that the installed engine makes for one layer."""
+    """Buffers that the installed engine makes for one layer."""
     from sglang.srt import server_args as engine
     from sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl import ensure_cutedsl_wrapper
 
@@ -98,13 +100,13 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         chunked_prefill_size=chunked_prefill_size,
         cuda_graph_max_bs=cuda_graph_max_bs,
         disable_cuda_graph=False,
-        # Read by releases that have a number of their own.
+        # Releases from 0.5.13 on read these.
         max_prefill_tokens=engine.ServerArgs.max_prefill_tokens,
         disable_piecewise_cuda_graph=True,
         speculative_algorithm=None,
     )
     server.cutedsl_moe_max_num_tokens = lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server)
-    engine.logger.disabled = True  # one line for each case about the chunked prefill size
+    engine.logger.disabled = True  # the engine would log the chunked prefill size for each case
     engine.ServerArgs._handle_data_parallelism(server)
     arguments = wrapper_arguments(model, tp, ep)
     scale = torch.ones(arguments["num_local_experts"], device="meta")
@@ -125,11 +127,11 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         ensure_cutedsl_wrapper(layer)
     finally:
         engine.get_global_server_args = saved
-    return Buffers.of(layer._cutedsl_wrapper)
+    return Buffers.measure(layer._cutedsl_wrapper)
 
 
-def without_streams() -> None:
-    """A wrapper on the meta device has no CUDA stream."""
+def disable_streams() -> None:
+    """Let wrappers be made without a CUDA stream, because the meta device has none."""
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_reference import cutedsl
 
@@ -139,6 +141,7 @@ def without_streams() -> None:
 
 
 def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
+    """Buffers of one model and layout, sized in all three ways."""
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
     upstream, ours = upstream_and_ours(model, layout.tp, layout.ep, tokens * layout.dp)
@@ -152,7 +155,10 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
 
 
 def tables(result: output.Result, tps: Collection[int] = ()) -> str:
-    """All layers' buffers, sized as upstream does and as we do: a row a layout (of these sizes), a column a model."""
+    """Table of the buffers of all layers, upstream and ours, with a row per layout and a column per model.
+
+    :param tps: tensor-parallel sizes to show; empty: all.
+    """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for row in (row for row in result["figures"]["rows"] if not tps or row["tp"] in tps):
         stock, ours, layers = row["stock"], row["ours"], row["moe_layers"]
@@ -168,9 +174,21 @@ def tables(result: output.Result, tps: Collection[int] = ()) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"models": ["qwen3-235b"]})
-    parser.add_argument("--tokens", type=int, default=16384, help="most of one forward on one data-parallel rank")
-    parser.add_argument("--chunked-prefill-size", type=int, default=16384, help="stock's (16384 on a B200); off: -1")
-    parser.add_argument("--cuda-graph-max-bs", type=int, default=512, help="stock's (512 on a B200)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=16384,
+        help="tokens of the largest forward pass on one data-parallel rank (%(default)s)",
+    )
+    parser.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        default=16384,
+        help="value of the stock server (%(default)s, as on a B200); -1: off",
+    )
+    parser.add_argument(
+        "--cuda-graph-max-bs", type=int, default=512, help="value of the stock server (%(default)s, as on a B200)"
+    )
     parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
     options = output.parse(parser)
     if options.tokens < 1:
@@ -186,14 +204,14 @@ def main() -> None:
         import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl  # noqa: F401
         from flashinfer import CuteDslMoEWrapper
     except ImportError as error:
-        raise SystemExit(f"cutedsl_memory.py: {error}; start it through `sglang-moe-reference exec --`") from None
+        raise SystemExit(f"cutedsl_memory.py: {error}; start it with `sglang-moe-reference exec --`") from None
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 
     if not keeps_buffers(CuteDslMoEWrapper):
         raise SystemExit(
-            f"cutedsl_memory.py: nothing to add up: the wrapper of FlashInfer {flashinfer.__version__} keeps no buffers"
+            f"cutedsl_memory.py: the wrapper of FlashInfer {flashinfer.__version__} keeps no buffers to add up"
         )
-    without_streams()
-    asked = (options.tokens, options.chunked_prefill_size, options.cuda_graph_max_bs)
-    rows = [row(name, layout, *asked) for name in options.models for layout in LAYOUTS]
+    disable_streams()
+    sizes = (options.tokens, options.chunked_prefill_size, options.cuda_graph_max_bs)
+    rows = [row(name, layout, *sizes) for name in options.models for layout in LAYOUTS]
     output.finish(options, output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows}), tables)

@@ -1,12 +1,12 @@
-"""FP4 experts repacked for Marlin: one layer by the engine's own function, and with fp4-weights.
+"""Compare the engine's own repacking of FP4 experts for Marlin with that of fp4-weights, for one layer.
 
     python benchmark changes/marlin_repack --json repack.json
-    python benchmark changes/marlin_repack --layers gpt-oss-120b  # one of them
+    python benchmark changes/marlin_repack --layers gpt-oss-120b  # one layer
 
-Random weights of one rank's shard, the engine's own kernel. First every parameter that the engine leaves is compared
-bit for bit, over small layers of each kind and over the layers that are measured; what does not agree ends the run.
-Then what one layer takes at the most while it is prepared, beyond what it holds when it is loaded, and the time of one
-layer. A kind of layer that the release refuses is left out, with the engine's words.
+Weights are random, with the sizes of one rank. The kernel is the engine's own. First, all parameters are compared bit
+by bit, for small layers of each kind and for the measured layers. A difference ends the run. Then the benchmark
+measures the peak memory of preparing one layer, beside its loaded weights, and the time. If the release rejects a kind
+of layer, the result has the engine's error instead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ UTILS = "sglang.srt.layers.quantization.marlin_utils_fp4"
 
 
 class Layer(NamedTuple):
-    """Experts of one rank.
+    """Routed experts of a MoE layer on one rank.
 
-    :param format: of their weights, ``mxfp4`` or ``nvfp4``.
-    :param rows: the intermediate size of this rank's part of an expert.
+    :param format: format of the weights, ``mxfp4`` or ``nvfp4``.
+    :param rows: intermediate size of this rank's part of an expert.
     """
 
     format: str
@@ -44,11 +44,10 @@ class Layer(NamedTuple):
 
     @property
     def function(self) -> str:
-        """The engine's function that prepares it, by name; a release without it runs no such experts by Marlin."""
+        """Name of the engine's function that prepares the layer. A release without it cannot run it with Marlin."""
         return f"prepare_moe_{self.format}_layer_for_marlin"
 
 
-#: Compared alone. Sizes that Marlin's kernels take: no padding but where it is said.
 SMALL = {
     "all experts": Layer("mxfp4", 8, 1024, 512),
     "an uneven share of experts, biases": Layer("mxfp4", 3, 1024, 512, biased=True),
@@ -59,38 +58,39 @@ SMALL = {
     "nvfp4, not gated": Layer("nvfp4", 5, 512, 256, gated=False),
     "nvfp4, not gated, biases": Layer("nvfp4", 3, 512, 256, gated=False, biased=True),
 }
-#: Compared and measured. By each model's public config.json.
+"""Layers that are only compared. Only the layer "padded" needs padding for Marlin."""
 LAYERS = {
     "deepseek-v4-flash, a quarter": Layer("mxfp4", 256, 4096, 512),
     "gpt-oss-120b": Layer("mxfp4", 128, 2880, 2880, biased=True),
     "kimi-k2.5 NVFP4, an eighth": Layer("nvfp4", 384, 7168, 256),
     "kimi-k2.5 NVFP4, 48 experts": Layer("nvfp4", 48, 7168, 2048),
 }
+"""Layers that are compared and measured. Sizes are from each model's public config.json."""
 
 
-def loaded(layer: Layer) -> torch.nn.Module:
-    """What the engine's function reads of a layer of routed experts."""
+def make_loaded_layer(layer: Layer) -> torch.nn.Module:
+    """Make a module with random loaded weights, in the form that the engine's function reads."""
     generator = torch.Generator("cuda").manual_seed(0)
     group, scale = (32, torch.uint8) if layer.format == "mxfp4" else (16, torch.float8_e4m3fn)
     rows = layer.rows * (2 if layer.gated else 1)
 
-    def some(*size: int) -> torch.Tensor:
+    def draw(*size: int) -> torch.Tensor:
         size = (layer.experts, *size)
         return torch.randint(0, 127, size, generator=generator, dtype=torch.uint8, device="cuda")
 
-    made = {
-        "w13_weight": some(rows, layer.hidden // 2),
-        "w2_weight": some(layer.hidden, layer.rows // 2),
-        "w13_weight_scale": some(rows, layer.hidden // group).view(scale),
-        "w2_weight_scale": some(layer.hidden, layer.rows // group).view(scale),
+    tensors = {
+        "w13_weight": draw(rows, layer.hidden // 2),
+        "w2_weight": draw(layer.hidden, layer.rows // 2),
+        "w13_weight_scale": draw(rows, layer.hidden // group).view(scale),
+        "w2_weight_scale": draw(layer.hidden, layer.rows // group).view(scale),
     }
     if layer.format == "nvfp4":
-        made |= {f"{name}_weight_scale_2": some().float() for name in ("w13", "w2")}
+        tensors |= {f"{name}_weight_scale_2": draw().float() for name in ("w13", "w2")}
     if layer.biased:
         word = "bias" if layer.format == "nvfp4" else "weight_bias"
-        made |= {f"w13_{word}": some(rows).bfloat16(), f"w2_{word}": some(layer.hidden).bfloat16()}
+        tensors |= {f"w13_{word}": draw(rows).bfloat16(), f"w2_{word}": draw(layer.hidden).bfloat16()}
     module = torch.nn.Module()
-    for name, value in made.items():
+    for name, value in tensors.items():
         module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
     module.quant_config = SimpleNamespace(group_size=group)
     module.moe_runner_config = SimpleNamespace(is_gated=layer.gated)
@@ -100,6 +100,7 @@ def loaded(layer: Layer) -> torch.nn.Module:
 
 @contextmanager
 def patched() -> Iterator[None]:
+    """Install fp4-weights within the block."""
     plan = probe(fp4_weights.CHANGE)
     if plan.install is None:
         sys.exit(f"marlin_repack: {plan.status.value}: {plan.reason}")
@@ -112,8 +113,12 @@ def patched() -> Iterator[None]:
 
 
 def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """One layer prepared: its parameters, and the most bytes beyond what was loaded with the seconds it took."""
-    module = loaded(layer)
+    """Prepare one layer for Marlin.
+
+    :returns: the prepared parameters, and ``seconds``, ``allocated`` and ``reserved``. The last two are peaks in bytes,
+        beside the loaded weights.
+    """
+    module = make_loaded_layer(layer)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -129,7 +134,7 @@ def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return {name: value.data for name, value in module.named_parameters()}, figures
 
 
-def same_bits(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
+def have_same_bits(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
     return ours.keys() == stock.keys() and all(
         (value.dtype, value.shape, value.stride()) == (ours[name].dtype, ours[name].shape, ours[name].stride())
         and torch.equal(value.contiguous().view(torch.uint8), ours[name].contiguous().view(torch.uint8))
@@ -138,52 +143,55 @@ def same_bits(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> 
 
 
 def compare(name: str, layer: Layer) -> dict[str, Any]:
-    """Stock, patched, and both again without the kernels' compilation, which alone counts."""
+    """Compare one layer bit by bit, then measure it stock, patched and stock again.
+
+    The comparison also compiles the kernels, so the measurements have no compilation time.
+    """
     try:
         stock, _ = prepare(layer)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
     with patched():
         ours, _ = prepare(layer)
-    if not same_bits(ours, stock):
+    if not have_same_bits(ours, stock):
         sys.exit(f"marlin_repack: {name}: the parameters differ from the engine's")
     first = next(iter(ours.values()))
     first.view(torch.uint8).flatten()[0] ^= 1
-    if same_bits(ours, stock):
-        sys.exit("marlin_repack: the comparison does not see a single bit")
+    if have_same_bits(ours, stock):
+        sys.exit("marlin_repack: the comparison missed a flipped bit")
     del stock, ours, first
-    one: dict[str, Any] = {"packed": packed_bytes(layer)}
+    figures: dict[str, Any] = {"packed": packed_bytes(layer)}
     for kind in ("stock", "patched", timing.CONTROL):
         with patched() if kind == "patched" else nullcontext():
-            one[kind] = prepare(layer)[1]
-    return one
+            figures[kind] = prepare(layer)[1]
+    return figures
 
 
 def packed_bytes(layer: Layer) -> int:
-    """Bytes of the packed weights as they are loaded: half a byte a number."""
+    """Bytes of the packed weights before preparation: half a byte per weight."""
     return layer.experts * layer.hidden * layer.rows * (3 if layer.gated else 2) // 2
 
 
 def tables(result: output.Result) -> str:
-    def cells(one: dict[str, Any]) -> list[str]:
-        kinds = [one[kind] for kind in ("stock", "patched", timing.CONTROL)]
-        beyond = [f"{kind['allocated'] / MB:,.0f} ({kind['allocated'] / one['packed']:.2f})" for kind in kinds[:2]]
+    def cells(layer: dict[str, Any]) -> list[str]:
+        kinds = [layer[kind] for kind in ("stock", "patched", timing.CONTROL)]
+        beyond = [f"{kind['allocated'] / MB:,.0f} ({kind['allocated'] / layer['packed']:.2f})" for kind in kinds[:2]]
         reserved = " -> ".join(f"{kind['reserved'] / MB:,.0f}" for kind in kinds[:2])
         stock, patched, control = (f"{1e3 * kind['seconds']:.0f}" for kind in kinds)
-        return [f"{one['packed'] / MB:,.0f}", *beyond, reserved, f"{stock} -> {patched} ({control})"]
+        return [f"{layer['packed'] / MB:,.0f}", *beyond, reserved, f"{stock} -> {patched} ({control})"]
 
     figures = result["figures"]
-    measured = {name: one for name, one in figures["layers"].items() if "refused" not in one}
+    measured = {name: layer for name, layer in figures["layers"].items() if "refused" not in layer}
     header = (
         *(f"layer, {result['conditions']['engine']}", "packed weights MB", "stock: most beyond MB (times)", "patched"),
         *("reserved MB, stock -> patched", "ms, stock -> patched (stock again)"),
     )
-    table = output.table(header, [(name, *cells(one)) for name, one in measured.items()])
-    agree = [name for name, one in (figures["small"] | figures["layers"]).items() if "refused" not in one]
+    table = output.table(header, [(name, *cells(layer)) for name, layer in measured.items()])
+    agree = [name for name, layer in (figures["small"] | figures["layers"]).items() if "refused" not in layer]
     lines = [table, "", f"The same bits: {'; '.join(agree)}."]
-    for name, one in (figures["small"] | figures["layers"]).items():
-        if "refused" in one:
-            lines.append(f"Refused by the engine, not compared: {name} ({one['refused']}).")
+    for name, layer in (figures["small"] | figures["layers"]).items():
+        if "refused" in layer:
+            lines.append(f"Refused by the engine, not compared: {name} ({layer['refused']}).")
     return "\n".join(lines)
 
 
@@ -193,7 +201,7 @@ def main() -> None:
     parser.add_argument("--layers", type=choice, default=list(LAYERS), metavar="NAME[,NAME]", help=" | ".join(LAYERS))
     options = output.parse(parser)
     machine.require_gpu("marlin_repack")
-    engine_code.module("sglang.srt.layers.quantization")  # first: the engine's imports are circular
+    engine_code.module("sglang.srt.layers.quantization")  # imported first, because the engine's imports are circular
     utils = engine_code.module(UTILS)
     known = {name: layer for name, layer in (SMALL | LAYERS).items() if hasattr(utils, layer.function)}
     figures = {

@@ -1,20 +1,21 @@
-"""The second GEMM and sum of a MoE layer in column slices, against the engine as it is: time, memory, answers.
+"""Compare moe-workspace's column slices with the stock engine for one MoE layer: time, memory and answers.
 
     python benchmark changes/moe_workspace --json triton.json  # the grid of docs/benchmarks/moe-workspace.md
     python benchmark changes/moe_workspace --models kimi-k2.5 --layouts tp4 --tokens 16384,4096
-    python benchmark changes/moe_workspace --slices 2,3,5 --mb 400,800  # other numbers than the rule's, and the setting
-    python benchmark changes/moe_workspace --tiles TILES --models kimi-k2.5 --layouts tp4  # and tiles that were tuned
+    python benchmark changes/moe_workspace --slices 2,3,5 --mb 400,800  # also fixed numbers of slices, and settings
+    python benchmark changes/moe_workspace --tiles TILES --models kimi-k2.5 --layouts tp4  # also tuned tiles
     python benchmark changes/moe_workspace --runner marlin --layers kimi-k2.5:tp8 --tokens 16384 --slices 2,7 --mb 700
 
-One process, no server, no checkpoint: the engine's own layer with random weights at one rank's widths. Each cell
-compares stock, stock again (what stock differs from itself no patch caused) and column slices, in turn, by CUDA events.
-Every run starts from an idle GPU, so that the host's time to start slices counts; *queued* ones follow others, as in a
-forward of many layers. The peak is what one call allocates beyond what was allocated before it, Marlin's output
-included, unless it is *offered*. An interval is that of the median of all rounds' ratios, to 95 %.
+The benchmark runs the engine's own layer with random weights at one rank's sizes, in one process, without a server.
+Each measurement compares stock, stock again (any difference between the two is noise) and column slices. They run in
+turn, and CUDA events measure the times. Each call starts on an idle GPU, so the host's time to launch slices counts.
+*Queued* calls follow other calls, as in a forward pass of many layers. The peak is the memory that one call allocates.
+It includes Marlin's output, unless the output is *offered*. An interval is the 95 % confidence interval of the median
+of all rounds' ratios.
 
-With the Triton runner answers are compared bit by bit; with Marlin also with some tokens' experts in float32, and
-*permuted ahead* is what slices would take if each range of weights lay by itself since the model was loaded. The engine
-compiles Marlin's kernel first, for some four minutes, once on a machine.
+With the Triton runner, answers are compared bit by bit. With Marlin, the outputs of some tokens are also compared with
+float32. *Permuted ahead* is the time that slices would take if the model's loading had already permuted the weights. On
+its first run on a machine, the engine compiles Marlin's kernel for about four minutes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from common.moe_runners import LAYOUTS, RUNNERS, Batch, MarlinBatch, Runner, Var
 from common.shapes import MODELS
 
 STARTED = time.monotonic()
+"""Start of the program."""
 GRID = ("kimi-k2.5", "deepseek-v3-fused", "glm-4.5", "qwen3-235b", "qwen3-30b", "minimax-m2", "mixtral-8x7b")
 MARLIN_GRID = "kimi-k2.5:tp8,kimi-k2.5:tp4,qwen3-235b:tp4,glm-4.5:tp8"
 WEIGHTS = {"triton": ("bf16", "fp8"), "marlin": ("int4",)}
-#: Options that are not given.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "triton": {
         "tokens": (1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -51,13 +52,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"slices": (2, 3, 4, 5, 7), "graphs": (4096,), "decode": (1, 64), "mixed": 16384, "rounds": 11},
     },
 }
-#: What is measured of one layer, beside its cells.
+"""Defaults of the options, by runner."""
 KINDS = ("cells", "decode", "graphs", "mixed", "left_out")
+"""Kinds of measurements in a result."""
 Checked = tuple[torch.Tensor, torch.Tensor] | None
+"""Indices of some tokens and their outputs in float32; see ``Batch.expected``."""
 
 
-def interval(ratios: list[float]) -> list[float]:
-    """Where the median of such ratios lies, to 95 %: between two of them, by the binomial distribution."""
+def median_interval(ratios: list[float]) -> list[float]:
+    """95 % confidence interval of the median, between two of the ratios, by the binomial distribution."""
     ordered, below = sorted(ratios), 0
     while sum(math.comb(len(ordered), k) for k in range(below + 1)) / 2 ** len(ordered) <= 0.025:
         below += 1
@@ -65,48 +68,51 @@ def interval(ratios: list[float]) -> list[float]:
     return [ordered[below], ordered[-1 - below]]
 
 
-def errors(output: torch.Tensor, checked: Checked) -> dict[str, float] | None:
-    """The mean error of some tokens against float32, over the mean of what is expected."""
+def compute_errors(output: torch.Tensor, checked: Checked) -> dict[str, float] | None:
+    """Mean error of some tokens' outputs, relative to the mean of their outputs in float32."""
     if checked is None:
         return None
     tokens, expected = checked
-    apart = (output[tokens.to(output.device)].float() - expected).abs()
-    return {"mean": float(apart.mean() / expected.abs().mean())}
+    differences = (output[tokens.to(output.device)].float() - expected).abs()
+    return {"mean": float(differences.mean() / expected.abs().mean())}
 
 
-def restored(batch: Batch) -> torch.Tensor:
-    """The output for the batch's own tokens, also where a call has overwritten them."""
+def run_restored(batch: Batch) -> torch.Tensor:
+    """Restore the batch's input, which an earlier call may have overwritten, and run the layer."""
     batch.restore()
     return batch.run()
 
 
 def idle_ms(batch: Batch, run: Callable[[], Any]) -> float:
-    """Milliseconds of one call that finds the GPU idle."""
+    """Restore the batch's input, and time one call on an idle GPU, in milliseconds."""
     batch.restore()
     return timing.idle_ms(run)
 
 
 def peak_bytes(batch: Batch) -> int:
+    """Restore the batch's input, and measure the peak of the memory that one call allocates."""
     batch.restore()
     return timing.peak_bytes(batch.run)
 
 
 def ratios_to_stock(samples: dict[str, list[float]], name: str) -> list[float]:
-    """Times over stock's, round by round."""
+    """Time divided by stock's time, round by round."""
     return [other / stock for stock, other in zip(samples[timing.STOCK], samples[name], strict=True)]
 
 
-def cell(
+def measure_batch(
     runner: Runner, batch: Batch, checked: Checked, variants: list[Variant], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Figures of one batch, variant by variant.
+    """Measure one batch with each variant.
 
-    A variant that runs in the same slices as an earlier one is left out.
+    A variant with the same slices as an earlier variant is not timed.
+
+    :returns: figures of each timed variant.
     """
-    expected = restored(batch).clone()
-    again = restored(batch)
+    expected = run_restored(batch).clone()
+    again = run_restored(batch)
     stock: dict[str, Any] = {"stock_repeats": bool(torch.equal(expected, again))}
-    stock |= {"stock_errors": [errors(one, checked) for one in (expected, again)]} if checked else {}
+    stock |= {"stock_errors": [compute_errors(result, checked) for result in (expected, again)]} if checked else {}
     del again
     stock["stock_peak"] = peak_bytes(batch)
     runner.dead_input = torch.empty_like(expected)
@@ -114,10 +120,10 @@ def cell(
     facts: dict[Variant, dict[str, Any]] = {}
     for variant in variants:
         with runner.use(variant):
-            answer = restored(batch)
+            answer = run_restored(batch)
             ran[variant] = runner.ran
             facts[variant] = {"same": bool(torch.equal(expected, answer)) if variant.copies else None}
-            facts[variant]["errors"] = errors(answer, checked) if variant.copies else None
+            facts[variant]["errors"] = compute_errors(answer, checked) if variant.copies else None
             del answer
             facts[variant]["peak"] = peak_bytes(batch)
     kinds = {variant: (ran[variant], variant.copies, variant.offered) for variant in variants}
@@ -127,19 +133,19 @@ def cell(
         if variant == Variant() or kinds[variant] not in [kinds[earlier] for earlier in variants[:index]]
     }
 
-    def in_turn(measure: Callable[[], float], rounds: int) -> dict[str, list[float]]:
-        def measured(variant: Variant | None) -> float:
+    def time_in_turn(measure: Callable[[], float], rounds: int) -> dict[str, list[float]]:
+        def measure_with(variant: Variant | None) -> float:
             with runner.use(variant):
                 return measure()
 
         versions: dict[str, Callable[[], float]] = {
-            name: lambda: measured(None) for name in (timing.STOCK, timing.CONTROL)
+            name: lambda: measure_with(None) for name in (timing.STOCK, timing.CONTROL)
         }
-        versions |= {name: lambda variant=variant: measured(variant) for variant, name in timed.items()}
+        versions |= {name: lambda variant=variant: measure_with(variant) for variant, name in timed.items()}
         return timing.run_in_turn(versions, rounds)
 
-    samples = in_turn(lambda: idle_ms(batch, batch.run), rounds)
-    queued = None if runner.in_place else in_turn(lambda: timing.queued_ms(batch.run), max(3, rounds // 2))
+    samples = time_in_turn(lambda: idle_ms(batch, batch.run), rounds)
+    queued = None if runner.in_place else time_in_turn(lambda: timing.queued_ms(batch.run), max(3, rounds // 2))
     tokens, hidden = expected.shape
     control = ratios_to_stock(samples, timing.CONTROL)
     for variant, name in timed.items():
@@ -154,7 +160,7 @@ def cell(
             "width": ranges[0][1],
             "stock_ms": statistics.median(samples[timing.STOCK]),
             "slowdown": statistics.median(ratios),
-            "interval": interval(ratios),
+            "interval": median_interval(ratios),
             "control": statistics.median(control),
         }
         if queued is not None:
@@ -162,8 +168,8 @@ def cell(
         yield figures | stock | facts[variant]
 
 
-def decode(runner: Runner, batch: Batch) -> dict[str, Any]:
-    """A batch too small for slices: microseconds by the host's clock, eager, and of a captured graph's replay."""
+def measure_decode(runner: Runner, batch: Batch) -> dict[str, Any]:
+    """Time a batch that is too small for slices: eager by the host's clock, and a captured graph on the GPU."""
     versions = {timing.STOCK: None, timing.CONTROL: None, "columns": Variant()}
     graphs, outputs = {}, {}
     for name, variant in versions.items():
@@ -174,7 +180,7 @@ def decode(runner: Runner, batch: Batch) -> dict[str, Any]:
             with torch.cuda.graph(graphs[name]):
                 outputs[name] = batch.run()
 
-    def eager(variant: Variant | None) -> float:
+    def eager_ms(variant: Variant | None) -> float:
         with runner.use(variant):
             torch.cuda.synchronize()
             started = time.perf_counter()
@@ -183,13 +189,13 @@ def decode(runner: Runner, batch: Batch) -> dict[str, Any]:
             torch.cuda.synchronize()
             return (time.perf_counter() - started) / 20 * 1e3
 
-    def replayed(graph: Any) -> float:
+    def replay_ms(graph: Any) -> float:
         return timing.idle_ms(lambda: [graph.replay() for _ in range(20)]) / 20
 
     figures: dict[str, Any] = {}
     for kind, measures in (
-        ("eager", {name: lambda variant=variant: eager(variant) for name, variant in versions.items()}),
-        ("captured", {name: lambda graph=graph: replayed(graph) for name, graph in graphs.items()}),
+        ("eager", {name: lambda variant=variant: eager_ms(variant) for name, variant in versions.items()}),
+        ("captured", {name: lambda graph=graph: replay_ms(graph) for name, graph in graphs.items()}),
     ):
         samples = timing.run_in_turn(measures, 25)
         for name in (timing.CONTROL, "columns"):
@@ -199,13 +205,16 @@ def decode(runner: Runner, batch: Batch) -> dict[str, Any]:
     return figures
 
 
-def mixed(runner: Runner, batch: Batch, tokens: int, variant: Variant) -> dict[str, Any]:
-    """Forty batches of mixed sizes: bytes allocated at the peak, and reserved in the end."""
-    chosen = random.Random(5)
-    sizes = [chosen.choice(range(min(512, tokens // 2), tokens + 1, 16)) for _ in range(40)]
+def measure_mixed(runner: Runner, batch: Batch, tokens: int, variant: Variant) -> dict[str, Any]:
+    """Run forty batches of mixed sizes, and measure the peaks of allocated and reserved memory.
+
+    :param tokens: tokens of the largest batch.
+    """
+    draw = random.Random(5)
+    sizes = [draw.choice(range(min(512, tokens // 2), tokens + 1, 16)) for _ in range(40)]
     figures: dict[str, Any] = {"tokens": tokens, "batches": len(sizes), "asked_mb": variant.mb}
-    for name, ran_as in ((timing.STOCK, None), ("columns", variant)):
-        with runner.use(ran_as):
+    for name, used in ((timing.STOCK, None), ("columns", variant)):
+        with runner.use(used):
             timing.free_memory()
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             torch.cuda.reset_peak_memory_stats()
@@ -219,19 +228,22 @@ def mixed(runner: Runner, batch: Batch, tokens: int, variant: Variant) -> dict[s
     return figures
 
 
-def graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[str, Any]:
-    """One layer captured: what the graph's pool holds, whether a replay answers as eager does, and its time."""
+def measure_graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[str, Any]:
+    """Capture one layer in a CUDA graph.
+
+    :returns: memory of the graph's pool, whether a replay has the eager output, and relative time, for each version.
+    """
     figures: dict[str, Any] = {}
     graphs: dict[str, Any] = {}
-    expected = restored(batch).clone()
-    for name, ran_as in ((timing.STOCK, None), (timing.CONTROL, None), ("columns", variant)):
-        with runner.use(ran_as):
+    expected = run_restored(batch).clone()
+    for name, used in ((timing.STOCK, None), (timing.CONTROL, None), ("columns", variant)):
+        with runner.use(used):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                eager = restored(batch).clone()
+                eager = run_restored(batch).clone()
             torch.cuda.synchronize()
-            expected = expected if runner.in_place else eager  # Marlin's own sums have no fixed order
+            expected = expected if runner.in_place else eager  # the order of Marlin's own sums changes
             timing.free_memory()
             reserved = torch.cuda.memory_reserved()
             graphs[name] = torch.cuda.CUDAGraph()
@@ -245,7 +257,7 @@ def graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[s
         figures[name] = {"pool": pool, "same": bool(torch.equal(captured, expected))}
         del captured, eager
     samples = timing.run_in_turn(
-        {name: lambda one=one: idle_ms(batch, one.replay) for name, one in graphs.items()}, rounds
+        {name: lambda graph=graph: idle_ms(batch, graph.replay) for name, graph in graphs.items()}, rounds
     )
     for name, ratio in timing.compare_with_stock(samples).items():
         figures[name]["slowdown"] = 1 / ratio["ratio"]
@@ -255,13 +267,17 @@ def graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[s
 # --- The grid --------------------------------------------------------------------------------------------------------
 
 
-def variants_of(layer: tuple[str, str], options: Any, *, first: bool) -> list[Variant]:
-    """What is measured of one batch, the layer's first or another."""
-    own_mb = moe_tables.MARLIN_MB.get(layer) if options.runner == "marlin" else None
-    settings = [mb for mb in (own_mb, *options.mb) if mb]
+def choose_variants(layer: tuple[str, str], options: Any, *, first: bool) -> list[Variant]:
+    """Choose the variants to measure with one batch.
+
+    :param layer: model and layout.
+    :param first: whether the batch is the layer's first one. Only the first batch runs without Marlin's copies.
+    """
+    default_mb = moe_tables.MARLIN_MB.get(layer) if options.runner == "marlin" else None
+    settings = [mb for mb in (default_mb, *options.mb) if mb]
     variants = [Variant(), *(Variant(mb=mb) for mb in settings)]
-    if own_mb:
-        variants += [Variant(mb=own_mb, offered=True)]
+    if default_mb:
+        variants += [Variant(mb=default_mb, offered=True)]
     variants += [Variant(slices=slices) for slices in options.slices]
     if first and options.runner == "marlin" and options.slices:
         variants += [Variant(slices=slices, copies=False) for slices in dict.fromkeys((2, max(options.slices)))]
@@ -269,12 +285,12 @@ def variants_of(layer: tuple[str, str], options: Any, *, first: bool) -> list[Va
 
 
 def measure(runner: Runner, names: list[tuple[str, str, str]], options: Any) -> dict[str, Any]:
-    """Everything that the options ask for, layer by layer."""
+    """Measure all layers. A layer that fails, or for which no time is left, is recorded with its reason."""
     figures: dict[str, Any] = {kind: [] for kind in KINDS}
 
-    def keep(kind: str, one: dict[str, Any]) -> None:
-        figures[kind].append(one)
-        print(json.dumps({"kind": kind, "at": round(time.monotonic() - STARTED)} | one), flush=True)
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        figures[kind].append(row)
+        print(json.dumps({"kind": kind, "at": round(time.monotonic() - STARTED)} | row), flush=True)
 
     runner.warm_up()
     for model, layout, weights in names:
@@ -285,8 +301,8 @@ def measure(runner: Runner, names: list[tuple[str, str, str]], options: Any) -> 
         layer = None
         try:
             layer = runner.layer(model, layout, weights)
-            for kind, one in of_layer(runner, layer, (model, layout), options):
-                keep(kind, name | one)
+            for kind, row in measure_layer(runner, layer, (model, layout), options):
+                keep(kind, name | row)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
             keep("left_out", name | {"reason": reason})
@@ -296,8 +312,10 @@ def measure(runner: Runner, names: list[tuple[str, str, str]], options: Any) -> 
     return figures
 
 
-def of_layer(runner: Runner, layer: Any, name: tuple[str, str], options: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Figures of one layer, each with its kind."""
+def measure_layer(
+    runner: Runner, layer: Any, name: tuple[str, str], options: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure one layer, and yield each measurement with its kind."""
     for tiles, folder in ({"default": None} | ({"tuned": options.tiles} if options.tiles else {})).items():
         if folder is not None and not list(folder.glob(f"configs/*/{glob.escape(moe_tiles.file_name(layer))}")):
             continue
@@ -308,35 +326,37 @@ def of_layer(runner: Runner, layer: Any, name: tuple[str, str], options: Any) ->
                 yield "left_out", {"tokens": tokens, "reason": "out of time"}
                 continue
             batch, checked = runner.batch(layer, tokens), None
-            of_batch: dict[str, Any] = {}
+            facts: dict[str, Any] = {}
             if isinstance(batch, MarlinBatch):
-                of_batch = batch.layer.sizes()
+                facts = batch.layer.sizes()
                 try:
                     checked = batch.expected()
-                except Exception as error:  # the engine's own test utilities say how weights are packed
+                except (
+                    Exception
+                ) as error:  # the engine's test utilities are needed to unpack weights, and may be missing
                     yield "left_out", {"reason": f"no errors against float32: {type(error).__name__}: {error}"}
             else:
-                of_batch = {"tiles": tiles, "config": moe_tiles.find_tiles(layer, tokens)}
-            variants = variants_of(name, options, first=tokens == options.tokens[0])
-            for one in cell(runner, batch, checked, variants, options.rounds):
-                yield "cells", one | of_batch
+                facts = {"tiles": tiles, "config": moe_tiles.find_tiles(layer, tokens)}
+            variants = choose_variants(name, options, first=tokens == options.tokens[0])
+            for row in measure_batch(runner, batch, checked, variants, options.rounds):
+                yield "cells", row | facts
             del batch
             timing.free_memory()
         if options.tiles:
             moe_tiles.use_folder(None)
-    own_mb = moe_tables.MARLIN_MB.get(name) if options.runner == "marlin" else None
+    default_mb = moe_tables.MARLIN_MB.get(name) if options.runner == "marlin" else None
     if options.mixed:
         batch = runner.batch(layer, options.mixed)
-        yield "mixed", mixed(runner, batch, options.mixed, Variant(mb=own_mb))
+        yield "mixed", measure_mixed(runner, batch, options.mixed, Variant(mb=default_mb))
     for tokens in options.graphs:
-        variant = Variant(slices=max(options.slices)) if own_mb and options.slices else Variant()
-        yield "graphs", {"tokens": tokens} | graph(runner, runner.batch(layer, tokens), variant, options.rounds)
+        variant = Variant(slices=max(options.slices)) if default_mb and options.slices else Variant()
+        yield "graphs", {"tokens": tokens} | measure_graph(runner, runner.batch(layer, tokens), variant, options.rounds)
     for tokens in options.decode:
-        yield "decode", {"tokens": tokens} | decode(runner, runner.batch(layer, tokens))
+        yield "decode", {"tokens": tokens} | measure_decode(runner, runner.batch(layer, tokens))
 
 
-def layers(text: str) -> list[tuple[str, str, str]]:
-    """``type=`` of an option that names layers."""
+def parse_layers(text: str) -> list[tuple[str, str, str]]:
+    """Parse the value of ``--layers`` into (model, layout, weights) tuples."""
     names = []
     for name in text.split(","):
         model, layout, weights = (*name.split(":"), "int4", "")[:3]
@@ -351,22 +371,26 @@ def parse(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--runner", choices=RUNNERS, default="triton")
     parser.add_argument("--models", type=output.choice_of(MODELS), default=list(GRID), help=", ".join(MODELS))
     parser.add_argument("--layouts", type=output.choice_of(LAYOUTS), default=["tp1", "tp4", "tp8"])
-    parser.add_argument("--layers", type=layers, metavar="MODEL:LAYOUT:WEIGHTS,...", help="these, not all of the above")
-    parser.add_argument("--tokens", type=output.numbers)
-    parser.add_argument("--slices", type=output.numbers, help="so many, beside the rule's own")
-    parser.add_argument("--mb", type=output.numbers, default=(), help="settings of the variable, beside the rule's own")
-    parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="measure with tiles from there as well")
-    parser.add_argument("--graphs", type=output.numbers, help="tokens of layers to capture")
+    parser.add_argument(
+        "--layers", type=parse_layers, metavar="MODEL:LAYOUT:WEIGHTS,...", help="measure these layers instead"
+    )
+    parser.add_argument("--tokens", type=output.numbers, help="tokens of the batches")
+    parser.add_argument("--slices", type=output.numbers, help="also measure these numbers of slices")
+    parser.add_argument(
+        "--mb", type=output.numbers, default=(), help="also measure these values of SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"
+    )
+    parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="also measure with the tiles in this folder")
+    parser.add_argument("--graphs", type=output.numbers, help="tokens of batches to capture in a CUDA graph")
     parser.add_argument("--decode", type=output.numbers, help="tokens of batches too small for slices")
     parser.add_argument("--mixed", type=int, help="tokens of the largest of forty mixed batches")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
+    parser.add_argument("--rounds", type=int, help="rounds of each measurement")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after this time")
     options = output.parse(parser, arguments)
     for name, value in DEFAULTS[options.runner].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.runner == "marlin":
-        options.layers = options.layers or layers(MARLIN_GRID)
+        options.layers = options.layers or parse_layers(MARLIN_GRID)
         if options.tiles:
             parser.error("--tiles is for --runner triton")
     options.layers = options.layers or list(itertools.product(options.models, options.layouts, WEIGHTS["triton"]))
@@ -382,7 +406,8 @@ def main() -> None:
         runner = RUNNERS[options.runner]()
         print(machine.sentence(machine.conditions()), flush=True)
         figures = measure(runner, options.layers, options)
-    # In a folder of its own: tests and the models' table read each cell beside it as the Triton runner's.
+    # Marlin's results have their own folder, because tests and the models' table read all results in the Triton
+    # runner's folder.
     name, tables = {
         "triton": ("moe_workspace", moe_tables.triton),
         "marlin": ("moe_workspace_marlin", moe_tables.marlin),

@@ -1,13 +1,17 @@
-"""Rows that the MoE kernel computes over rows received behind MoRI: stock, with a limit, and with the provable bound.
+"""Compare the rows that the MoE kernel computes with the rows that a rank receives from MoRI, in three modes.
 
     python benchmark changes/mori_rows --json rows.json --plot rows.svg            # the whole grid, no GPU
     python benchmark changes/mori_rows --eps 8 --batches 1,32                      # a part of it
 
-Each case routes random tokens and moves them between simulated ranks with the reference dispatcher's rules (a row goes
-to a rank once, however many of its experts are there); what a rank receives is counted, not estimated. "balanced" draws
-experts uniformly, "skewed" with Zipf weights (exponent 1), which gathers tokens on few ranks; figures are those of the
-busiest rank. The limit is a server's that was set for decode batches up to 128 tokens on each rank, as the engine
-applies it: on a larger batch it loses rows.
+- `stock`: the kernel computes all rows of the receive buffer.
+- `limit`: the kernel computes a fixed number of rows, set for decode batches of up to 128 tokens on each rank. On a
+  larger batch, the engine loses rows.
+- `bound`: mori-input-truncation computes a provable bound for each batch.
+
+Each case routes random tokens between simulated ranks by the rules of the reference dispatcher: a row goes to a rank
+once, however many of its experts are there. Received rows are counted, not estimated. "balanced" draws experts
+uniformly. "skewed" draws them with Zipf weights (exponent 1), so that few ranks receive most tokens. The figures are
+those of the busiest rank.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ from sglang_moe_patches.changes.mori_input_truncation import bound as rows_bound
 
 EPS = (8, 16, 32)
 BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
-#: MoRI's default receive buffer, for each rank that sends.
 BUFFER_PER_RANK = 4096
-#: Tokens on each rank, of decode batches, that the server's limit was set for.
+"""Rows of MoRI's default receive buffer, for each sending rank."""
 LIMIT_BATCH = 128
+"""Tokens on each rank of the largest decode batch for which the limit is set."""
 TOP_K, EXPERTS = MODELS["deepseek-v3"].top_k, MODELS["deepseek-v3"].experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")
@@ -34,7 +38,13 @@ MODES = ("stock", "limit", "bound")
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's forward: ``received`` rows arrive on the busiest rank, the kernel is given so many in each mode."""
+    """Forward pass of the busiest rank.
+
+    :param ep: number of expert-parallel ranks.
+    :param batch: tokens on each rank.
+    :param received: rows that the busiest rank receives. ``stock``, ``limit`` and ``bound``: rows that its kernel
+        computes in each mode.
+    """
 
     ep: int
     batch: int
@@ -46,27 +56,29 @@ class Case:
 
     @property
     def lost(self) -> int:
-        """Rows that the engine's limit drops."""
+        """Number of rows that the limit loses."""
         return max(0, self.received - self.limit)
 
     def ratio(self, mode: str) -> float:
+        """Computed rows divided by received rows."""
         return getattr(self, mode) / self.received
 
 
-def received_on_busiest_rank(ep: int, batch: int, routing: str, generator: torch.Generator) -> int:
-    """Route ``ep * batch`` tokens to ``TOP_K`` distinct experts each, and count the rows that each rank gets."""
-    favour = torch.ones(EXPERTS) if routing == "balanced" else 1.0 / torch.arange(1, EXPERTS + 1)
+def count_received_rows(ep: int, batch: int, routing: str, generator: torch.Generator) -> int:
+    """Route ``ep * batch`` tokens to ``TOP_K`` distinct experts each, and count the rows of the busiest rank."""
+    popularity = torch.ones(EXPERTS) if routing == "balanced" else 1.0 / torch.arange(1, EXPERTS + 1)
     tokens = ep * batch
     arrived = torch.zeros(ep, dtype=torch.long)
     for start in range(0, tokens, 16_384):
         n = min(16_384, tokens - start)
-        ids = torch.multinomial(favour.expand(n, -1), TOP_K, generator=generator)
-        there = torch.zeros(n, ep, dtype=torch.bool).scatter_(1, ids // (EXPERTS // ep), True)
-        arrived += there.sum(dim=0)
+        ids = torch.multinomial(popularity.expand(n, -1), TOP_K, generator=generator)
+        is_sent = torch.zeros(n, ep, dtype=torch.bool).scatter_(1, ids // (EXPERTS // ep), True)
+        arrived += is_sent.sum(dim=0)
     return int(arrived.max())
 
 
-def count(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
+def make_cases(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
+    """Simulate all cases."""
     generator = torch.Generator().manual_seed(0)
     cases = []
     for ep in eps:
@@ -74,16 +86,20 @@ def count(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
         for routing in ROUTINGS:
             for batch in batches:
                 bound = rows_bound.max_received_rows(batch, [batch] * ep, rows_bound.Layout(ranks=ep), buffer_rows)
-                received = received_on_busiest_rank(ep, batch, routing, generator)
+                received = count_received_rows(ep, batch, routing, generator)
                 assert bound is not None
                 assert received <= bound
-                given = rows_bound.decide_rows(bound, 0, buffer_rows, recv_bound=True).rows
-                cases.append(Case(ep, batch, routing, received, buffer_rows, min(limit, buffer_rows), given))
+                computed = rows_bound.decide_rows(bound, 0, buffer_rows, recv_bound=True).rows
+                cases.append(Case(ep, batch, routing, received, buffer_rows, min(limit, buffer_rows), computed))
     return cases
 
 
 def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
-    """Rows given to the kernel; of the given sizes, or of all."""
+    """Table of the computed rows.
+
+    :param eps: expert-parallel sizes to show; empty: all.
+    :param batches: tokens on each rank to show; empty: all.
+    """
     figures = result["figures"]
     rows = []
     for c in (Case(**case) for case in figures["cases"]):
@@ -100,6 +116,7 @@ def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int
 
 
 def plot(result: output.Result, path: Path) -> None:
+    """Draw the computed rows divided by the received rows, by tokens per rank."""
     pyplot = output.pyplot()
     cases = [Case(**case) for case in result["figures"]["cases"]]
     eps = sorted({case.ep for case in cases})
@@ -107,9 +124,9 @@ def plot(result: output.Result, path: Path) -> None:
     colours = {"stock": "tab:red", "limit": "tab:orange", "bound": "tab:green"}
     for axis, ep in zip(axes[0], eps, strict=True):
         for routing, style in zip(ROUTINGS, ("-", "--"), strict=True):
-            mine = [c for c in cases if c.ep == ep and c.routing == routing]
+            chosen = [c for c in cases if c.ep == ep and c.routing == routing]
             for mode in MODES:
-                x, y = [c.batch for c in mine], [c.ratio(mode) for c in mine]
+                x, y = [c.batch for c in chosen], [c.ratio(mode) for c in chosen]
                 axis.plot(x, y, style, color=colours[mode], marker="o", markersize=3, label=f"{mode}, {routing}")
         axis.axhspan(0.01, 1, color="grey", alpha=0.2)
         axis.text(1, 0.5, "rows are lost", fontsize=7, va="top")
@@ -125,9 +142,9 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     quick = {"eps": (8,), "batches": (1, 32)}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument("--eps", type=output.numbers, default=EPS, help="expert-parallel sizes")
+    parser.add_argument("--eps", type=output.numbers, default=EPS, help="numbers of expert-parallel ranks")
     parser.add_argument("--batches", type=output.numbers, default=BATCHES, help="tokens on each rank")
     options = output.parse(parser)
     sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK, "limit_batch": LIMIT_BATCH}
-    figures = {**sizes, "cases": [asdict(case) for case in count(options.eps, options.batches)]}
+    figures = {**sizes, "cases": [asdict(case) for case in make_cases(options.eps, options.batches)]}
     output.finish(options, output.result("mori_rows", figures), tables, plot)

@@ -1,12 +1,12 @@
-"""What the patches cost in time: microseconds of host time per MoE layer.
+"""Measure the host time that the changes add to each MoE layer, in microseconds.
 
     sglang-moe-reference exec -- python benchmark changes/overhead host       # any machine
     sglang-moe-reference exec -- python benchmark changes/overhead host --runner triton
 
-Timed is what the changes add to one MoE layer in eager mode: the engine's own runner function with the arguments of
-a real decode step, in a decoder layer and an attention that do nothing else, stock and patched in turn. The kernels
-return at once: their time is the device's. With `--runner triton` the three changes behind it are on; without a GPU its
-CUDA functions are replaced before.
+The benchmark runs one decoder layer in eager mode, stock and patched in turn. The layer calls only the engine's own MoE
+runner function, with the arguments of a real decode step. Attention does nothing, and kernels return at once, because
+their time is time of the device. With `--runner triton` the three changes for the Triton runner are on. Without a GPU,
+plain PyTorch replaces the runner's CUDA functions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from common import output, servers, timing
 from sglang_moe_patches.core import fused_moe_call
 from sglang_moe_patches.core.patch import Patcher
 
-ASKED = (*servers.SERVERS, timing.CONTROL)
+VERSIONS = (*servers.SERVERS, timing.CONTROL)
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A decoder layer at decode that computes nothing: what it calls around its kernels is the engine's, or ours.
+    """Decoder layer without kernels: it runs only Python code of the engine and of the changes.
 
-    :param layer: of a model that was built with the patches.
-    :param run: calls the runner as a layer of that server does.
+    :param layer: decoder layer of a model that was built with the changes.
+    :param run: function that calls the MoE runner as a layer of a server does. It takes the server's name.
     """
 
     layer: Any
@@ -43,7 +43,7 @@ class Skeleton:
 
 
 def trtllm_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None], around: Patcher) -> Skeleton:
-    """With the NVFP4 TRT-LLM runner. Quantization and the kernel return at once: their time is the device's."""
+    """Make a skeleton with the NVFP4 TRT-LLM runner. Quantization and the kernel return at once."""
     import flashinfer.fused_moe
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
     from sglang_moe_patches.core.dead_input import takers
@@ -64,7 +64,10 @@ def trtllm_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
 
 
 def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None], around: Patcher) -> Skeleton:
-    """With the Triton runner, unquantized: in place, or patched into the layer's dead input. Its kernels do nothing."""
+    """Make a skeleton with the Triton runner and unquantized weights. Its kernels do nothing.
+
+    The stock runner writes in place. The patched runner writes into the layer's dead input.
+    """
     import pytest
     import torch
     from common.triton_on_cpu import triton_runner
@@ -96,10 +99,10 @@ SKELETONS = {"flashinfer_trtllm_routed": trtllm_skeleton, "triton": triton_skele
 
 
 def record_calls(engine: Any, module: Any, function: str, models: list[Any]) -> list[Any]:
-    """Arguments of a function of the engine's in one decode step of each model."""
+    """Record the arguments of an engine function in one decode step of each model."""
     calls: list[Any] = []
 
-    def recording(original: Any) -> Any:
+    def record(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
             return original(*args, **kwargs)
@@ -107,7 +110,7 @@ def record_calls(engine: Any, module: Any, function: str, models: list[Any]) -> 
         return call
 
     around = Patcher()
-    around.wrap(module, function, recording)
+    around.wrap(module, function, record)
     last_calls = []
     for model in models:
         engine.generate(model, [[5, 6, 7, 8]], 1)
@@ -116,7 +119,8 @@ def record_calls(engine: Any, module: Any, function: str, models: list[Any]) -> 
     return last_calls
 
 
-def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Measure the host time of one layer, stock, patched and stock again."""
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
@@ -134,7 +138,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "mem_fraction_static": 0.9,
         "disable_piecewise_cuda_graph": True,
     }
-    os.environ[SELECT_VARIABLE] = "none"  # what is timed is put in and taken out below
+    os.environ[SELECT_VARIABLE] = "none"  # the changes are installed and removed below
     engine = InProcess(started, **(gpu if torch.cuda.is_available() else {}))
 
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA, DeepseekV2DecoderLayer
@@ -145,12 +149,12 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     for change in changes:
         plan = probe(change)
         if plan.install is None:
-            raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
+            raise SystemExit(f"overhead: {change.name} is {plan} on this engine: so there is nothing to time")
         installs.append(plan.install)
 
     def install(patcher: Patcher) -> None:
-        for one in installs:
-            one(patcher)
+        for install_change in installs:
+            install_change(patcher)
 
     patches, around = Patcher(), Patcher()
     skeleton = SKELETONS[options.runner](engine, folder, install, around)
@@ -160,7 +164,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         self.self_attn.forward()
         return skeleton.run(server)
 
-    # A server's layers are made to offer when their model is built; the model here is built once.
+    # A server's layers get this wrapper when their model is built. The model here is built only once.
     offering = make_offering(probe_layer(DeepseekV2DecoderLayer))
     around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
@@ -168,7 +172,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     residual = torch.empty_like(hidden_states)
 
     def layer_us(name: str) -> float:
-        """Microseconds of processor time of one layer's skeleton."""
+        """Processor time of one run of the layer, in microseconds."""
         nonlocal server
         server = "patched" if name == "patched" else "stock"
         if name == "patched":
@@ -180,14 +184,14 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             reused = result.data_ptr() == hidden_states.data_ptr()
             if reused != (name == "patched"):
                 raise SystemExit(f"overhead: {name} {'used' if reused else 'did not use'} the layer's input")
-            begin = time.thread_time()  # processor time: other programs' turns do not count
+            start = time.thread_time()  # processor time, so that other processes do not count
             for _ in range(options.steps):
                 skeleton.layer.forward(None, hidden_states, None, residual)
-            return (time.thread_time() - begin) / options.steps * 1e6
+            return (time.thread_time() - start) / options.steps * 1e6
         finally:
             patches.undo()
 
-    samples = timing.run_in_turn({name: partial(layer_us, name) for name in ASKED}, options.rounds, warm_up=0)
+    samples = timing.run_in_turn({name: partial(layer_us, name) for name in VERSIONS}, options.rounds, warm_up=0)
     around.undo()
 
     def added(name: str) -> dict[str, Any]:
@@ -206,6 +210,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def host_tables(results: Sequence[output.Result]) -> str:
+    """Table of the host time, with a row per result."""
     rows = []
     for result in results:
         figures = result["figures"]
@@ -222,7 +227,7 @@ def host_tables(results: Sequence[output.Result]) -> str:
 
 
 def added_host_time(results: Sequence[output.Result]) -> str:
-    """What all changes together add, in a sentence for the pages of single changes."""
+    """Sentence about the host time that all changes add together, for the pages of single changes."""
     added: dict[str, list[str]] = {}
     for result in results:
         figures = result["figures"]
@@ -240,9 +245,9 @@ def main() -> None:
     parser = output.parser(__doc__, quick={"rounds": 2, "steps": 8})
     parser.add_argument("what", choices=["host"])
     parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="decode steps a run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of measurements (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps of a measurement (%(default)s)")
     options = output.parse(parser)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
-        figures = host_time(options, Path(work))
+        figures = measure_host_time(options, Path(work))
     output.finish(options, output.result("overhead", figures), lambda result: host_tables([result]))

@@ -1,12 +1,12 @@
-"""NVFP4 weight preparation for the TRT-LLM MoE kernels: the engine's own function against ours, in one run.
+"""Compare the engine's preparation of NVFP4 weights for the TRT-LLM MoE kernels with that of fp4-weights.
 
     python benchmark changes/weight_shuffle --json shuffle.json --plot shuffle.svg  # the whole grid
     python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
 
-Every case first checks that both give the same bytes. Times are medians over many runs of one layer, by CUDA events,
-warm; copy bandwidth is that of a plain device-to-device copy in the same run. What the memory pool keeps is that of
-whole steps: the engine's align_fp4_moe_weights_for_flashinfer_trtllm calls the function and copies its results into the
-parameters.
+Each case first checks that both functions return the same bytes. Times are medians of many runs of one layer after a
+warm-up, measured by CUDA events. Copy bandwidth is that of a plain device-to-device copy. The memory that the
+allocator keeps is measured after whole loading steps: the engine's align_fp4_moe_weights_for_flashinfer_trtllm calls
+the function and copies its results into the parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARDS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8), "ep8": Layo
 
 @dataclass(frozen=True)
 class Case:
-    """A model's layer on one rank."""
+    """MoE layer of a model on one rank."""
 
     model: str
     shard: str
@@ -44,10 +44,12 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
+        """Size arguments of the preparation functions."""
         return self.hidden, self.intermediate, self.experts
 
     @property
     def layer_bytes(self) -> int:
+        """Bytes of the layer's weights and scales."""
         elements = self.experts * 3 * self.intermediate * self.hidden
         return elements // 2 + elements // 16
 
@@ -77,12 +79,12 @@ def random_layer(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 class Engine:
-    """The engine's function, and the step of its loader that calls it."""
+    """The engine's preparation function, and the loading step that calls it."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from sglang.srt.layers.quantization import utils  # first: the engine's imports are circular
+            from sglang.srt.layers.quantization import utils  # imported first, because imports are circular
 
             runner = importlib.import_module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
@@ -90,8 +92,8 @@ class Engine:
         self._utils = utils
         self._align = runner.align_fp4_moe_weights_for_flashinfer_trtllm
 
-    def whole_step(self, layer: torch.nn.Module, prepare: Callable[..., Any]) -> None:
-        """Prepare the layer as the loader does, with `prepare` as the function that it calls."""
+    def run_loading_step(self, layer: torch.nn.Module, prepare: Callable[..., Any]) -> None:
+        """Prepare a layer as the engine's loader does, with ``prepare`` as the preparation function."""
         before = self._utils.prepare_static_weights_for_trtllm_fp4_moe
         self._utils.prepare_static_weights_for_trtllm_fp4_moe = prepare
         try:
@@ -101,7 +103,7 @@ class Engine:
 
 
 def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
-    """What the engine's step reads and writes of a FusedMoE layer, on these very tensors."""
+    """Make a module with the attributes of ``FusedMoE`` that the loading step reads and writes. It uses ``tensors``."""
     layer = torch.nn.Module()
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     for name, tensor in zip(names, tensors, strict=True):
@@ -116,30 +118,31 @@ def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def same_bytes(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+def have_same_bytes(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
     return all(
         a.shape == b.shape
         and a.dtype == b.dtype
-        # One expert at a time: a comparison of everything at once needs as much memory again.
+        # Comparing all experts at once would need twice the memory.
         and all(torch.equal(x, y) for x, y in zip(a.view(torch.uint8), b.view(torch.uint8), strict=True))
-        for a, b in zip(got, expected, strict=True)
+        for a, b in zip(ours, expected, strict=True)
     )
 
 
 def check(case: Case, engine: Engine) -> None:
+    """Check that both functions return the same bytes. End the program if they differ."""
     layer = random_layer(case, seed=1)
     expected = engine.prepare(*(t.clone() for t in layer), *case.sizes)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
-    if not same_bytes(got, expected):
+    ours = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
+    if not have_same_bytes(ours, expected):
         sys.exit(f"{case.model} {case.shard}: our result differs from the engine's")
-    # The comparison has to be able to fail: two swapped rows of the last expert.
-    got[0][-1, [0, 1]] = got[0][-1, [1, 0]]
-    if same_bytes(got, expected):
-        sys.exit(f"{case.model} {case.shard}: the comparison does not see two swapped rows")
+    # Swap two rows of the last expert, to see the comparison fail.
+    ours[0][-1, [0, 1]] = ours[0][-1, [1, 0]]
+    if have_same_bytes(ours, expected):
+        sys.exit(f"{case.model} {case.shard}: the comparison missed two swapped rows")
 
 
 def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
-    """Time and memory of both on one case; before that, the time that our kernels take to compile."""
+    """Measure the time and memory of both functions for one case, and the time to compile our kernels."""
     layer = random_layer(case)
     shuffle.row_permutations(case.hidden, case.intermediate, True)
 
@@ -167,7 +170,10 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
 
 
 def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
-    """Bytes that the memory pool holds and nobody uses after a model of `layers` layers was loaded and prepared."""
+    """Load and prepare a model of ``layers`` layers, and measure the memory that is reserved but not used after it.
+
+    :returns: bytes after the engine's and after our preparation.
+    """
     free = torch.cuda.mem_get_info()[0]
     experts = max(1, min(case.experts, int(case.experts * 0.25 * free / (layers * case.layer_bytes))))
     small = Case(case.model, case.shard, experts, case.hidden, case.intermediate)
@@ -178,10 +184,10 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
     ):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        # As a loader does: the parameters of all layers first, then one layer after another is prepared.
+        # A loader first loads the parameters of all layers, and then prepares one layer after the other.
         model = [moe_layer(random_layer(small)) for _ in range(layers)]
         for layer in model:
-            engine.whole_step(layer, prepare)
+            engine.run_loading_step(layer, prepare)
         torch.cuda.synchronize()
         result[name] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
         del model, layer
@@ -189,16 +195,16 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
     return result
 
 
-# --- Showing ---------------------------------------------------------------------------------------------------------
+# --- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def tables(result: output.Result, shards: Collection[str] = tuple(SHARDS)) -> str:
     figures = result["figures"]
     rows = []
     for row in (case for case in figures["cases"] if case["shard"] in shards):
-        theirs, mine = row["engine"], row["ours"]
-        times = (f"{theirs['ms']:.1f}", f"{mine['ms']:.2f} ({row['speedup']:.1f}x)")
-        peaks = (f"{theirs['peak_bytes'] / 1e6:,.0f}", f"{mine['peak_bytes'] / 1e6:.2f}")
+        engines, ours = row["engine"], row["ours"]
+        times = (f"{engines['ms']:.1f}", f"{ours['ms']:.2f} ({row['speedup']:.1f}x)")
+        peaks = (f"{engines['peak_bytes'] / 1e6:,.0f}", f"{ours['peak_bytes'] / 1e6:.2f}")
         rows.append((f"{row['model']} {row['shard']}", f"{row['layer_bytes'] / 1e9:.2f}", *times, *peaks))
     header = ("model", "layer, GB", "stock ms", "patched ms", "stock MB beside the weights", "patched MB")
     parts = [output.table(header, rows)]
@@ -243,25 +249,35 @@ def main() -> None:
     parser = output.parser(__doc__, quick=quick, plots=True)
     parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
     parser.add_argument("--shards", type=output.choice_of(SHARDS), default=list(SHARDS), metavar="SHARD,...")
-    parser.add_argument("--repeats", type=int, default=50, help="timed runs of ours; a fifth of it for the engine's")
-    parser.add_argument("--layers", type=int, default=60, help="layers for the fragmentation figure; 0: leave it out")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=50,
+        help="timed runs of our function; the engine's gets a fifth of them (%(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=60,
+        help="layers of the loaded model for the memory that the allocator keeps; 0: leave it out (%(default)s)",
+    )
     options = output.parse(parser)
     try:
-        asked = list(cases(options.models, options.shards))
+        chosen = list(cases(options.models, options.shards))
     except ValueError as error:
         parser.error(str(error))
 
     machine.require_gpu("weight_shuffle.py")
     with tempfile.TemporaryDirectory(prefix="triton-cold-") as cold_cache:
-        # Set before Triton compiles anything: the first call then shows what compilation costs.
+        # With an empty cache, the first call shows the time of the compilation.
         os.environ["TRITON_CACHE_DIR"] = cold_cache
         bandwidth = timing.copy_bandwidth()
         engine = Engine()
         rows = []
-        for case in asked:
+        for case in chosen:
             rows.append(measure(case, engine, options.repeats))
-            ours, theirs = rows[-1]["ours"]["ms"], rows[-1]["engine"]["ms"]
-            print(f"{case.model} {case.shard}: engine {theirs:.2f} ms, ours {ours:.3f} ms", flush=True)
+            ours, engines = rows[-1]["ours"]["ms"], rows[-1]["engine"]["ms"]
+            print(f"{case.model} {case.shard}: engine {engines:.2f} ms, ours {ours:.3f} ms", flush=True)
         (pool_case,) = cases(["kimi-k2.5"], ["tp4"])
         figures = {
             "copy_bandwidth": bandwidth,
