@@ -134,7 +134,7 @@ SECTIONS = {
     "engine-suite": one("engine-suite/h200-0.5.17", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
-    "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_knob),
+    "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_setting),
     "models": one("models/0.5.23", models.tables),
     "recipes": Section(RECIPES, recipes.tables),
     "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),

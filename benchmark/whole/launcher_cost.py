@@ -1,12 +1,12 @@
-"""What this package costs the launching process: time, memory and modules.
+"""Measure the time, memory and modules that this package costs the process that launches a server.
 
-The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
-server arguments, with our plugin and without it, in turn; ``SGLANG_PLUGINS`` names which, and the reference kernels'
-never.
+The launcher runs no model. A new interpreter loads the engine's plugins and imports the launcher's modules, with this
+package's plugin and without it, in turn. ``SGLANG_PLUGINS`` selects the plugins, and never that of the reference
+kernels.
 
     python benchmark whole/launcher_cost --json launcher.json
 
-Runs on any machine; without a CUDA driver start it through ``sglang-moe-reference exec --``.
+This runs on any machine. Without a CUDA driver, start it with ``sglang-moe-reference exec --``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 loaded = time.perf_counter()
 imported = sorted(set(sys.modules) - before)
-from sglang.srt.entrypoints.http_server import launch_server  # what the launcher imports next, with or without us
+from sglang.srt.entrypoints.http_server import launch_server  # the launcher's next import, with any plugins
 print(json.dumps({
     "load_plugins_ms": (loaded - loading) * 1e3,
     "total_s": time.perf_counter() - started,
@@ -42,45 +42,50 @@ print(json.dumps({
     "models": sorted(name for name in sys.modules if name.startswith("sglang.srt.models.deepseek")),
 }))
 """
+"""Program of the launcher. It prints its figures as JSON."""
 
-
-#: name: what the table calls it, and its digits
-MEASURED = {
+FIGURES = {
     "load_plugins_ms": ("`load_plugins()`, ms", 1),
     "total_s": ("imports up to launching, s", 2),
     "rss_mb": ("peak memory, MB", 1),
     "modules": ("modules imported", 0),
 }
+"""(name in the table, digits) of each figure."""
 
 
-def launch(with_us: bool) -> dict[str, Any]:
+def launch(with_package: bool) -> dict[str, Any]:
+    """Run the launcher once, and return its figures.
+
+    :param with_package: whether this package's plugin is loaded.
+    """
     environment = processes.variables()
-    left_out = {PLUGIN_NAME} if with_us else {PLUGIN_NAME, machine.PLUGIN_NAME}
+    left_out = {PLUGIN_NAME} if with_package else {PLUGIN_NAME, machine.PLUGIN_NAME}
     loaded = {plugin.name for plugin in metadata.entry_points(group="sglang.srt.plugins")} - left_out
     environment["SGLANG_PLUGINS"] = ",".join(sorted(loaded)) or "none_of_them"
     done = subprocess.run([sys.executable, "-c", LAUNCHER], env=environment, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise SystemExit(
-            f"launcher_cost.py: {''.join(last)}; without a CUDA driver start it through `sglang-moe-reference exec --`"
+            f"launcher_cost.py: {''.join(last)}; without a CUDA driver start it with `sglang-moe-reference exec --`"
         )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def measure(runs: int) -> dict[str, Any]:
+    """Run the launcher with and without the package in turn, and compute the medians."""
     launched: dict[str, list[dict[str, Any]]] = {"stock": [], "patched": []}
     for run in range(runs + 1):
         for name, launches in launched.items():
-            one = launch(name == "patched")
-            if run:  # the first ones warm the disk's cache
-                launches.append(one)
+            figures = launch(name == "patched")
+            if run:  # the first runs only warm the disk cache
+                launches.append(figures)
     stock, patched = (launches[-1] for launches in launched.values())
     only_ours = set(patched["imported_by_plugins"]) - set(stock["imported_by_plugins"])
     return {
         "runs": runs,
         "medians": {
-            key: {name: statistics.median(one[key] for one in launches) for name, launches in launched.items()}
-            for key in MEASURED
+            key: {name: statistics.median(figures[key] for figures in launches) for name, launches in launched.items()}
+            for key in FIGURES
         },
         "model_code": {"stock": stock["models"], "patched": patched["models"]},
         "our_packages": sorted({name.split(".")[0] for name in only_ours}),
@@ -90,7 +95,7 @@ def measure(runs: int) -> dict[str, Any]:
 def tables(result: output.Result) -> str:
     figures = result["figures"]
     rows = []
-    for key, (label, digits) in MEASURED.items():
+    for key, (label, digits) in FIGURES.items():
         stock, patched = (figures["medians"][key][name] for name in ("stock", "patched"))
         rows.append((label, f"{stock:.{digits}f}", f"{patched:.{digits}f}", f"{patched - stock:+.{digits}f}"))
     code = {name: ", ".join(figures["model_code"][name]) or "none" for name in ("stock", "patched")}
@@ -104,6 +109,11 @@ def tables(result: output.Result) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"runs": 1})
-    parser.add_argument("--runs", type=int, default=7, help="counted runs of each, after one warm-up")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=7,
+        help="number of counted runs with and without the package, after one warm-up (%(default)s)",
+    )
     options = output.parse(parser)
     output.finish(options, output.result("launcher_cost", measure(options.runs)), tables)

@@ -1,11 +1,10 @@
-"""What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
+"""Ask the engine how it would run published models, and predict the memory of a prefill chunk, stock and patched.
 
     python benchmark whole/models --json benchmark/results/models/0.5.23.json
 
-Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with its own models.json
-(each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
-quantization's list of exceptions are named by a pattern). The result keeps the engine's answers; what follows from them
-is computed when the page is made.
+No server starts. The benchmark asks the engine as ``sglang-moe-patches doctor --model`` does. The models are those of
+``doctor``'s models.json, which has each model's public ``config.json`` without the fields that neither the engine nor a
+formula reads. The result has the engine's answers. The tables are computed from them when the page is made.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from sglang_moe_patches.lab.predict import config, forward, model_report
 
 MB = 1e6
 TOKENS = 16384
-#: What `doctor --model` says at length, as the table says it: the page explains it.
 BRIEF = {
     model_report.OWN_WORKSPACE: "the vendor's workspace",
     model_report.UNMEASURED: "family not measured",
@@ -32,29 +30,38 @@ BRIEF = {
     "graphs of prefills": "graphs of prefills",
     "not predicted": "not predicted",
 }
-#: Of the resolved server arguments, what the formulas read.
+"""Short form in the table of each longer text of `doctor --model`."""
 RESOLVED = (
     *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "chunked_prefill_size", "max_prefill_tokens"),
     *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph"),
 )
+"""Resolved server arguments that the formulas read."""
 Sizes = tuple[int, int, int, int, str, str | None]
+"""Hidden size, experts, top-k and intermediate size of a rank's MoE layer, its runner, and its quantization."""
 
 
 def ask(model: dict[str, Any]) -> dict[str, Any]:
-    """What the engine says of a model, or why it says nothing."""
+    """Ask the engine about a model.
+
+    :returns: the engine's answer, or the key ``refused`` with the reason why it gives none.
+    """
     arguments = [*model["arguments"], "--chunked-prefill-size", str(TOKENS)]
     try:
-        asked = model_report.ask_engine(model["config"], arguments, model["gpu"])
+        answer = model_report.ask_engine(model["config"], arguments, model["gpu"])
     except model_report.CannotAsk as error:
         return {"refused": str(error)}
-    return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
+    resolved = answer["resolved"]
+    return answer | {"resolved": {name: resolved[name] for name in RESOLVED if name in resolved}}
 
 
-# --- What was measured -----------------------------------------------------------------------------------------------
+# --- Measured results ------------------------------------------------------------------------------------------------
 
 
 def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
-    """Peaks of whole forwards and of the runner alone, stock and patched, by the sizes of a rank's MoE layer."""
+    """Load the measured peaks, stock and patched, by the sizes of a rank's MoE layer.
+
+    :returns: peaks of whole forward passes, and peaks of the runner alone.
+    """
     wholes, alone = {}, {}
     for found in forwards():
         peaks = in_mb(*(found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")))
@@ -67,31 +74,31 @@ def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
 
 
 def forwards() -> Iterator[dict[str, Any]]:
-    """What was measured of whole forwards at one rank's sizes."""
+    """Results of whole forward passes at one rank's sizes."""
     for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         yield output.load(f"peak-memory/{path.stem}")["figures"]
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    """What was measured of the runner alone; of the same sizes the last counts."""
+    """Results of the runner alone. Of several results with the same sizes, the last counts."""
     for name in ("h100", "h200-more", "h200"):
         yield from output.load(f"moe-workspace/{name}")["figures"]["cells"]
 
 
 def key_of(found: dict[str, Any]) -> Sizes:
-    """The key of one of :func:`forwards`."""
+    """Key of a result of :func:`forwards`."""
     share, served = MODELS[found["model"]].shard(found["shard"]), found["served"]
     return key(share, Layout(tp=found["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
 
 
 def key_of_cell(cell: dict[str, Any]) -> Sizes:
-    """The key of one of :func:`cells`."""
+    """Key of a result of :func:`cells`."""
     layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
     return key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
 
 
 def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
-    """What a measurement is looked up by: the sizes of a rank's MoE layer, its runner and its quantization."""
+    """Key by which a measurement is found: the sizes of a rank's MoE layer, its runner and its quantization."""
     rank = as_the_engine_runs(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
@@ -104,28 +111,28 @@ def in_mb(*sizes: float) -> str:
 
 
 def tables(result: output.Result) -> str:
-    """A row for each model."""
+    """Table with a row for each model."""
     rows = []
     wholes, alone = measured()
-    answers = {(each["source"], each["gpu"]): each for each in result["figures"]["models"]}
+    answers = {(entry["source"], entry["gpu"]): entry for entry in result["figures"]["models"]}
     for model in config.served_models():
         if (model["source"], model["gpu"]) not in answers:
             continue
-        asked = answers[model["source"], model["gpu"]]["asked"]
+        answer = answers[model["source"], model["gpu"]]["asked"]
         name, on = f"{model['model']} {model['format']}", f"{ranks(model['arguments'])} x {model['gpu'].upper()}"
-        if "refused" in asked:
-            rows.append((name, on, "refused", "", "", asked["refused"]))
+        if "refused" in answer:
+            rows.append((name, on, "refused", "", "", answer["refused"]))
             continue
-        found = model_report.advise(config.read(model["config"], model["source"]), asked)
+        found = model_report.advise(config.read(model["config"], model["source"]), answer)
         sizes = sizes_of_a_rank(found)
         seen = wholes.get(sizes) or alone.get(sizes, "")
-        rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _said(found)))
+        rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _remarks(found)))
     header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "what is not known")
     return output.table(header, rows, left=6)
 
 
 def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
-    """:func:`key`, of what doctor says."""
+    """Key of a report of ``doctor``; see :func:`key`."""
     server, sizes = found["server"], found["sizes"]
     return (
         *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
@@ -135,7 +142,7 @@ def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
 
 
 def ranks(flags: list[str]) -> str:
-    """How many tensor-parallel ranks a server is given, in whichever spelling."""
+    """Number of tensor-parallel ranks in server arguments. The flag has three spellings."""
     return re.search(r"--(?:tp|tp-size|tensor-parallel-size)[ =](\d+)", " ".join(flags))[1]
 
 
@@ -146,33 +153,33 @@ def _peak(found: dict[str, Any]) -> str:
 
 
 def at_least(found: dict[str, Any]) -> bool:
-    """Whether the peak is at least what is shown."""
+    """Whether the peak may be larger than the predicted one."""
     return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
 
 
-def _said(found: dict[str, Any]) -> str:
-    """In few words: that nothing acts in its layers, where nothing does, and what is not known of this model alone."""
-    said = []
+def _remarks(found: dict[str, Any]) -> str:
+    """Short remarks: whether no change acts in the model's layers, and what is unknown about this model."""
+    remarks = []
     if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in found["changes"]):
-        said.append("on request")
+        remarks.append("on request")
     elif not any(change["acts"] for change in found["changes"] if change["name"] != "kv-sizing"):
-        said.append("nothing acts")
+        remarks.append("nothing acts")
     for line in found["unknown"]:
         if line not in model_report.ALWAYS_UNKNOWN:
-            said.append(next((brief for words, brief in BRIEF.items() if words in line), line))
-    return "; ".join(said)
+            remarks.append(next((brief for words, brief in BRIEF.items() if words in line), line))
+    return "; ".join(remarks)
 
 
 def main() -> None:
     options = output.parse(output.parser(__doc__))
-    asked: list[dict[str, Any]] = []
-    result = output.result("models", {"models": asked}, {"machine": "no GPU", "engine": engine.version()})
+    answers: list[dict[str, Any]] = []
+    result = output.result("models", {"models": answers}, {"machine": "no GPU", "engine": engine.version()})
     servers = [model | {"env": {}} for model in config.served_models()]
     for model, answer in doctor_answers.ask_each(servers, "whole.models:ask"):
-        asked.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
+        answers.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
         layer = answer.get("layer")
-        said = answer.get("refused") or (f"{layer['runner']}, {layer['method']}" if layer else answer["unknown"])
-        print(f"{model['model']} {model['format']}: {said}", flush=True)
+        summary = answer.get("refused") or (f"{layer['runner']}, {layer['method']}" if layer else answer["unknown"])
+        print(f"{model['model']} {model['format']}: {summary}", flush=True)
         if options.json:
             output.write(options.json, result)
     output.finish(options, result, tables)

@@ -1,23 +1,23 @@
-"""Activation memory of one prefill, stock against patched, predicted and measured.
+"""Predict and measure the activation memory of one prefill, stock and patched.
 
     python benchmark whole/peak_memory --tp 4 --workspace-mb 1536 --json m.json
     python benchmark whole/peak_memory --model deepseek-v3 --tp 2 --symm-mem
-    python benchmark whole/peak_memory --runner triton --shard 4  # BF16, one rank's share of four on one GPU
+    python benchmark whole/peak_memory --runner triton --shard 4  # BF16, the sizes of one rank of four, on one GPU
     python benchmark whole/peak_memory --runner triton --shard 4 --fp8
     python benchmark whole/peak_memory --runner marlin --shard 8 --moe-workspace-mb 628
     python benchmark whole/peak_memory --quick  # a tiny model, no GPU needed
 
-Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
-computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin INT4,
-on the engine's own kernels. What each server should need is written down first, from the sizes (the package's
+Two servers run a few layers with the model's own sizes and random weights. --runner chooses the MoE runner:
+flashinfer_trtllm_routed has NVFP4 weights and runs on the reference kernels. triton has BF16 or FP8 weights and marlin
+has INT4 weights; both run on the engine's own kernels. The predictions come first, from the sizes alone (the package's
 lab/predict/forward.py).
 
-Both are asked the same prompts twice, one at a time; every token and log-probability that the stock server repeats must
-be equal, or there is no result. Where it repeats none, as Marlin does on Hopper, it is said how far apart answers are.
-The second forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off
-workspaces). Figures are those of one rank, bytes beyond what was allocated before the forward. --workspace-mb stands
-for the memory that the vendor's NVFP4 kernel takes. --moe-workspace-mb is SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the
-patched server.
+Both servers answer the same prompts twice, one at a time. If the patched server differs in a token or log-probability
+that the stock server repeats, there is no result. If the stock server repeats no answer, as with Marlin on Hopper, the
+result says how far answers are apart. The first forward pass of --tokens tokens is not measured, because libraries
+allocate workspaces in it. The figures are those of one rank: bytes beside the memory allocated before the forward pass.
+--workspace-mb stands for the memory of the vendor's NVFP4 kernel. --moe-workspace-mb is
+SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from sglang_moe_patches.lab.predict import forward as prediction
 
 MB = 1e6
 PROMPTS = 4
-#: Scratch memory of the reference kernel for NVFP4 on a GPU.
 REFERENCE_SCRATCH = 64 * 2**20
-#: Triton's tiles where nobody tuned any (``get_default_config``): of BF16, and of FP8 in blocks.
+"""Bytes of scratch memory of the reference kernel for NVFP4 on a GPU."""
 UNTUNED = (
     {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
     {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
 )
+"""Triton's tiles without a tuned file (``get_default_config``): for BF16, and for FP8 in blocks."""
 
 
 def predict(
@@ -65,28 +65,30 @@ def predict(
     fusion: bool = True,
     width: int | None = None,
 ) -> prediction.Prediction:
-    """What a server should need, by the sizes alone.
+    """Predict the memory of a server from the sizes alone.
 
     :param server: ``stock`` or ``patched``.
+    :param tokens: tokens of the prefill.
+    :param workspace_mb: MiB that the reference kernel allocates while it runs.
     :param moe_workspace_mb: SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server; ``None``: unset.
-    :param fusion: whether the engine may run shared experts as routed ones.
-    :param width: of a column slice; ``None``: as moe-workspace decides today.
+    :param fusion: whether the engine may run shared experts as routed experts.
+    :param width: columns of a slice; ``None``: the width that moe-workspace's rule chooses today.
     """
     model = as_the_engine_runs(served.model, served.runner, fusion=fusion)
     layout, acting = Layout(tp=tp), prediction.Acting()
     if server == "patched":
         acting = every_change(model)
         if served.runner in ("triton", "marlin"):
-            width = width or decided_width(served, model.per_rank(layout), tokens, acting, moe_workspace_mb)
+            width = width or choose_width(served, model.per_rank(layout), tokens, acting, moe_workspace_mb)
             acting = every_change(model, width)
     runner = prediction.Runner(served.runner, served.quantization, workspace_mb * 2**20 + REFERENCE_SCRATCH)
     return prediction.predict(model, layout, runner, tokens, acting)
 
 
-def decided_width(
+def choose_width(
     served: weights.ServedModel, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
 ) -> int:
-    """Columns of a slice as moe-workspace decides today, with the tiles that Triton has where nobody tuned any."""
+    """Columns of a slice that moe-workspace's rule chooses today, with Triton's untuned tiles."""
     max_bytes = None if moe_workspace_mb is None else moe_workspace_mb * 10**6
     sizes = (tokens, rank.top_k, rank.hidden, rank.intermediate)
     if served.runner == "marlin":
@@ -102,19 +104,22 @@ def decided_width(
 
 
 def predict_both(served: weights.ServedModel, options: argparse.Namespace) -> dict[str, Any]:
-    """What stock and patched should need, as a result keeps it."""
+    """Predict the memory of both servers, in the format of a result."""
     fusion = "--disable-shared-experts-fusion" not in options.server_arguments and has_gpu()
     sizes = {name: getattr(options, name) for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
     both = {name: predict(served, name, **sizes, fusion=fusion) for name in servers.SERVERS}
     return {
-        name: asdict(one) | {"live_at_kernel_bytes": one.live, "peak_forward_bytes": one.peak}
-        for name, one in both.items()
+        name: asdict(memory) | {"live_at_kernel_bytes": memory.live, "peak_forward_bytes": memory.peak}
+        for name, memory in both.items()
     }
 
 
 def measure(options: argparse.Namespace, served: weights.ServedModel, work: Path) -> dict[str, Any]:
+    """Run the servers, and return predictions, measurements and answers."""
     predicted = predict_both(served, options)
-    print("predicted, MB:", {name: in_mb(one["peak_forward_bytes"]) for name, one in predicted.items()}, flush=True)
+    print(
+        "predicted, MB:", {name: in_mb(memory["peak_forward_bytes"]) for name, memory in predicted.items()}, flush=True
+    )
     symmetric = ["--enable-symm-mem"] if options.symm_mem else []
     setup = servers.Setup(
         served,
@@ -136,7 +141,7 @@ def measure(options: argparse.Namespace, served: weights.ServedModel, work: Path
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = figures_of(events.collect(setup.records_folder(name)))
+                figures[name] = check_record(events.collect(setup.records_folder(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
@@ -151,17 +156,21 @@ def measure(options: argparse.Namespace, served: weights.ServedModel, work: Path
         "differing": {name: differing(answers["stock"], answers[name]) for name in names},
         "unrepeatable": {name: differing(answers[name][:PROMPTS], answers[name][PROMPTS:]) for name in names},
         "answers": {
-            name: [{key: answer[key] for key in ("tokens", "logprobs")} for answer in given]
-            for name, given in answers.items()
+            name: [{key: answer[key] for key in ("tokens", "logprobs")} for answer in own]
+            for name, own in answers.items()
         },
         "memory": figures,
     }
 
 
-def figures_of(process: events.Process | None) -> dict[str, Any]:
-    """:param process: what :func:`events.collect` found."""
+def check_record(process: events.Process | None) -> dict[str, Any]:
+    """Turn a server's record into figures.
+
+    :param process: result of :func:`events.collect`.
+    :raises SystemExit: the server recorded nothing, or its observer failed.
+    """
     if process is None or process.failure:
-        raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers observed no forward'}")
+        raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers recorded no forward pass'}")
     return {**asdict(process.memory), "changes": process.changes}
 
 
@@ -178,40 +187,43 @@ ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilit
 
 
 def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """How far answers are from the stock server's first ones: its own second ones, and each other server's."""
+    """Compare answers with the first answers of the stock server.
+
+    :returns: a row for the stock server's second answers, and a row for each other server.
+    """
     prompts, answers = figures["prompts"], figures["answers"]
     rows = []
-    for name, given in answers.items():
+    for name, own in answers.items():
         same = [
             (a, b)
-            for a, b in zip(answers["stock"][:prompts], given[prompts:] if name == "stock" else given, strict=False)
+            for a, b in zip(answers["stock"][:prompts], own[prompts:] if name == "stock" else own, strict=False)
             if a["tokens"] == b["tokens"]
         ]
-        apart = [abs(x - y) for a, b in same for x, y in zip(a["logprobs"], b["logprobs"], strict=True)]
+        differences = [abs(x - y) for a, b in same for x, y in zip(a["logprobs"], b["logprobs"], strict=True)]
         title = "stock, asked again" if name == "stock" else name
-        rows.append((title, f"{len(same)} of {prompts}", f"{max(apart):.2f}" if apart else "-"))
+        rows.append((title, f"{len(same)} of {prompts}", f"{max(differences):.2f}" if differences else "-"))
     return rows
 
 
-def with_knob(result: output.Result) -> str:
-    """The peak of one run within so many MB, predicted beside measured, and its answers."""
+def with_setting(result: output.Result) -> str:
+    """Tables of a run with ``--moe-workspace-mb``: predicted and measured peak, and answers."""
     figures = result["figures"]
     run = f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"
-    table = output.table(PEAK_COLUMNS, [(run, *peaks_beside(result))])
+    table = output.table(PEAK_COLUMNS, [(run, *peak_cells(result))])
     return f"{table}\n{output.table(ANSWERS, distances(figures))}"
 
 
-def peaks_beside(result: output.Result) -> list[str]:
-    """MB at the peak, predicted by the formulas of today and measured, of each server."""
+def peak_cells(result: output.Result) -> list[str]:
+    """Predicted and measured peak of each server, in MB. Predictions use today's formulas."""
     cells = []
     for server in servers.SERVERS:
         measured = result["figures"]["memory"][server]["peak_forward_bytes"]
-        cells += [in_mb(of_result(result, server).peak), in_mb(measured)]
+        cells += [in_mb(predict_result(result, server).peak), in_mb(measured)]
     return cells
 
 
 def tables(result: output.Result) -> str:
-    """Both figures of one run, predicted beside measured, and how far answers are apart where they differ."""
+    """Tables of one run: predicted and measured memory, and differences between answers."""
     figures = result["figures"]
     rows = []
     for title, key in zip(("live when the routed kernel starts", "peak of the forward"), KEYS, strict=True):
@@ -224,7 +236,7 @@ def tables(result: output.Result) -> str:
 
 
 def summary(results: list[output.Result]) -> str:
-    """The two figures of several runs, a row a run."""
+    """Table of the measured memory of several runs, with a row per run."""
     rows = []
     for result in results:
         figures = result["figures"]
@@ -238,10 +250,10 @@ def summary(results: list[output.Result]) -> str:
     return output.table(("MB", live, "patched", peak, "patched"), rows)
 
 
-def of_result(result: output.Result, server: str) -> prediction.Prediction:
-    """What a server of a result should have needed, by the formulas of today.
+def predict_result(result: output.Result, server: str) -> prediction.Prediction:
+    """Predict the memory of a server of a stored result with today's formulas.
 
-    ``slice_columns``: what moe-workspace decided when the result was measured, before slices had a price.
+    An old result has ``slice_columns``: the width of a slice by the rule at its time.
     """
     figures = result["figures"]
     kept = figures["served"]
@@ -253,12 +265,12 @@ def of_result(result: output.Result, server: str) -> prediction.Prediction:
 
 
 def against_sizes(results: list[output.Result]) -> str:
-    """The peak of the forward, predicted beside measured, a row a run."""
+    """Table of predicted and measured peaks of several runs, with a row per run."""
     rows = []
     for result in results:
         figures = result["figures"]
         run = f"{figures['model']} {'FP8' if figures['served']['fp8'] else 'BF16'}"
-        rows.append((run, *peaks_beside(result), of_result(result, "patched").where))
+        rows.append((run, *peak_cells(result), predict_result(result, "patched").where))
     return output.table((*PEAK_COLUMNS, "where, patched"), rows)
 
 
@@ -267,13 +279,28 @@ def main() -> int:
     parser = output.parser(__doc__, quick=quick, logs=True)
     servers.add_options(parser, new_tokens=8)
     parser.add_argument("--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed")
-    parser.add_argument("--fp8", action="store_true", help="FP8 experts, scales by blocks of 128 x 128; with triton")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--workspace-mb", type=int, default=0, help="MiB that the routed kernel takes while it runs")
-    parser.add_argument("--moe-workspace-mb", type=int, help="MB that Triton or Marlin may hold; default: unset")
-    parser.add_argument("--symm-mem", action="store_true", help="NCCL symmetric memory (NVLink multicast as it is)")
-    parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
-    parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
+    parser.add_argument(
+        "--fp8", action="store_true", help="FP8 experts with a scale for each block of 128 x 128; only with triton"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="number of tensor-parallel ranks (%(default)s)")
+    parser.add_argument(
+        "--workspace-mb",
+        type=int,
+        default=0,
+        help="MiB that the reference kernel allocates while it runs (%(default)s)",
+    )
+    parser.add_argument(
+        "--moe-workspace-mb",
+        type=int,
+        help="SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server (default: unset)",
+    )
+    parser.add_argument(
+        "--symm-mem", action="store_true", help="use NCCL symmetric memory; NVLink multicast stays as it is"
+    )
+    parser.add_argument(
+        "--at-once", action="store_true", help="run all servers at the same time, which needs the memory for them"
+    )
+    parser.add_argument("--control", action="store_true", help="also run a second stock server, to compare its answers")
     options = output.parse(parser)
     if not options.model.startswith("tiny") or options.runner == "marlin":
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
@@ -292,8 +319,9 @@ def main() -> int:
         if options.json:
             output.write(options.json, result)
         print(
-            f"peak_memory.py: no figures: the patched server answered prompts {sorted(wrong)} otherwise than the stock "
-            f"server, which repeats them; otherwise the second time: {figures['unrepeatable']}",
+            f"peak_memory.py: no figures, because the patched server's answers to prompts {sorted(wrong)} differ from "
+            f"those of the stock server, which repeats its answers. Prompts that a server answers differently the second time: "
+            f"{figures['unrepeatable']}",
             file=sys.stderr,
         )
         return 1

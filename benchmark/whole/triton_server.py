@@ -1,19 +1,21 @@
-"""Whole servers with the Triton runner, stock against patched: memory and time of a prefill, time of decode steps.
+"""Compare stock and patched servers with the Triton runner: memory and time of a prefill, time of decode steps.
 
     python benchmark whole/triton_server --json server.json
     python benchmark whole/triton_server --fp8                                # FP8 experts in blocks
     python benchmark whole/triton_server --model qwen3-235b --changes moe-workspace
     python benchmark whole/triton_server --graphs --json graphs.json          # with the engine's default graphs
-    python benchmark whole/triton_server --shard 1 --tp 4                     # the whole widths on four GPUs
+    python benchmark whole/triton_server --shard 1 --tp 4                     # the whole layer sizes on four GPUs
     python benchmark whole/triton_server --quick                              # a tiny model, CPU: does it run at all?
 
-Three real servers at the same time on the same GPUs, stock, patched and stock again: a few layers of the model's widths
-at one rank's shard sizes, random weights. They are asked the same prompts in turn, every other round backwards. Figures
-are of one forward: of --tokens tokens, of one token, and of a batch of --batch requests; with --mixed also of so many
-requests of many lengths at once, from the first to the last answer. The second stock server shows how much two
-processes differ that run the same. Each server's first two rounds do not count, they pay for libraries'
-workspaces. Answers must be equal, token by token and log-probability by log-probability, or the result says which are
-not; the batch's are not compared, because servers may batch otherwise.
+Three servers run at the same time on the same GPUs: stock, patched and stock again. They have a few layers of the model
+with the sizes of one rank, and random weights. They answer the same prompts in turn, and every other round runs
+backwards. The figures are those of a forward pass of --tokens tokens, of a decode step of one request, and of a decode
+step of --batch requests. With --mixed, the time from the first to the last answer of so many requests of many lengths
+is measured, too.
+
+The second stock server shows the noise between two equal processes. The first two rounds of each server do not count,
+because libraries allocate their workspaces in them. The result says which answers differ in a token or a
+log-probability. Answers of the batch are not compared, because servers may batch requests differently.
 """
 
 from __future__ import annotations
@@ -32,34 +34,39 @@ from sglang_moe_patches.core.machine import has_gpu
 MB = 1e6
 SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
 WARM_UP = 2
-#: A decode step's request: long enough a prompt to be no decode.
+"""Rounds that do not count."""
 SHORT = 48
+"""Tokens of a prompt for decode steps. It has more than one token, so that its prefill does not count as a decode."""
 
 
-def names_of(copies: int) -> list[str]:
-    """Stock, patched, stock again; with more than one copy of each as many of both."""
+def server_names(copies: int) -> list[str]:
+    """Names of the servers: stock, patched and stock again. With several copies, as many of both kinds."""
     more = [f"{name}-{copy}" for copy in range(3, copies + 1) for name in servers.SERVERS]
     return [*SERVERS[: 3 if copies == 1 else 4], *more]
 
 
-def ask_at_once(server: Any, lengths: list[int], new_tokens: int, seed: int) -> float:
-    """Seconds until prompts of these lengths, asked in one request, are answered."""
+def time_request(server: Any, lengths: list[int], new_tokens: int, seed: int) -> float:
+    """Send prompts of these lengths in one request, and return the seconds until all are answered."""
     body = {
         "input_ids": [servers.prompt(length, seed + at) for at, length in enumerate(lengths)],
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
     }
-    begun = time.perf_counter()
+    started = time.perf_counter()
     httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def mixed_lengths(options: Any, seed: int) -> list[int]:
-    """Of --mixed requests."""
+    """Draw the prompt lengths of ``--mixed`` requests."""
     draw = random.Random(f"mixed/{seed}")
     return [draw.randrange(options.tokens // 48 + 1, options.tokens * 3 // 4) for _ in range(options.mixed)]
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
+    """Run all servers and measure them.
+
+    :returns: figures of each server, by its name.
+    """
     whole = weights.SERVABLE[options.model].shard(options.shard)
     served = weights.ServedModel(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
     arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
@@ -76,7 +83,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         changes=options.changes,
     )
     setup.prepare()
-    setups = dict.fromkeys(names_of(options.copies), setup)
+    setups = dict.fromkeys(server_names(options.copies), setup)
     answers: dict[str, list[Any]] = {name: [] for name in setups}
     with servers.running(setups, at_once=True) as running:
         print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
@@ -85,41 +92,41 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             for name in names:
                 ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
                 answers[name].append(servers.generate(running[name], ids, options.new_tokens))
-        # Not between the prompts: what a batch's last step leaves behind would count as held before them.
+        # The batches come after all prompts, because the memory that a batch leaves allocated would count otherwise.
         for round_, names in rounds:
             for name in names:
-                ask_at_once(running[name], [SHORT] * options.batch, options.new_tokens, round_)
-        asked = {name: forwards.read(setup.forwards_file(name)) for name in running}
+                time_request(running[name], [SHORT] * options.batch, options.new_tokens, round_)
+        lines_of = {name: forwards.read(setup.forwards_file(name)) for name in running}
         mixed: dict[str, list[float]] = {name: [] for name in running}
         for round_, names in rounds if options.mixed else []:
             for name in names:
                 lengths = mixed_lengths(options, round_)
-                mixed[name].append(ask_at_once(running[name], lengths, options.new_tokens, round_))
+                mixed[name].append(time_request(running[name], lengths, options.new_tokens, round_))
 
     def median_ms(steps: list[Forward]) -> float | None:
         return statistics.median(step.ms for step in steps) if steps else None
 
     def figures(name: str) -> dict[str, Any]:
         ranks: dict[int, list[Forward]] = {}
-        for one in asked[name]:
-            ranks.setdefault(one.rank, []).append(one)
+        for line in lines_of[name]:
+            ranks.setdefault(line.rank, []).append(line)
         if sorted(ranks) != list(range(options.tp)):
-            raise SystemExit(f"triton_server: forwards of ranks {sorted(ranks)} were seen, of {options.tp}")
-        wholes = [[one for one in ranks[rank] if one.tokens == options.tokens] for rank in sorted(ranks)]
-        first = wholes[0][0]
-        wholes = [of_rank[WARM_UP:] for of_rank in wholes]
-        lines, whole = ranks[0], wholes[0]
-        decode = [one for one in lines if one.decode and one.tokens == 1]
-        batch = [one for one in lines if one.decode and one.tokens == options.batch]
+            raise SystemExit(f"triton_server: only ranks {sorted(ranks)} of {options.tp} recorded forward passes")
+        by_rank = [[line for line in ranks[rank] if line.tokens == options.tokens] for rank in sorted(ranks)]
+        first = by_rank[0][0]
+        by_rank = [prefills[WARM_UP:] for prefills in by_rank]
+        lines, whole = ranks[0], by_rank[0]
+        decode = [line for line in lines if line.decode and line.tokens == 1]
+        batch = [line for line in lines if line.decode and line.tokens == options.batch]
         return {
             "forwards": len(whole),
-            "peak": max(one.peak for whole in wholes for one in whole),
+            "peak": max(line.peak for prefills in by_rank for line in prefills),
             "reserved": whole[-1].reserved,
             "before": whole[-1].before,
             "first_ms": round(first.ms, 1),
             "ms": median_ms(whole),
-            "all_ms": [round(one.ms, 2) for one in whole],
-            # The first rounds warm.
+            "all_ms": [round(line.ms, 2) for line in whole],
+            # The first quarter of the steps is a warm-up.
             "decode_ms": median_ms(decode[len(decode) // 4 :]),
             "batch_ms": median_ms(batch[len(batch) // 4 :]),
             "slices": whole[-1].slices,
@@ -143,20 +150,20 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
 def tables(results: list[output.Result]) -> str:
     """Two tables with a row for each server of each run: memory, and times with their ratio to stock's."""
 
-    def step(one: dict[str, Any], key: str) -> str:
-        ratio = f" ({one[f'{key}_ratio']:.3f})" if f"{key}_ratio" in one else ""
-        return f"{one[key]:.2f}{ratio}" if one.get(key) else ""
+    def step(server: dict[str, Any], key: str) -> str:
+        ratio = f" ({server[f'{key}_ratio']:.3f})" if f"{key}_ratio" in server else ""
+        return f"{server[key]:.2f}{ratio}" if server.get(key) else ""
 
     memory, times = [], []
     for result in results:
-        for place, (name, one) in enumerate(result["figures"].items()):
+        for place, (name, server) in enumerate(result["figures"].items()):
             run = '"' if place else run_of(result)
-            equal = f"{sum(one['equal'])} of {len(one['equal'])}" if "equal" in one else ""
-            slices = ", ".join(map(str, one["slices"])) or "-"
-            memory.append((run, name, f"{one['peak'] / MB:,.0f}", f"{one['reserved'] / MB:,.0f}", slices, equal))
-            prefill = f"{one['ms']:.1f}" + (f" ({one['time']:.3f})" if "time" in one else "")
-            mixed = {**one, "mixed_s": statistics.median(one["mixed_s"])} if one.get("mixed_s") else {}
-            steps = (step(one, "decode_ms"), step(one, "batch_ms"), step(mixed, "mixed_s"))
+            equal = f"{sum(server['equal'])} of {len(server['equal'])}" if "equal" in server else ""
+            slices = ", ".join(map(str, server["slices"])) or "-"
+            memory.append((run, name, f"{server['peak'] / MB:,.0f}", f"{server['reserved'] / MB:,.0f}", slices, equal))
+            prefill = f"{server['ms']:.1f}" + (f" ({server['time']:.3f})" if "time" in server else "")
+            mixed = {**server, "mixed_s": statistics.median(server["mixed_s"])} if server.get("mixed_s") else {}
+            steps = (step(server, "decode_ms"), step(server, "batch_ms"), step(mixed, "mixed_s"))
             times.append((run, name, prefill, *steps))
     of_memory = ("run", "server", "peak MB", "reserved MB", "slices", "equal answers")
     of_times = ("run", "server", "prefill ms (times stock's)", "decode ms", "batch ms", "mixed s")
@@ -164,16 +171,16 @@ def tables(results: list[output.Result]) -> str:
 
 
 def in_short(results: list[output.Result]) -> str:
-    """A row for each run: peaks, and times over the first stock server's (in brackets the second one's)."""
+    """Table with a row for each run: peaks, and times relative to the stock server (of the second stock server)."""
     rows = []
     for result in results:
         figures = result["figures"]
         stock, patched, again = figures["stock"], figures["patched"], figures.get("stock-again", {})
 
-        def ratio(key: str, one: dict[str, Any] = patched, other: dict[str, Any] = again) -> str:
-            if key not in one:
+        def ratio(key: str, patched: dict[str, Any] = patched, again: dict[str, Any] = again) -> str:
+            if key not in patched:
                 return ""
-            return f"{one[key]:.3f}" + (f" ({other[key]:.3f})" if key in other else "")
+            return f"{patched[key]:.3f}" + (f" ({again[key]:.3f})" if key in again else "")
 
         rows.append(
             (
@@ -190,17 +197,17 @@ def in_short(results: list[output.Result]) -> str:
 
 
 def steps(result: output.Result) -> str:
-    """Decode steps of several servers of each kind."""
+    """Table of the decode steps of several servers of each kind."""
     rows = []
     for kind in servers.SERVERS:
-        mine = [one for name, one in result["figures"].items() if name.split("-")[0] == kind]
-        columns = [[one[key] for one in mine] for key in ("decode_ms", "batch_ms")]
+        chosen = [figures for name, figures in result["figures"].items() if name.split("-")[0] == kind]
+        columns = [[figures[key] for figures in chosen] for key in ("decode_ms", "batch_ms")]
         rows.append((kind, *(", ".join(f"{value:.2f}" for value in sorted(values)) for values in columns)))
     return output.table(("ms a decode step, a figure a server", "one request", "32 requests"), rows)
 
 
 def run_of(result: output.Result) -> str:
-    """What sets a run apart, from its command."""
+    """Label of a run, from its command line."""
     words = result["command"].split()
     named = dict(zip(words, [*words[1:], ""], strict=True))
     rank = [f"a rank of TP={named['--shard']}"] if named.get("--shard", "1") != "1" else []
@@ -217,12 +224,19 @@ def main() -> None:
     servers.add_options(parser, shard=4)
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
     parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that serve them (%(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="requests that decode together")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--mixed", type=int, default=0, help="requests of many lengths at once, in each round")
-    parser.add_argument("--copies", type=int, default=1, help="of each server: decode steps differ between processes")
-    parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
+    parser.add_argument("--tp", type=int, default=1, help="number of GPUs (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="requests of the decode batch (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds (%(default)s)")
+    parser.add_argument(
+        "--mixed", type=int, default=0, help="requests of many lengths to send at once in each round (%(default)s)"
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        help="servers of each kind, because decode steps differ between processes (%(default)s)",
+    )
+    parser.add_argument("--graphs", action="store_true", help="keep the engine's default CUDA graphs")
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("triton_server", "--quick runs without one")

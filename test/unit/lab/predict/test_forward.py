@@ -65,7 +65,7 @@ def test_a_forwards_memory_was_as_its_sizes_say(name):
     found = result["figures"]
     assert result["conditions"]["engine"] in WITHOUT_BUFFER
     for server, figures in found["memory"].items():
-        predicted = peak_memory.of_result(result, server)
+        predicted = peak_memory.predict_result(result, server)
         # On 0.5.11 no buffer of a decode was given back.
         held = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0
         assert predicted.live + held == near(figures["live_at_kernel_bytes"]), server
