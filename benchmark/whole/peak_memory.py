@@ -320,8 +320,8 @@ def main() -> int:
             output.write(options.json, result)
         print(
             f"peak_memory.py: no figures, because the patched server's answers to prompts {sorted(wrong)} differ from "
-            f"those of the stock server, which repeats its answers. Prompts that a server answers differently the second time: "
-            f"{figures['unrepeatable']}",
+            "those of the stock server, which repeats its answers. Prompts that a server answers differently the "
+            f"second time: {figures['unrepeatable']}",
             file=sys.stderr,
         )
         return 1
