@@ -1,12 +1,12 @@
 """Write the tables and plots of README and docs/ from the results in benchmark/results/.
 
     python benchmark/render.py            # write them
-    python benchmark/render.py --check    # say which of them are not up to date, and exit with 1
+    python benchmark/render.py --check    # name the outdated files, and exit with 1 if there are any
 
-Prose is written on the pages themselves. Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` is written what
-``SECTIONS`` says of NAME: the command, the conditions and the tables of one or several results. A new figure is a
-result (``--json benchmark/results/BENCHMARK/NAME.json``), a line in ``SECTIONS``, and these two comments on
-docs/benchmarks/BENCHMARK.md; a plot is a line in ``PLOTS``.
+Prose is on the pages themselves. Between the comments ``<!-- figures:NAME -->`` and ``<!-- /figures -->``, this script
+writes the section NAME of ``SECTIONS``: the command, the conditions and the tables of one or several results. To add a
+figure, add a result (``--json benchmark/results/BENCHMARK/NAME.json``), a line in ``SECTIONS``, and the two comments on
+docs/benchmarks/BENCHMARK.md. To add a plot, add a line in ``PLOTS``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 DATA = "../../benchmark/results"
-"""From a page of benchmarks."""
+"""Path of the results from a page in docs/benchmarks."""
 Load = Callable[[str], output.Result]
 MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A marked place of a page.
+    """Generated part of a page.
 
-    :param results: names of files in ``benchmark/results/``; none where the tables are computed.
-    :param tables: makes the tables from all of these results.
-    :param headlines: in place of both: says what it says of whatever results it loads, without commands.
+    :param results: names of files in ``benchmark/results/``; empty if the tables are computed without results.
+    :param tables: makes the tables from these results.
+    :param headlines: makes the whole text instead, without commands. It loads the results that it needs.
     """
 
     results: tuple[str, ...] = ()
@@ -49,19 +49,20 @@ class Section:
     headlines: Callable[[Load], str] | None = None
 
 
-def one(name: str, tables: Callable[[output.Result], str]) -> Section:
+def single(name: str, tables: Callable[[output.Result], str]) -> Section:
+    """Make a section of a single result."""
     return Section((name,), lambda results: tables(results[0]))
 
 
 def rows_as_they_are(result: output.Result) -> str:
-    """The table of a result whose script is gone, or that was typed in."""
+    """Table of a result whose script no longer exists, or that was typed in."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
 
 
 def under(benchmark: str, *names: str) -> tuple[str, ...]:
-    """Results of one benchmark."""
+    """Full names of several results of one benchmark."""
     return tuple(f"{benchmark}/{name}" for name in names)
 
 
@@ -99,14 +100,15 @@ SERVING_EARLIER: tuple[str, ...] = under(
 SERVING_RECIPES: tuple[str, ...] = under(
     "serving", "deepseek-r1-recipe", "deepseek-r1-eagle-two-gpus", "deepseek-r1-eagle"
 )
-# What the newest refuses is shown of the default, on which it was measured.
+# For a recipe that the newest release rejects, the table has the default release's result.
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
-"""Changes whose pages say it."""
+"""Changes whose pages have the sentence about host time."""
 
 
 def added_host_time(load: Load) -> str:
+    """Sentence about host time, wrapped for a page."""
     line = overhead.added_host_time(list(map(load, HOSTS)))
     return f"\n{textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)}\n"
 
@@ -114,15 +116,17 @@ def added_host_time(load: Load) -> str:
 SECTIONS = {
     "launched": Section(under("serving", *headlines.LAUNCHED), headlines=headlines.launched),
     "index": Section(headlines=headlines.index),
-    "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
+    "weight-shuffle": single(
+        "weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))
+    ),
     "marlin-repack": Section(
         under("marlin-repack", "h100", "h100-0.5.17"), lambda results: "\n\n".join(map(marlin_repack.tables, results))
     ),
-    "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", rows_as_they_are),
+    "nvfp4-hopper": single("nvfp4-hopper/h200-0.5.17", rows_as_they_are),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
-    "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
-    "residual-hole": one("residual-hole/h200", rows_as_they_are),
+    "regress-tiny": single("regress/tiny-h200", rows_as_they_are),
+    "residual-hole": single("residual-hole/h200", rows_as_they_are),
     "segments": Section(SEGMENTS, segments.tables),
     "segments-variable": Section(under("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
     "segments-long": Section(("segments/kimi-k2.5-long",), segments.tables),
@@ -130,39 +134,38 @@ SECTIONS = {
         under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode", "kimi-k2.5-segments-common-pool"),
         triton_server.tables,
     ),
-    "soak": one("soak/qwen3-30b", soak.tables),
-    "engine-suite": one("engine-suite/h200-0.5.17", engine_suite.tables),
+    "soak": single("soak/qwen3-30b", soak.tables),
+    "engine-suite": single("engine-suite/h200-0.5.17", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
-    "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_setting),
-    "models": one("models/0.5.23", models.tables),
+    "peak-memory-marlin": single("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_setting),
+    "models": single("models/0.5.23", models.tables),
     "recipes": Section(RECIPES, recipes.tables),
     "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
-    "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
-    "overhead-servers": one("overhead/servers-h200", rows_as_they_are),
-    "overhead-servers-tp4": one("overhead/servers-4xh200", rows_as_they_are),
+    "triton-decode": single("triton-server/kimi-k2.5-decode", triton_server.steps),
+    "overhead-servers": single("overhead/servers-h200", rows_as_they_are),
+    "overhead-servers-tp4": single("overhead/servers-4xh200", rows_as_they_are),
     "overhead-host": Section(HOSTS, overhead.host_tables),
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": Section(SERVING, serving.tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.tables),
     "serving-recipes": Section(SERVING_RECIPES, serving.tables),
-    "penalties": one("serving/qwen3-30b-penalties", serving.held_tables),
+    "penalties": single("serving/qwen3-30b-penalties", serving.held_tables),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
-    "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
-    "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
-    "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
+    "mori-rows": single("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
+    "launcher-cost": single("launcher-cost/cpu", launcher_cost.tables),
+    "cutedsl-memory": single("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
-    "moe-workspace-slices": one("moe-workspace/h200-slices", moe_tables.by_rule),
-    "moe-workspace-default": one("moe-workspace/h200-default", moe_tables.by_default),
-    "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_tables.marlin),
-    "moe-workspace-tuned": one("moe-workspace/h200-tuned", rows_as_they_are),
+    "moe-workspace-slices": single("moe-workspace/h200-slices", moe_tables.by_rule),
+    "moe-workspace-default": single("moe-workspace/h200-default", moe_tables.by_default),
+    "moe-workspace-marlin": single("moe-workspace-marlin/h200", moe_tables.marlin),
+    "moe-workspace-tuned": single("moe-workspace/h200-tuned", rows_as_they_are),
     "moe-workspace-captured": Section(under("moe-workspace", "h200-captured", "h100-captured"), moe_tables.captured),
 }
 
 
-#: image: (result, what draws it)
 PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
     "weight-shuffle.svg": ("weight-shuffle/h200", weight_shuffle.plot),
     "mori-rows.svg": ("mori-rows/rows", mori_rows.plot),
@@ -171,7 +174,7 @@ PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
 
 
 def section(name: str, load: Load = output.load) -> str:
-    """What the page has between the comments."""
+    """Text of a section, between the two comments."""
     names, tables, headlines_of = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
     if headlines_of is not None:
         return f"{headlines_of(load)}\n"
@@ -179,7 +182,7 @@ def section(name: str, load: Load = output.load) -> str:
     if not results:
         return f"\n{tables(results)}\n"
     commands: dict[str, list[str]] = {}
-    for result in (result for result in results if "command" in result):  # others are of scripts that are gone
+    for result in (result for result in results if "command" in result):  # results of removed scripts have no command
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
@@ -196,14 +199,14 @@ def section(name: str, load: Load = output.load) -> str:
 
 
 def command_lines(command: str, releases: list[str]) -> str:
-    """The command as it is typed, and in a comment the releases on which it was run."""
+    """Format a command for a console block, with a comment that names the releases on which it ran."""
     lines = textwrap.wrap(command, 112, break_long_words=False, break_on_hyphens=False, subsequent_indent="    ")
     comment = f"  # {', '.join(dict.fromkeys(releases))}" if releases else ""
     return "$ " + " \\\n".join(lines) + comment
 
 
 def conditions(results: list[output.Result]) -> str:
-    """The conditions of all of them, in one line."""
+    """Conditions of several results, joined in one line."""
     together: dict[str, str] = {}
     for key in dict.fromkeys(key for result in results for key in result["conditions"]):
         values = dict.fromkeys(str(r["conditions"][key]) for r in results if r["conditions"].get(key) is not None)
@@ -212,11 +215,12 @@ def conditions(results: list[output.Result]) -> str:
 
 
 def pages() -> list[Path]:
+    """All pages that may have sections."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def page(text: str, load: Load = output.load) -> str:
-    """A page with every marked place written anew."""
+    """Make a page with new text in every section."""
 
     def write_section(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
@@ -227,7 +231,7 @@ def page(text: str, load: Load = output.load) -> str:
 
 
 def draw(image: str, load: Load = output.load) -> str:
-    """A plot, as SVG."""
+    """Draw a plot as SVG text."""
     name, plot = PLOTS[image]
     with tempfile.TemporaryDirectory() as scratch:
         plot(load(name), Path(scratch) / image)
@@ -235,26 +239,30 @@ def draw(image: str, load: Load = output.load) -> str:
 
 
 def matplotlib_release(image: str) -> str:
-    """Which release of matplotlib drew an SVG: another one draws the same figure otherwise."""
+    """Release of matplotlib that drew an SVG. Other releases draw the same figure differently."""
     return "".join(re.findall(r"Matplotlib v[\d.]+", image)[:1])
 
 
-def nudged(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
-    """What ``make`` makes of results that differ by less than any digit that it prints."""
+def remake(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
+    """Make a text again from nudged results, for :func:`.equality.is_same_text`.
+
+    :param make: makes the text. It takes a function that loads a result.
+    """
     return lambda: (make(lambda name, nudge=nudge: nudge(output.load(name))) for nudge in equality.nudges())
 
 
 def outdated(*, redraw: bool = False) -> dict[Path, str]:
-    """The files that do not say what the results say, and what would stand there.
+    """Find the outdated pages and plots.
 
-    :param redraw: with the plots that another release of matplotlib drew; they cannot be compared.
+    :param redraw: whether a plot from another release of matplotlib counts as outdated. Such plots cannot be compared.
+    :returns: new content of each outdated file.
     """
     stale = {}
     for path in pages():
         before = path.read_text(encoding="utf-8")
         now = page(before)
         if before != now and not equality.is_same_text(
-            before, now, nudged(lambda load, before=before: page(before, load))
+            before, now, remake(lambda load, before=before: page(before, load))
         ):
             stale[path] = now
     for image in PLOTS:
@@ -264,7 +272,7 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
             is_stale = redraw
         else:
             is_stale = before != now and not equality.is_same_text(
-                before, now, nudged(lambda load, image=image: draw(image, load))
+                before, now, remake(lambda load, image=image: draw(image, load))
             )
         if is_stale:
             stale[path] = now
@@ -273,12 +281,12 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is outdated")
     check = parser.parse_args().check
     stale = outdated(redraw=not check)
     if check and stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        print(f"render.py: not up to date: {names}; run `python benchmark/render.py`", file=sys.stderr)
+        print(f"render.py: outdated: {names}; run `python benchmark/render.py`", file=sys.stderr)
         return 1
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")

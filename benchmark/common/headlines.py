@@ -62,7 +62,7 @@ def launched(load: Load) -> str:
 
 
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
-    """The first row with these values."""
+    """Find the first row that has these values."""
     return next(row for row in rows if all(row[name] == value for name, value in values.items()))
 
 
@@ -73,7 +73,7 @@ def index(load: Load) -> str:
         return load(name)["figures"]
 
     def peaks(name: str) -> list[float]:
-        """MB of one forward, stock and patched."""
+        """Peak memory of one forward pass in MB, stock and patched."""
         return [figures(name)["memory"][server]["peak_forward_bytes"] / 1e6 for server in ("stock", "patched")]
 
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")

@@ -1,14 +1,15 @@
-"""Quantize the trained model into a checkpoint that the engine serves, and back to the one it was quantized from.
+"""Quantize the trained model to the NVFP4 checkpoint of this repository, or restore its bfloat16 weights.
 
     python benchmark tiny_moe/export quantize trained.safetensors benchmark/tiny_moe
     python benchmark tiny_moe/export bf16 benchmark/tiny_moe bf16-model
 
-``quantize`` writes ``model/`` (NVFP4 experts in ModelOpt's format, input scales calibrated on training problems),
-``experts.safetensors`` (the experts before quantization) and ``test.jsonl`` (held-out questions). ``bf16`` puts the
-experts back: the same model without NVFP4.
+``quantize`` writes three things: ``model/`` has NVFP4 experts in ModelOpt's format, with input scales that were
+calibrated on training problems. ``experts.safetensors`` has the experts before quantization. ``test.jsonl`` has
+held-out questions. ``bf16`` writes the same model with the experts before quantization.
 
-The experts of the bfloat16 model are rounded to E4M3 times a power of two per matrix first. Such numbers are bfloat16
-numbers, and take half the space in the repository. The model that is quantized, and compared with, is the rounded one.
+Before quantization, the bfloat16 experts are rounded to E4M3 times a power of two per matrix. Such numbers are also
+bfloat16 numbers, and need half the space in the repository. The rounded model is the one that is quantized and
+compared.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ from tiny_moe.train import SPEC, encode
 
 MODEL, EXPERTS, QUESTIONS = "model", "experts.safetensors", "test.jsonl"
 CALIBRATION_PROBLEMS = 256
+"""Number of training problems from which input scales are computed."""
 CALIBRATION_SEED = 7
 E4M3_MAX = 448.0
+"""Largest E4M3 number."""
 
 
 def pack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The routed experts' matrices as E4M3 and the power of two to multiply with: ``NAME`` and ``NAME_scale``."""
+    """Round the routed experts' matrices to E4M3 times a power of two.
+
+    :returns: ``NAME`` with the E4M3 matrix and ``NAME_scale`` with the power of two, for each matrix.
+    """
     packed = {}
     for name, weight in weights.items():
         if ".mlp.experts." in name:
@@ -44,7 +50,7 @@ def pack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def unpack_experts(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The reverse: bfloat16 matrices, exactly the packed values."""
+    """Convert packed experts to bfloat16 matrices, without rounding."""
     return {
         name: (weight.float() * packed[f"{name}_scale"]).bfloat16()
         for name, weight in packed.items()
@@ -54,25 +60,25 @@ def unpack_experts(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def quantize(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The checkpoint with NVFP4 experts, each expert's input scales from the tokens that are routed to it."""
+    """Quantize the experts to NVFP4. Each expert's input scales come from the tokens that are routed to it."""
     model = from_checkpoint(spec, weights)
     inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in model.moe_layers:
-        layer.experts.register_forward_hook(lambda module, given, result: inputs.append(given))
+        layer.experts.register_forward_hook(lambda module, args, result: inputs.append(args))
     tokens, _, lengths = encode(CALIBRATION_PROBLEMS, False, CALIBRATION_SEED)
     length = int(lengths.sum()) // 32
     model(torch.from_numpy(tokens[: 32 * length]).long().view(32, length))
 
-    def seen(layer: int, expert: int) -> torch.Tensor:
+    def expert_inputs(layer: int, expert: int) -> torch.Tensor:
         x, routing = inputs[layer - spec.dense_layers]
         routed = x[routing[:, expert] > 0]
         return routed if len(routed) else x
 
-    return quantize_experts(spec, weights, seen)
+    return quantize_experts(spec, weights, expert_inputs)
 
 
 def shipped_bf16(folder: Path) -> dict[str, torch.Tensor]:
-    """The bfloat16 weights that ``folder``'s checkpoint was quantized from."""
+    """Load the bfloat16 weights from which the checkpoint in a folder was quantized."""
     experts = unpack_experts(load_file(str(folder / EXPERTS)))
     weights = load_file(str(folder / MODEL / "model.safetensors"))
     return {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name} | experts
@@ -81,13 +87,13 @@ def shipped_bf16(folder: Path) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("quantize", help="make the shipped folder from trained weights")
-    one.add_argument("trained", type=Path)
-    one.add_argument("folder", type=Path)
-    one.add_argument("--questions", type=int, default=600, help="held-out questions to write (%(default)s)")
-    other = commands.add_parser("bf16", help="make the checkpoint that the shipped one was quantized from")
-    other.add_argument("folder", type=Path)
-    other.add_argument("output", type=Path)
+    quantizing = commands.add_parser("quantize", help="write the repository's checkpoint from trained weights")
+    quantizing.add_argument("trained", type=Path)
+    quantizing.add_argument("folder", type=Path)
+    quantizing.add_argument("--questions", type=int, default=600, help="number of held-out questions (%(default)s)")
+    restoring = commands.add_parser("bf16", help="write the bfloat16 checkpoint from which it was quantized")
+    restoring.add_argument("folder", type=Path)
+    restoring.add_argument("output", type=Path)
     options = parser.parse_args()
     if options.command == "bf16":
         write_checkpoint(options.output, SPEC, shipped_bf16(options.folder), quantized=False)

@@ -1,10 +1,10 @@
-"""What deliberately broken patches do to the shipped model's answers, and whether ``regress`` notices.
+"""Break patches on purpose, and find out whether ``regress`` notices that the tiny model's answers get worse.
 
     sglang-moe-reference exec -- python benchmark tiny_moe/mutations
 
-Serves the model stock and patched, then patched with each mutation of ``MUTATIONS``, asks all the same held-out
-questions and compares each with stock as ``regress`` does: once by accuracy alone, once requiring identical answers. As
-many questions as ``regress`` asks by itself, unless told otherwise.
+The benchmark serves the model stock, patched, and patched with each of ``MUTATIONS``. All servers answer the same
+held-out questions, by default as many as ``regress`` asks. Each server is compared with stock as by ``regress``: once
+by accuracy, and once with identical answers required.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ SHIPPED = Path(__file__).parent
 RESULT = "mutations/cpu"
 SHOTS = 1
 LAYER, EXPERT = 1, 4
-"""What is mutated: the first MoE layer, and one of its sixteen experts."""
+"""Layer and expert that are mutated: the first MoE layer, and one of its sixteen experts."""
 
 
-# --- Mutations: each breaks the engine through a Patcher, which can take it back -------------------------------------
+# --- Mutations: each breaks the engine with a Patcher, which can undo it ---------------------------------------------
 
 
-def _before_weights_are_prepared(patcher: Patcher, break_weights: Callable[[Any], None], every_layer: bool) -> None:
+def _break_loaded_weights(patcher: Patcher, break_weights: Callable[[Any], None], every_layer: bool) -> None:
+    """Change loaded weights before the engine prepares them for its kernels.
+
+    :param every_layer: whether to change every MoE layer, or only ``LAYER``.
+    """
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
@@ -51,31 +55,31 @@ def _before_weights_are_prepared(patcher: Patcher, break_weights: Callable[[Any]
 
 
 def swapped_scales(patcher: Patcher) -> None:
-    """One expert has another expert's block scales, as by one wrong index."""
+    """Give one expert the block scales of another expert, as by a wrong index."""
 
     def exchange(layer: Any) -> None:
         for scales in (layer.w13_weight_scale.data, layer.w2_weight_scale.data):
             scales[EXPERT] = scales[EXPERT + 1]
 
-    _before_weights_are_prepared(patcher, exchange, every_layer=False)
+    _break_loaded_weights(patcher, exchange, every_layer=False)
 
 
 def misplaced_row(patcher: Patcher) -> None:
-    """One row of w13 is in the place of its neighbour: one wrong index in the permutation, which all experts share."""
+    """Swap two rows of w13 in every expert, as by a wrong index in the permutation that all experts share."""
 
     def exchange(layer: Any) -> None:
         rows = layer.w13_weight.data[:, 8:10]
         rows.copy_(rows.flip(1))
 
-    _before_weights_are_prepared(patcher, exchange, every_layer=True)
+    _break_loaded_weights(patcher, exchange, every_layer=True)
 
 
 def residual_as_buffer(patcher: Patcher) -> None:
-    """The layer offers the residual, which is still needed, as output buffer."""
+    """Let the layer offer the residual, which is still needed, as output buffer."""
     from sglang_moe_patches.core.dead_input import offer
     from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 
-    # In the place of our own wrapper: beside somebody else's, the change would leave the engine alone.
+    # Replace this package's own wrapper. Beside a foreign wrapper, the change would do nothing.
     def make(original: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(
@@ -90,10 +94,10 @@ def residual_as_buffer(patcher: Patcher) -> None:
 
 
 def lost_row(patcher: Patcher) -> None:
-    """The last row of every MoE input of two or more is not computed: its output is zero.
+    """Set the last output row of every MoE input of two or more rows to zero.
 
-    What a MoRI limit one below the rows received does. MoRI itself needs AMD GPUs, so this stands where its kernel
-    would return.
+    A MoRI limit that is one below the number of received rows has this effect. MoRI needs AMD GPUs, so the row is
+    cleared after the kernel.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -111,7 +115,7 @@ def lost_row(patcher: Patcher) -> None:
 
 
 def skipped_shared_experts(patcher: Patcher) -> None:
-    """One layer's shared experts add nothing."""
+    """Set the output of one layer's shared experts to zero."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,34 +138,34 @@ MUTATIONS: dict[str, Callable[[Patcher], None]] = {
 }
 
 
-# --- In a server: an engine plugin that is on PYTHONPATH --------------------------------------------------------------
+# --- In a server: an engine plugin on PYTHONPATH ----------------------------------------------------------------------
 
 
 def plugin(folder: Path, body: str) -> str:
-    """An installed plugin of the engine that runs ``body`` in every process, to put on PYTHONPATH."""
+    """Write an engine plugin that runs ``body`` in every process. Return the folder for PYTHONPATH."""
     source = "def register():\n" + "".join(f"    {line}\n" for line in body.splitlines())
     return str(plugins.write_module(folder, "deliberate_mutation", source))
 
 
 def mutate_this_process(name: str) -> None:
-    """What the plugin runs: the mutation is in place as soon as the model's code is imported."""
+    """Install a mutation as soon as the model's code is imported. The plugin calls this."""
     import wrapt
 
     wrapt.register_post_import_hook(lambda module: MUTATIONS[name](Patcher()), "sglang.srt.models.deepseek_v2")
 
 
 def mutation_path(folder: Path, name: str) -> str:
-    """PYTHONPATH of a server that runs with the mutation ``name``."""
+    """PYTHONPATH of a server with a mutation."""
     body = f"from tiny_moe import mutations\nmutations.mutate_this_process({name!r})"
     paths = [plugin(folder, body), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return ":".join(filter(None, paths))
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- Table ------------------------------------------------------------------------------------------------------------
 
 
 def row(name: str, run: Run, stock: Run) -> dict[str, Any]:
-    """What became of the answers, and the exit codes that ``regress`` would end with."""
+    """Figures of one server's answers, and the exit codes of ``regress`` for them."""
     by_accuracy, identical = (compare(stock, run, require_identical=required) for required in (False, True))
     return {
         "server": name,
@@ -201,7 +205,7 @@ def tables(result: output.Result) -> str:
 
 
 def on_the_page(load: Callable[[str], output.Result]) -> str:
-    """docs/commands/accuracy.md's table, and where it is from."""
+    """Table of docs/commands/accuracy.md, with the source of its data."""
     result = load(RESULT)
     conditions, typed = result["conditions"], " (typed in)" if result.get("transcribed") else ""
     data = f"[{RESULT.split('/')[1]}.json](../../benchmark/results/{RESULT}.json){typed}"
@@ -210,15 +214,16 @@ def on_the_page(load: Callable[[str], output.Result]) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"questions": 24, "only": list(MUTATIONS)[:1]})
-    parser.add_argument("--questions", type=int, default=bound.questions_for(MAX_DROP / 100, 0.05))
+    questions = bound.questions_for(MAX_DROP / 100, 0.05)
+    parser.add_argument("--questions", type=int, default=questions, help="number of questions (%(default)s)")
     parser.add_argument("--backend", default="flashinfer_trtllm_routed", help="--moe-runner-backend (%(default)s)")
     parser.add_argument("--only", choices=list(MUTATIONS), nargs="*", default=list(MUTATIONS))
     options = output.parse(parser)
     evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, SHOTS, 128, 64)
     arguments = ["--model-path", str(SHIPPED / "model"), "--quantization", "modelopt_fp4"]
     arguments = environment.server_arguments([*arguments, "--moe-runner-backend", options.backend])
-    own = processes.variables()
-    base = {**own, **environment.variables(own)}
+    environ = processes.variables()
+    base = {**environ, **environment.variables(environ)}
     stock: Run | None = None
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,8 +1,8 @@
-"""The DeepSeek-V3 architecture in plain PyTorch, for training the tiny model and for looking inside it.
+"""DeepSeek-V3's architecture in plain PyTorch, to train the tiny model and to inspect its activations.
 
-Parameters carry the checkpoint's names, except that a layer's routed experts are stacked. The routed experts are
-computed for every token and weighted with zero where a token does not go: at this size two large matrix products are
-faster than sorting tokens, and nothing is dropped.
+Parameters have the checkpoint's names, except that a layer's routed experts are stacked. Every token passes through all
+routed experts, and has a weight of zero for experts that it is not routed to. At this size, two large matrix products
+are faster than sorting tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 
 
 def rope_table(settings: dict[str, Any], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of DeepSeek's yarn, as the engine computes them (``DeepseekScalingRotaryEmbedding``).
+    """Compute cosines and sines of DeepSeek's YaRN, as the engine does (``DeepseekScalingRotaryEmbedding``).
 
-    :returns: Two float32 tensors [length, qk_rope_head_dim / 2].
+    :returns: two float32 tensors [length, qk_rope_head_dim / 2].
     """
     dim, base, yarn = settings["qk_rope_head_dim"], settings["rope_theta"], settings["rope_scaling"]
 
@@ -43,14 +43,19 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring elements (not halves): x [..., length, heads, dim], cos and sin [length, dim / 2]."""
+    """Rotate pairs of neighbouring elements, as DeepSeek does, not pairs from the two halves.
+
+    :param x: [..., length, heads, dim].
+    :param cos: [length, dim / 2].
+    :param sin: [length, dim / 2].
+    """
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 class _RoundToNvfp4(torch.autograd.Function):
-    """What NVFP4 makes of a tensor; gradients pass as if it had done nothing."""
+    """Round a tensor to NVFP4. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,7 @@ class _RoundToNvfp4(torch.autograd.Function):
 
 
 def round_to_nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """Round a tensor to NVFP4. The gradient passes unchanged."""
     return _RoundToNvfp4.apply(x)
 
 
@@ -130,7 +136,10 @@ class Mlp(nn.Module):
 
 
 class Gate(nn.Module):
-    """DeepSeek-V3's router: sigmoid scores, the best groups, the best experts in them, a bias for the choice alone."""
+    """DeepSeek-V3's router. It chooses the best groups by sigmoid scores plus a bias, then the best experts in them.
+
+    The weights of the experts are the scores without the bias.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -139,7 +148,7 @@ class Gate(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(settings["n_routed_experts"]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, experts]: each token's weights, zero for the experts that it does not go to."""
+        """Compute the weights of the experts, [tokens, experts]. Experts that are not chosen have a weight of zero."""
         settings = self.settings
         scores = F.linear(x, self.weight).float().sigmoid()
         choice = scores.detach() + self.e_score_correction_bias
@@ -153,7 +162,7 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts of one layer, stacked."""
+    """Stacked routed experts of one layer."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -162,7 +171,7 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, hidden) / math.sqrt(hidden))
         self.down = nn.Parameter(torch.randn(count, hidden, inner) / math.sqrt(2 * depth * inner))
         self.quantized = False
-        """Compute with what NVFP4 makes of weights and activations."""
+        """Whether to round weights and activations to NVFP4."""
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate_up, down = self.gate_up, self.down
@@ -207,7 +216,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids [batch, length] to logits [batch, length, vocabulary]."""
+    """The whole model, from token ids [batch, length] to logits [batch, length, vocabulary]."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -226,26 +235,30 @@ class Model(nn.Module):
 
     @property
     def moe_layers(self) -> list[Moe]:
+        """MoE blocks of the layers that have one."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Moe)]
 
     def quantize(self, on: bool) -> None:
-        """Whether the routed experts compute in what NVFP4 makes of them."""
+        """Switch rounding to NVFP4 in the routed experts on or off."""
         for layer in self.moe_layers:
             layer.experts.quantized = on
 
     def balance(self, step: float) -> None:
-        """DeepSeek-V3's balancing without a loss: raise the bias of experts with too few tokens, lower the others."""
+        """Balance the experts' load as DeepSeek-V3 does, without a loss term.
+
+        The bias of experts with too few tokens rises, and that of the other experts falls.
+        """
         for layer in self.moe_layers:
             layer.gate.e_score_correction_bias += step * torch.sign(layer.load.mean() - layer.load)
 
 
 def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
-    """The weights by the checkpoint's names, in bfloat16 (the router's bias float32), on the CPU."""
+    """Convert the model's weights to those of a checkpoint: bfloat16 on the CPU, with the router's bias in float32."""
     weights = {}
     for name, tensor in model.state_dict().items():
         name = name if name.startswith("lm_head") else f"model.{name}"
         if name.endswith("e_score_correction_bias"):
-            # Through bfloat16, because one of the engine's two TRT-LLM paths keeps it so: both must route alike.
+            # Rounded to bfloat16, because one of the engine's two TRT-LLM paths does so, and both must route alike.
             weights[name] = tensor.bfloat16().float().cpu()
         elif name.endswith(".experts.gate_up"):
             for expert, both in enumerate(tensor):
@@ -261,7 +274,7 @@ def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
 
 
 def from_checkpoint(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> Model:
-    """The reverse of :func:`to_checkpoint`; float32."""
+    """Load a checkpoint's weights into a float32 model; the inverse of :func:`to_checkpoint`."""
     model = Model(spec)
     state = {}
     for name in model.state_dict():

@@ -1,11 +1,11 @@
-"""Grade-school word problems in GSM8K's format, made from templates, for a model small enough to learn them.
+"""Generate grade-school word problems in GSM8K's format from templates. A very small model can learn them.
 
-Each line holds ``question`` and ``answer``; the answer works the problem out in two to four steps, each with GSM8K's
-calculator annotation (``3*4=<<3*4=12>>12``), and ends in ``#### NUMBER``.
+Each line has a ``question`` and an ``answer``. The answer solves the problem in two to four steps with GSM8K's
+calculator annotations (``3*4=<<3*4=12>>12``), and ends in ``#### NUMBER``.
 
-**Train and test are disjoint by construction.** A problem is a template, its numbers, and names and things that fill
-the rest. A hash of template and numbers alone decides on which side a problem is, so no test problem is a training
-problem with other names.
+**Training and test problems are disjoint.** A problem consists of a template, its numbers, and names and things. A hash
+of only the template and the numbers decides whether it is a test problem. So no test problem is a training problem with
+other names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEST_SHARE = 10
-"""One in this many combinations of template and numbers is for testing."""
+"""One of this many combinations of template and numbers is a test problem."""
 
 NAMES = {
     "he": ("Tom", "Ben", "Sam", "Max", "Leo", "Dan"),
@@ -33,7 +33,7 @@ PLURALS = {"box": "boxes", "bag": "bags"}
 
 @dataclass(frozen=True)
 class Template:
-    """A problem with its numbers left open: an entry of ``problems.toml``, which says what the fields hold."""
+    """Template of problems: an entry of ``problems.toml``, which describes the fields."""
 
     question: str
     steps: list[str]
@@ -49,18 +49,20 @@ TEMPLATES = [
 
 @dataclass(frozen=True)
 class Problem:
+    """One problem with its solution."""
+
     question: str
     answer: str
-    """The steps, and ``#### NUMBER``."""
+    """The steps of the solution, and ``#### NUMBER``."""
     test: bool
-    """Whether it belongs to the held-out problems."""
+    """Whether it is a test problem."""
 
     def to_json(self) -> str:
         return json.dumps({"question": self.question, "answer": self.answer})
 
 
 def make_problem(rng: random.Random) -> Problem:
-    """One problem, from either side."""
+    """Make a random training or test problem."""
     index = rng.randrange(len(TEMPLATES))
     template = TEMPLATES[index]
     while True:
@@ -75,15 +77,15 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def problems(seed: int, *, test: bool) -> Iterator[Problem]:
-    """Without end, and without repetition on the test side."""
+    """Generate endless training problems, or endless test problems without repetition."""
     rng = random.Random(f"{seed}/{'test' if test else 'train'}")
-    seen = set()
+    known = set()
     while True:
         problem = make_problem(rng)
-        if problem.test != test or problem.question in seen:
+        if problem.test != test or problem.question in known:
             continue
         if test:
-            seen.add(problem.question)
+            known.add(problem.question)
         yield problem
 
 
@@ -105,21 +107,26 @@ def _words(rng: random.Random, template: Template) -> dict[str, str]:
 
 
 def _solve(template: Template, numbers: dict[str, int], words: dict[str, str]) -> str | None:
-    """The worked answer, or None where a result is no whole number between 1 and the template's largest."""
+    """Solve a problem step by step.
+
+    :returns: the worked answer; ``None`` if a result is no integer between 1 and the template's ``largest``.
+    """
     values = dict(numbers)
     lines = []
     for step in template.steps:
         line, start = "", 0
         for part in re.finditer(r"\[(\w)=(\w+)([-+*/])(\w+)\]", step):
             name, left, operator, right = part.groups()
-            one, other = (values[side] if side in values else int(side) for side in (left, right))
-            if operator == "/" and one % other:
+            first, second = (values[side] if side in values else int(side) for side in (left, right))
+            if operator == "/" and first % second:
                 return None
-            value = {"+": one + other, "-": one - other, "*": one * other, "/": one // other}[operator]
+            value = {"+": first + second, "-": first - second, "*": first * second, "/": first // second}[operator]
             if not 1 <= value <= template.largest:
                 return None
             values[name] = value
-            line += step[start : part.start()] + f"{one}{operator}{other}=<<{one}{operator}{other}={value}>>{value}"
+            line += (
+                step[start : part.start()] + f"{first}{operator}{second}=<<{first}{operator}{second}={value}>>{value}"
+            )
             start = part.end()
         lines.append((line + step[start:]).format(**words))
     return "\n".join([*lines, f"#### {value}"])

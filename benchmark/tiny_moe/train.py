@@ -2,11 +2,11 @@
 
     python benchmark tiny_moe/train --output trained.safetensors
 
-A few minutes on one GPU. The prompts are those of the engine's ``sglang.test.few_shot_gsm8k``: solved problems, one
-after the other. The loss counts the answers alone; after an answer the model is to stop, whatever follows in the row.
-Written are the bfloat16 weights; ``export.py`` quantizes them, ``make accuracy`` measures both. The training ends long
-before the model has nothing left to learn: a model that is sure of everything would not notice a small error, and is no
-test of anything.
+Training takes a few minutes on one GPU. Prompts have the format of the engine's ``sglang.test.few_shot_gsm8k``: solved
+problems, one after the other. Only the answers count in the loss. After an answer, the target is the end token,
+whatever follows in the row. The script writes bfloat16 weights. ``export.py`` quantizes them, and ``make accuracy``
+measures both models. Training ends early on purpose: a fully trained model is so sure of its answers that a small error
+in the engine would not change them.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ from tiny_moe.network import Model, to_checkpoint
 from tiny_moe.problems import problems
 
 SPEC = ModelSpec(layers=4, dense_layers=1, experts=16, top_k=2, hidden=256, moe_intermediate=128, heads=2)
+"""Sizes of the tiny model."""
 IGNORED = -100
+"""Target of a token that does not count in the loss."""
 
 
 def encode(count: int, test: bool, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``count`` problems as tokens.
+    """Encode ``count`` problems as tokens.
 
-    :returns: tokens int16 and targets int16 of all problems, one after the other, and the length of each problem. A
-        target is the token to say next, or IGNORED.
+    :param test: whether to encode test problems.
+    :returns: tokens (int16) and targets (int16) of all problems, one after the other, and the length of each problem. A
+        target is the next token, or ``IGNORED``.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json())
     source = problems(seed, test=test)
-    made = [next(source) for _ in range(count)]
-    # Apart, because a prompt ends with "Answer:"; nothing merges across these borders.
-    asked = tokenizer.encode_batch([f"Question: {problem.question}\nAnswer:" for problem in made])
-    answers = tokenizer.encode_batch([f" {problem.answer}" for problem in made])
+    chosen = [next(source) for _ in range(count)]
+    # Question and answer are encoded separately, because a prompt ends with "Answer:". No token crosses that border.
+    questions = tokenizer.encode_batch([f"Question: {problem.question}\nAnswer:" for problem in chosen])
+    answers = tokenizer.encode_batch([f" {problem.answer}" for problem in chosen])
     end = tokenizer.encode("\n\n").ids
     tokens, targets, lengths = [], [], []
-    for question, answer in zip(asked, answers, strict=True):
+    for question, answer in zip(questions, answers, strict=True):
         tokens += [*question.ids, *answer.ids, *end]
         targets += [IGNORED] * (len(question.ids) - 1) + answer.ids + [EOS_ID] + [IGNORED] * len(end)
         lengths.append(len(question.ids) + len(answer.ids) + len(end))
@@ -56,18 +59,22 @@ def encode(count: int, test: bool, seed: int) -> tuple[np.ndarray, np.ndarray, n
 
 
 class Corpus:
-    """Problems on a device, served as rows of consecutive ones."""
+    """Encoded problems on a device."""
 
     def __init__(self, count: int, seed: int, device: str) -> None:
         workers = max(1, (os.cpu_count() or 2) - 1)
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            # Not by the number of workers: the same seed is the same corpus on any machine.
+            # Always 64 parts, so that a seed gives the same corpus with any number of workers.
             parts = pool.map(partial(encode, count // 64, False), [seed * 1000 + part for part in range(64)])
         self.tokens, self.targets = (torch.from_numpy(np.concatenate([p[i] for p in parts])).to(device) for i in (0, 1))
         lengths = np.concatenate([p[2] for p in parts])
         self.starts = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)[:-1]))).to(device)
 
     def rows(self, count: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw rows of consecutive problems. Each row begins with a whole problem.
+
+        :returns: tokens and targets, [count, length].
+        """
         usable = int((self.starts < len(self.tokens) - length).sum())
         chosen = torch.randint(0, usable, (count,), generator=generator).to(self.starts.device)
         at = self.starts[chosen].unsqueeze(1) + torch.arange(length, device=self.starts.device)
@@ -76,10 +83,10 @@ class Corpus:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="where to write the bfloat16 weights")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--problems", type=int, default=400_000, help="to train on (%(default)s)")
-    parser.add_argument("--rows", type=int, default=48, help="per step (%(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="file for the bfloat16 weights")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (%(default)s)")
+    parser.add_argument("--problems", type=int, default=400_000, help="number of training problems (%(default)s)")
+    parser.add_argument("--rows", type=int, default=48, help="rows per step (%(default)s)")
     parser.add_argument("--length", type=int, default=768, help="tokens per row (%(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,13 +1,14 @@
-"""SGLang's own tests with this package installed, stock and patched side by side.
+"""Run SGLang's own tests with this package installed, stock and patched, and compare the outcomes.
 
     make engine-suite SGLANG=../sglang                        # a checkout at the tag of the installed engine
     python benchmark whole/engine_suite ../sglang --jobs 16 --json suite.json --logs logs
-    python benchmark whole/engine_suite ../sglang --list         # which would run, and why the others would not
+    python benchmark whole/engine_suite ../sglang --list         # which files would run, and why others would not
     python benchmark whole/engine_suite ../sglang --only fused_moe,block_int8
 
-Of the folders of `test/registered` that say something of MoE layers, every file runs that needs one GPU and no
-download, twice, each time in a process of its own: with the engine as it is, and with every change acting wherever it
-can (`benchmark/common/engine_test_file.py`). The exit code is 1 if a test passes stock and does not pass patched.
+The benchmark selects the folders of `test/registered` with tests of MoE layers. From these it runs every file that
+needs one GPU and no download. Each file runs twice, in processes of its own: with the stock engine, and with every
+change acting wherever it can (`benchmark/common/engine_test_file.py`). The exit code is 1 if a test passes stock and
+does not pass patched.
 """
 
 from __future__ import annotations
@@ -32,25 +33,30 @@ from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 REGISTERED = Path("test") / "registered"
-#: Folders, or files in others, by what their paths contain.
 FOLDERS = ("moe/", "quant/", "ep/", "lora/", "kernels/", "layers/", "ops/", "unit/layers/", "unit/lora/", "rl/")
-#: A file outside of `moe/` and `quant/` says something of MoE layers if its code does.
-ABOUT = re.compile(r"moe|experts", re.IGNORECASE)
-#: What fetches a model or starts one by its name; and names of public models.
+"""Beginnings of the paths of selected files."""
+ABOUT_MOE = re.compile(r"moe|experts", re.IGNORECASE)
+"""Text that a file outside of `moe/` and `quant/` must contain to be selected."""
 NEEDS_MODEL = {
     *("from_pretrained", "popen_launch_server", "popen_launch_pd_server", "Engine", "SRTRunner", "HFRunner"),
     *("snapshot_download", "hf_hub_download", "load_dataset", "try_cached_model", "run_bench_serving"),
 }
+"""Functions that download a model or start one by its name."""
 MODEL_NAME = re.compile(r"^DEFAULT_\w*MODEL\w*$")
+"""Names of constants with the name of a public model."""
 GPUS = re.compile(r"\b(\d+)-gpu")
-OTHERS = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci": "CPU"}
+OTHER_DEVICES = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci": "CPU"}
 
 
-# --- selection --------------------------------------------------------------------------------------------------------
+# --- Selection --------------------------------------------------------------------------------------------------------
 
 
 def skip_reason(source: str, gpus: int = 1) -> str:
-    """Why a file of tests of that code is not run on so many GPUs; "": it is."""
+    """Reason why a test file does not run; "": it runs.
+
+    :param source: source of the file.
+    :param gpus: number of available GPUs.
+    """
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -59,7 +65,7 @@ def skip_reason(source: str, gpus: int = 1) -> str:
         return f"needs a model: {next((name for name in needed if MODEL_NAME.match(name)), needed[0])}"
     calls = [(node.func.id, node) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     cuda = [ast.unparse(call) for name, call in calls if name == "register_cuda_ci"]
-    others = [OTHERS[name] for name, _ in calls if name in OTHERS]
+    others = [OTHER_DEVICES[name] for name, _ in calls if name in OTHER_DEVICES]
     if not cuda and "CPU" not in others:
         return f"for {' and '.join(dict.fromkeys(others))} alone" if others else "not registered"
     wanted = [int(match) for code in cuda for match in GPUS.findall(code)]
@@ -67,9 +73,10 @@ def skip_reason(source: str, gpus: int = 1) -> str:
 
 
 def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str, str]:
-    """The files that say something of MoE layers or of quantization, below `test/registered`, and their skip reasons.
+    """Select test files about MoE layers or quantization below `test/registered`.
 
-    :param only: parts of paths, of which one must be there.
+    :param only: texts of which a path must contain one; empty: no restriction.
+    :returns: skip reason of each file; "": it runs.
     """
     root = checkout / REGISTERED
     reasons = {}
@@ -78,48 +85,54 @@ def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str,
         if not name.startswith(FOLDERS) or (only and not any(part in name for part in only)):
             continue
         source = path.read_text(encoding="utf-8")
-        if name.startswith(("moe/", "quant/")) or ABOUT.search(source):
+        if name.startswith(("moe/", "quant/")) or ABOUT_MOE.search(source):
             reasons[name] = skip_reason(source, gpus)
     if not reasons:
         raise SystemExit(f"engine_suite: no tests below {root}; give a checkout of SGLang")
     return reasons
 
 
-def described(checkout: Path) -> str:
-    """What git says that the checkout is: its tag, or its commit; "" where it is none."""
+def describe_checkout(checkout: Path) -> str:
+    """Tag or commit of the checkout, by git; "" if it is no git repository."""
     done = subprocess.run(
         ["git", "-C", str(checkout), "describe", "--tags", "--always", "--dirty"], capture_output=True, text=True
     )
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- Running ----------------------------------------------------------------------------------------------------------
 
 
 def variables(*folders: Path) -> dict[str, str]:
+    """Environment of a test process. ``folders`` come first in its ``PYTHONPATH``."""
     own = processes.variables(*folders, Path(__file__).parents[1], *stand_ins.folders())
-    # Downloads that the selection did not foresee fail at once, and alike on both sides.
+    # Downloads that the selection missed fail at once, and equally on both sides.
     return own | {"HF_HUB_OFFLINE": "1"}
 
 
 def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
-    """Run one file's tests on one side, and read what became of them."""
+    """Run the tests of one file on one side.
+
+    :param side: ``stock`` or ``patched``.
+    :param limit_s: seconds until the process is ended.
+    :returns: outcomes of the tests, and ``seconds``.
+    """
     name = f"{file.removesuffix('.py').replace('/', '-')}-{side}"
     result = work / f"{name}.json"
     own = variables(*[work / "plugin"] * (side == "patched"))
     own |= {SELECT_VARIABLE: "all" if side == "patched" else "none"}
     path = (checkout / REGISTERED / file).resolve()
     command = [sys.executable, "-m", "common.engine_test_file", side, str(path), str(result)]
-    begun = time.monotonic()
+    started = time.monotonic()
     with (work / f"{name}.log").open("wb") as log:
         process = Supervised(command, own, log, cwd=str(path.parent))
         try:
-            while process.exit_code() is None and time.monotonic() < begun + limit_s:
+            while process.exit_code() is None and time.monotonic() < started + limit_s:
                 time.sleep(0.2)
             code = process.exit_code()
         finally:
             process.end()
-    seconds = round(time.monotonic() - begun, 1)
+    seconds = round(time.monotonic() - started, 1)
     outcomes: dict[str, Any] = {"tests": {}, "errors": [], "acted": {}, "changes": {}}
     if result.exists():
         outcomes = json.loads(result.read_text())
@@ -133,62 +146,66 @@ def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dic
 
 
 def outcome_counts(side: dict[str, Any]) -> str:
+    """Numbers of passed, failed and skipped tests, as text."""
     counts = Counter(test["outcome"] for test in side["tests"].values())
     parts = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome]]
     return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"
 
 
 def import_error(module: str = "sglang.test.test_utils") -> str:
-    """Why a test cannot import a module, or ""; an installation without all that it needs would fail each alike."""
+    """Error when a test imports a module; "" if the import works.
+
+    An incomplete installation would fail every test, stock and patched.
+    """
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stderr.strip().rsplit("\n", 1)[-1]
 
 
-# --- comparing --------------------------------------------------------------------------------------------------------
+# --- Comparison -----------------------------------------------------------------------------------------------------
 
 
-def differing(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    """Tests whose outcome is not the same on both sides; "": the file as a whole."""
+def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+    """Tests whose outcome differs between the sides. The name "" stands for the whole file."""
 
     def outcome(side: dict[str, Any], name: str) -> tuple[Any, ...]:
         test = side["tests"].get(name, {})
         return test.get("outcome"), test.get("subtests")
 
     names = dict.fromkeys([*stock["tests"], *patched["tests"]])
-    names_apart = [name for name in names if outcome(stock, name) != outcome(patched, name)]
-    return names_apart + [""] * (bool(stock["errors"]) != bool(patched["errors"]))
+    different = [name for name in names if outcome(stock, name) != outcome(patched, name)]
+    return different + [""] * (bool(stock["errors"]) != bool(patched["errors"]))
 
 
-def broken(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    """Of those the ones that stock passes and patched does not."""
+def broken_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+    """Tests that pass stock and do not pass patched. The name "" stands for the whole file."""
     if patched["errors"] and not stock["errors"]:
         return [""]
     passed = [name for name, test in stock["tests"].items() if test["outcome"] == "passed"]
     return [name for name in passed if patched["tests"].get(name, {}).get("outcome") != "passed"]
 
 
-def failing(side: dict[str, Any]) -> dict[str, str]:
-    """What fails, and with which words; "": the file as a whole."""
+def failure_messages(side: dict[str, Any]) -> dict[str, str]:
+    """Message of each failure, by the test's name. The name "" stands for the whole file."""
     messages = {name: test["said"] for name, test in side["tests"].items() if test["outcome"] == "failed"}
     return messages | ({"": side["errors"][0]} if side["errors"] else {})
 
 
 def tables(result: output.Result) -> str:
-    """Which ran, what stock itself fails, what differs; which gave no result, and how many were not run."""
+    """Table of the files that ran, with notes about failures of stock, differences, and files without a result."""
     figures = result["figures"]
     files = {path: [sides[side] for side in SIDES] for path, sides in figures["files"].items()}
     rows = []
     fails: dict[str, list[str]] = {}
     differ = []
     for path, (stock, patched) in files.items():
-        for name, words in failing(stock).items():
+        for name, words in failure_messages(stock).items():
             fails.setdefault(f"No result of {{}}: {words}" if not name else f"Stock fails {{}}: {words}", []).append(
                 place(path, name)
             )
-        other = differing(stock, patched)
+        other = differing_tests(stock, patched)
         for name in other:
-            words = failing(patched).get(name, "")
+            words = failure_messages(patched).get(name, "")
             differ.append(f"Differs: {place(path, name)}" + (f": {words}" if words else ""))
         if stock["tests"] or patched["tests"] or other:
             subtests = sum(test["subtests"] for test in stock["tests"].values())
@@ -197,7 +214,7 @@ def tables(result: output.Result) -> str:
             cells = (f"`{path}`", outcomes[0], '"' if outcomes[0] == outcomes[1] else outcomes[1], acted or "-")
             rows.append((*cells, f"{subtests:,}" if subtests else "-", str(len(other))))
     ran = {path: len(stock["tests"]) for path, (stock, _) in files.items() if stock["tests"]}
-    lost = sum(len(broken(stock, patched)) for stock, patched in files.values())
+    lost = sum(len(broken_tests(stock, patched)) for stock, patched in files.values())
     whose = f" of {figures['checkout']}" if figures["checkout"] else ""
     verdict = f"{sum(ran.values())} tests of {len(ran)} files{whose}; {lost} pass stock and not patched."
     reasons = Counter(reason.split(":")[0] for reason in figures["not_run"].values())
@@ -209,52 +226,63 @@ def tables(result: output.Result) -> str:
 
 
 def place(path: str, name: str) -> str:
+    """Format the place of a test: its file and its name."""
     return f"`{path}`" + (f", `{name}`" if name else "")
 
 
 def main() -> int:
     parser = output.parser(__doc__, logs=True)
-    parser.add_argument("checkout", type=Path, help="of SGLang, at the tag of the installed engine")
-    parser.add_argument("--tag", default="", help="of the checkout, where git does not know")
-    parser.add_argument("--list", action="store_true", help="say what would run, and why the rest would not")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...", help="of paths")
-    parser.add_argument("--gpus", type=int, default=1, help="that a test may need (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds of a file (%(default)s)")
+    parser.add_argument(
+        "checkout", type=Path, help="folder of a checkout of SGLang, at the tag of the installed engine"
+    )
+    parser.add_argument("--tag", default="", help="tag of the checkout, if it is no git repository")
+    parser.add_argument("--list", action="store_true", help="list the files that would run, and why others would not")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="PART,...",
+        help="run only files whose path has one of these parts",
+    )
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that a test may need (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent processes (%(default)s)")
+    parser.add_argument("--limit", type=float, default=900.0, help="time limit of a file, in seconds (%(default)s)")
     options = output.parse(parser)
     files = select(options.checkout, options.only, options.gpus)
     if options.list:
         for file, reason in files.items():
             print(f"{file}: {reason or 'runs'}")
         return 0
-    machine.require_gpu("engine_suite", "--list says what would run")
-    engine, tag = metadata.version("sglang"), options.tag or described(options.checkout)
+    machine.require_gpu("engine_suite", "--list shows the files that would run")
+    engine, tag = metadata.version("sglang"), options.tag or describe_checkout(options.checkout)
     if missing := import_error():
-        print(f"engine_suite: what the engine's tests share cannot be imported here: {missing}", file=sys.stderr)
+        print(f"engine_suite: cannot import the module that all engine tests use: {missing}", file=sys.stderr)
         return 2
     if tag and tag != f"v{engine}":
-        print(f"engine_suite: the tests are of {tag}, the engine is {engine}", file=sys.stderr)
+        print(
+            f"engine_suite: warning: the tests belong to {tag}, but the installed engine is {engine}", file=sys.stderr
+        )
     figures = run_suite(files, options)
     output.finish(options, output.result("engine_suite", figures), tables)
-    return int(any(broken(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
+    return int(any(broken_tests(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
 
 
 def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """All files that are run, on both sides; what is known is written after each."""
+    """Run all files on both sides. The result is written after each file."""
     figures: dict[str, Any] = {
-        "checkout": options.tag or described(options.checkout),
+        "checkout": options.tag or describe_checkout(options.checkout),
         "files": {},
         "not_run": {file: reason for file, reason in files.items() if reason},
     }
     with output.work_folder(options) as work:
-        plugins.write(work / "plugin", "benchmark_everywhere", "common.engine_test_file:register")
+        plugins.write(work / "plugin", "benchmark_engine_tests", "common.engine_test_file:register")
         with ThreadPoolExecutor(options.jobs) as pool:
-            at_work = {
+            running = {
                 file: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]
                 for file, reason in files.items()
                 if not reason
             }
-            for path, sides in at_work.items():
+            for path, sides in running.items():
                 figures["files"][path] = dict(zip(SIDES, (future.result() for future in sides), strict=True))
                 if options.json:
                     output.write(options.json, output.result("engine_suite", figures))

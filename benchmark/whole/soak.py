@@ -1,17 +1,21 @@
-"""A stock and a patched server side by side for minutes: mixed prompts, aborts, flushes, weight updates.
+"""Run a stock and a patched server for minutes under mixed prompts, aborts, cache flushes and weight updates.
 
-    python benchmark whole/soak --gpus "0;1" --json soak.json       # Qwen3-30B's widths, 4 layers, BF16, 8 minutes
+    python benchmark whole/soak --gpus "0;1" --json soak.json       # 4 layers of Qwen3-30B, BF16, 8 minutes
     python benchmark whole/soak --gpus "0;0" --minutes 1 --seed 2    # both on one GPU
     python benchmark whole/soak --quick                             # a tiny model, CPU: does it run?
 
-Both servers serve one checkpoint from disk and get the same requests, drawn from one seed. In every round clients send
-prompts of random lengths; some of them go away, some requests are aborted by their id, and whatever still runs at the
-round's end is aborted. Then nothing else runs, and fixed prompts are asked, greedily, one after the other and past the
-prefix cache. After some rounds the cache is flushed, and after some of those the weights are replaced from disk by
-request, with other ones and then the first ones again. It held, and the exit code is 0, if nothing failed, the fixed
-prompts had one answer for each weights in both servers, and what the patched server reserved grew in the second half
-of the time by no more than its tensors did. (They grow with every flush, stock and patched alike: the engine
-makes the list of the KV cache's places anew, 8 bytes each, and the old ones stay for a while.)
+Both servers load one checkpoint from disk and receive the same requests, drawn from one seed. A round has these steps:
+
+1. Clients send prompts of random lengths. Some clients close their connection, and some requests are aborted by their
+   id. At the end of the round all requests are aborted.
+2. Fixed prompts are sent, one after the other, greedily and past the radix cache.
+3. After some rounds the radix cache is flushed. After some of these rounds a request replaces the weights from disk,
+   with other weights, and later with the first weights again.
+
+The exit code is 0 under three conditions: no error occurred; for each set of weights, both servers gave one answer to
+each fixed prompt; and in the second half of the time, the patched server's reserved memory grew no more than its
+tensors. (Tensors grow with every flush in both servers, because the engine makes a new free list of the KV cache, 8
+bytes per token, and keeps the old one for a while.)
 """
 
 from __future__ import annotations
@@ -42,44 +46,53 @@ from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
 from sglang_moe_reference import environment
 
 MB = 1e6
-#: SGLANG_MOE_PATCHES, and whether segments are on.
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
+"""(``SGLANG_MOE_PATCHES``, variable of activation-segments) of each server."""
 WORKSPACE_MB = "600"
-"""Layers whose tiles are tuned, as Qwen3-30B's, stay whole by themselves: something is to be cut."""
-#: Of what forwards had reserved in the first half: the most that the second may have more, beyond what tensors grew.
+"""``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` of both servers. By default moe-workspace does not cut layers with tuned
+tiles, such as Qwen3-30B's, and then the soak would not test it."""
 MAX_GROWTH_FRACTION = 0.02
-#: Parts of all requests: whose client goes away, and which are aborted by their id.
+"""Allowed growth of reserved memory in the second half, beside the growth of tensors. It is a fraction of the memory
+that forward passes reserved in the first half."""
 LEAVE, ABORT = 0.08, 0.08
-#: Of all requests, those that begin as others do.
+"""Fraction of requests whose client closes the connection, and fraction that is aborted by id."""
 SHARE = 0.3
-#: After every so many rounds.
+"""Fraction of requests that begin with the shared prefix."""
 FLUSH_EVERY, UPDATE_EVERY = 2, 4
-#: A line of the log that no server should write.
+"""Number of rounds between two flushes, and between two weight updates."""
 FATAL = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
-START_S, PATIENCE_S = 400.0, 300.0
+"""Text in a server's log that counts as an error."""
+START_S, TIMEOUT_S = 400.0, 300.0
+"""Timeout of a server's start, and of a request."""
 PROBE_TOKENS = 24
+"""New tokens of an answer to a fixed prompt."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A request.
+    """One request of the load.
 
-    :param rid: its id; none is the beginning of another one.
-    :param prefix: tokens at its beginning that others share.
-    :param leaves_s: seconds after which its client goes away.
-    :param aborted_s: seconds after which it is aborted by its id.
+    :param rid: id of the request. No id is a prefix of another id, because the engine aborts by prefix.
+    :param tokens: tokens of the prompt.
+    :param new_tokens: tokens to generate.
+    :param prefix: number of tokens of the shared prefix at the beginning of the prompt.
+    :param closes_after_s: seconds until the client closes the connection; ``None``: it stays open.
+    :param aborts_after_s: seconds until the request is aborted by its id; ``None``: it is not aborted.
     """
 
     rid: str
     tokens: int
     new_tokens: int
     prefix: int = 0
-    leaves_s: float | None = None
-    aborted_s: float | None = None
+    closes_after_s: float | None = None
+    aborts_after_s: float | None = None
 
 
-def drawn(seed: int, round_: int, client: int, longest: int, most_new: int) -> Iterator[Draw]:
-    """The requests of one client in one round, without end: many short ones, and some of any length."""
+def draw_requests(seed: int, round_: int, client: int, longest: int, most_new: int) -> Iterator[Draw]:
+    """Draw the endless requests of one client in one round.
+
+    Most are short, and lengths have all orders of magnitude.
+    """
     draw = random.Random(f"{seed}/{round_}/{client}")
     number = 0
     while True:
@@ -90,22 +103,28 @@ def drawn(seed: int, round_: int, client: int, longest: int, most_new: int) -> I
             tokens,
             new_tokens,
             prefix=tokens // 2 if shares < SHARE else 0,
-            leaves_s=after if fate < LEAVE else None,
-            aborted_s=after if LEAVE <= fate < LEAVE + ABORT else None,
+            closes_after_s=after if fate < LEAVE else None,
+            aborts_after_s=after if LEAVE <= fate < LEAVE + ABORT else None,
         )
         number += 1
 
 
 @dataclass
 class Record:
-    """What became of one server. Bytes; times in seconds since the first round.
+    """Results of one server. Memory is in bytes.
 
-    :param answers: weights and length of a fixed prompt: its answers by their digest, and how often each came.
-    :param logprobs: the same of the answers with their log-probabilities.
-    :param columns: forwards in which a tensor ran in columns.
-    :param dead_inputs: forwards in which a dead input was used.
-    :param first_half: the most that the allocator had reserved in the first half. ``before``: before the first forward.
-    :param first_peak: the most that was allocated at once in the first half.
+    :param seconds: seconds since the start of the first round.
+    :param left: number of requests whose client closed the connection.
+    :param probes: number of fixed prompts that were sent.
+    :param answers: digests of the answers to a fixed prompt with their counts, by weights and length of the prompt.
+    :param logprobs: the same for the answers' log-probabilities.
+    :param forwards: number of forward passes.
+    :param columns: number of forward passes in which a tensor was cut into column slices.
+    :param dead_inputs: number of forward passes in which a dead input was used.
+    :param before: memory reserved before the first forward pass.
+    :param first_half: largest memory that the allocator reserved in the first half; ``second_half`` likewise.
+    :param first_peak: peak of the allocated memory in the first half; ``second_peak`` likewise.
+    :param lowest_free: lowest free memory of the GPU.
     """
 
     seconds: float = 0.0
@@ -134,28 +153,33 @@ class Record:
 
 
 def unexplained_growth(server: dict[str, Any]) -> int:
-    """By how many bytes more was reserved in the second half than in the first, beyond what tensors grew."""
+    """Growth of reserved memory from the first to the second half in bytes, minus the growth of tensors."""
     tensors = max(0, server["second_peak"] - server["first_peak"])
     return int(server["second_half"] - server["first_half"] - tensors)
 
 
-def distinct_answers(servers: dict[str, Any], what: str = "answers") -> dict[str, set[str]]:
-    """All servers' answers of each weights and fixed prompt."""
-    keys = dict.fromkeys(key for server in servers.values() for key in server[what])
-    return {key: {one for server in servers.values() for one in server[what].get(key, ())} for key in keys}
+def distinct_answers(servers: dict[str, Any], part: str = "answers") -> dict[str, set[str]]:
+    """Distinct answers of all servers to each fixed prompt with each set of weights.
+
+    :param part: ``answers`` or ``logprobs``.
+    """
+    keys = dict.fromkeys(key for server in servers.values() for key in server[part])
+    return {key: {answer for server in servers.values() for answer in server[part].get(key, ())} for key in keys}
 
 
-def reasons(figures: dict[str, Any]) -> list[str]:
-    """Why it did not hold; none: it did."""
+def find_failures(figures: dict[str, Any]) -> list[str]:
+    """Find the reasons why the run failed. Empty: it passed."""
     servers = figures["servers"]
     failures = [f"{name}: not run" for name in SERVERS if name not in servers]
     for name, server in servers.items():
         if server["errors"]:
             failures.append(f"{name}: {len(server['errors'])} errors, the first: {server['errors'][0]}")
-        failures += [f"{name}: {what}: none" for what in ("aborted", "left", "flushes", "updates") if not server[what]]
+        failures += [
+            f"{name}: {event}: none" for event in ("aborted", "left", "flushes", "updates") if not server[event]
+        ]
     answers = distinct_answers(servers)
     if not answers:
-        failures.append("no fixed prompt was asked")
+        failures.append("no fixed prompt was sent")
     by_prompt: dict[str, set[str]] = {}
     for key, several in answers.items():
         by_prompt.setdefault(key.split(", ")[1], set()).update(several)
@@ -163,24 +187,28 @@ def reasons(figures: dict[str, Any]) -> list[str]:
             counts = ", ".join(f"{name} {len(server['answers'].get(key, ()))}" for name, server in servers.items())
             failures.append(f"{key}: {len(several)} different answers ({counts})")
     if answers and not any(len(several) > 1 for several in by_prompt.values()):
-        failures.append("the other weights answer alike: no update was seen")
+        failures.append("both sets of weights give the same answers, so no weight update took effect")
     if (patched := servers.get("patched")) is not None:
         growth = unexplained_growth(patched)
         if growth > MAX_GROWTH_FRACTION * (patched["first_half"] - patched["before"]):
             failures.append(
                 f"patched: {growth / MB:,.0f} MB more reserved in the second half, beyond what tensors grew"
             )
-        # The activation's output does not fit into the dead input where the experts are as wide as Qwen3-30B's.
+        # With experts as wide as Qwen3-30B's, the activation's output does not fit into the dead input.
         if figures["gpu"] and not (patched["columns"] or patched["dead_inputs"]):
-            failures.append("patched: no change was seen to act")
+            failures.append("patched: no change acted in any forward pass")
     return failures
 
 
 # --- one server -------------------------------------------------------------------------------------------------------
 
 
-class Driven:
-    """A server that is asked, and what is known of it; the files say what its forwards held, and did."""
+class ServerRun:
+    """Load on one running server, and the server's results.
+
+    :param models: folders of the two checkpoints.
+    :param forward_files: files with the lines of ``allocator_trace`` and of ``forwards``.
+    """
 
     def __init__(self, server: Server, options: Any, models: Sequence[Path], forward_files: tuple[Path, Path]) -> None:
         self.server, self.options, self.models, self.forward_files = server, options, models, forward_files
@@ -191,42 +219,46 @@ class Driven:
         self._client = Client(server.url)
 
     def run(self, finished: Callable[[], None]) -> None:
-        """All rounds, until the time is over; what ends them early is recorded as an error."""
-        began, number = time.time(), 0
+        """Run rounds until the time is over. An exception ends them and is recorded as an error.
+
+        :param finished: called after each weight update and at the end.
+        """
+        started, number = time.time(), 0
         try:
-            while time.time() < began + self.options.seconds:
-                self.load(number)
+            while time.time() < started + self.options.seconds:
+                self.run_clients(number)
                 number += 1
-                self.probe()
+                self.send_fixed_prompts()
                 if number % FLUSH_EVERY == 0:
-                    self.flush()
+                    self.flush_cache()
                 if number % UPDATE_EVERY == 0:
-                    self.update()
-                    self.probe()
-                    self.read_forwards(began)
+                    self.update_weights()
+                    self.send_fixed_prompts()
+                    self.read_forwards(started)
                     finished()
-                self.record.rounds, self.record.seconds = number, round(time.time() - began, 1)
+                self.record.rounds, self.record.seconds = number, round(time.time() - started, 1)
         except Exception as error:
-            self.error(f"{type(error).__name__}: {str(error)[:2000]}")
-        self.record.seconds = round(time.time() - began, 1)
-        self.read_forwards(began)
+            self.add_error(f"{type(error).__name__}: {str(error)[:2000]}")
+        self.record.seconds = round(time.time() - started, 1)
+        self.read_forwards(started)
         finished()
 
-    def error(self, message: str) -> None:
+    def add_error(self, message: str) -> None:
+        """Record and print an error."""
         with self._lock:
             self.record.errors.append(message)
         print(f"{self.server.name}: {message}", flush=True)
 
-    def load(self, round_: int) -> None:
-        """One round of requests; nothing runs any more when it returns."""
+    def run_clients(self, round_: int) -> None:
+        """Run the clients of one round. All requests have ended when this returns."""
         over = threading.Event()
         options = self.options
 
         def work(client: int) -> None:
-            for draw in drawn(options.seed, round_, client, options.longest, options.new_tokens):
+            for draw in draw_requests(options.seed, round_, client, options.longest, options.new_tokens):
                 if over.is_set():
                     return
-                self.ask(draw, over)
+                self.send(draw, over)
 
         with ThreadPoolExecutor(options.clients) as pool:
             working = [pool.submit(work, client) for client in range(options.clients)]
@@ -243,19 +275,23 @@ class Driven:
         for future in working:
             future.result()
 
-    def ask(self, draw: Draw, over: threading.Event) -> None:
+    def send(self, draw: Draw, over: threading.Event) -> None:
+        """Send one request and record its outcome.
+
+        :param over: event after which an abort is no error.
+        """
         tokens = self._shared[: draw.prefix] + prompt(draw.tokens - draw.prefix, draw.rid)
         body: dict[str, Any] = {"rid": draw.rid, "input_ids": tokens}
         body["sampling_params"] = {"temperature": 0.8, "max_new_tokens": draw.new_tokens, "ignore_eos": True}
         aborter = None
-        if draw.aborted_s is not None:
-            aborter = threading.Timer(draw.aborted_s, self.abort, [draw.rid])
+        if draw.aborts_after_s is not None:
+            aborter = threading.Timer(draw.aborts_after_s, self.abort, [draw.rid])
             aborter.start()
         try:
-            answer = self._client.post("/generate", body, timeout_s=draw.leaves_s or PATIENCE_S)
+            answer = self._client.post("/generate", body, timeout_s=draw.closes_after_s or TIMEOUT_S)
         except Unanswered as error:
-            if error.lost or draw.leaves_s is None:
-                self.error(f"{error} to {draw}")
+            if error.lost or draw.closes_after_s is None:
+                self.add_error(f"{error} to {draw}")
                 return
             with self._lock:
                 self.record.left += 1
@@ -264,61 +300,66 @@ class Driven:
             if aborter is not None:
                 aborter.cancel()
                 aborter.join()
-        outcome = outcome_of(answer.status_code, answer.text)
+        outcome = classify_answer(answer.status_code, answer.text)
         with self._lock:
             if outcome == "answered":
                 self.record.answered += 1
             elif outcome == "aborted":
                 self.record.aborted += 1
-        if outcome == "aborted" and draw.aborted_s is None and not over.is_set():
-            self.error(f"aborted, though nobody asked for it: {draw}")
+        if outcome == "aborted" and draw.aborts_after_s is None and not over.is_set():
+            self.add_error(f"the server aborted a request by itself: {draw}")
         elif outcome == "answered" and len(answer.json()["output_ids"]) != draw.new_tokens:
-            self.error(f"{len(answer.json()['output_ids'])} tokens in answer to {draw}")
+            self.add_error(f"{len(answer.json()['output_ids'])} tokens in answer to {draw}")
         elif outcome not in ("answered", "aborted"):
-            self.error(f"{outcome} to {draw}")
+            self.add_error(f"{outcome} to {draw}")
 
     def abort(self, rid: str) -> None:
-        """One request, or with "" all of them."""
+        """Abort requests.
+
+        :param rid: id of the request; "": all requests.
+        """
         try:
             self._post("/abort_request", {"rid": rid, "abort_all": not rid})
-        except Exception as error:  # of a timer's thread nobody else would hear it
-            self.error(f"{type(error).__name__}: {str(error)[:300]}")
+        except Exception as error:  # an exception in a timer's thread would be lost
+            self.add_error(f"{type(error).__name__}: {str(error)[:300]}")
 
-    def probe(self) -> None:
-        """The fixed prompts, greedily, nothing of them taken from the prefix cache."""
+    def send_fixed_prompts(self) -> None:
+        """Send the fixed prompts greedily. A new ``extra_key`` keeps them from using the radix cache."""
         for length in self.options.probes:
-            own_key = f"probe {self.record.probes}"
-            answer = generate(self.server, prompt(length, 0), PROBE_TOKENS, extra_key=own_key)
+            extra_key = f"probe {self.record.probes}"
+            answer = generate(self.server, prompt(length, 0), PROBE_TOKENS, extra_key=extra_key)
             key = f"weights {self._loaded}, {length} tokens"
             for part, counts in (("tokens", self.record.answers), ("logprobs", self.record.logprobs)):
                 counts.setdefault(key, Counter()).update(digests([answer], part))
             self.record.probes += 1
 
-    def flush(self) -> None:
+    def flush_cache(self) -> None:
+        """Flush the radix cache."""
         self.server.check()
         self._client.flush_cache()
         self.record.flushes += 1
 
-    def update(self) -> None:
+    def update_weights(self) -> None:
+        """Replace the weights with those of the other checkpoint."""
         self._loaded = (self._loaded + 1) % len(self.models)
         answer = self._post("/update_weights_from_disk", {"model_path": str(self.models[self._loaded])})
         if not answer["success"]:
-            self.error(f"weight update: {answer}")
+            self.add_error(f"weight update: {answer}")
         self.record.updates += 1
 
     def _post(self, path: str, body: Any) -> Any:
         self.server.check()
-        answer = self._client.post(path, body, timeout_s=PATIENCE_S)
+        answer = self._client.post(path, body, timeout_s=TIMEOUT_S)
         if answer.status_code != 200:
             raise RuntimeError(f"{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
-    def read_forwards(self, began: float) -> None:
-        """What its forwards held and did, as far as they are written."""
-        record, (held_file, acted_file) = self.record, self.forward_files
-        if lines := allocator_trace.read(held_file):
-            add_up(record, lines, began)
-        acted = [forward for forward in forwards.read(acted_file) if forward.tokens is not None]
+    def read_forwards(self, started: float) -> None:
+        """Update the results from the lines that the forward passes have written so far, and from the log."""
+        record, (memory_file, acts_file) = self.record, self.forward_files
+        if lines := allocator_trace.read(memory_file):
+            add_memory(record, lines, started)
+        acted = [forward for forward in forwards.read(acts_file) if forward.tokens is not None]
         record.forwards = len(acted)
         record.columns = sum(bool(forward.slices) for forward in acted)
         record.dead_inputs = sum(bool(forward.outputs or forward.scratch) for forward in acted)
@@ -327,10 +368,10 @@ class Driven:
         record.errors = others + [f"log: {message} ({count} times)" for message, count in fatal.items()]
 
 
-def add_up(record: Record, lines: Sequence[allocator_trace.Line], began: float) -> None:
-    """A server's lines in two halves of the time since ``began``."""
-    later = [line for line in lines if line.at >= began] or [lines[0]]
-    middle = began + (later[-1].at - began) / 2
+def add_memory(record: Record, lines: Sequence[allocator_trace.Line], started: float) -> None:
+    """Set the memory figures of a server from its lines, for both halves of the time since ``started``."""
+    later = [line for line in lines if line.at >= started] or [lines[0]]
+    middle = started + (later[-1].at - started) / 2
     record.before = lines[0].reserved
     first, second = ([line for line in later if (line.at < middle) is half] for half in (True, False))
     record.first_half = max((line.reserved for line in first), default=0)
@@ -340,10 +381,14 @@ def add_up(record: Record, lines: Sequence[allocator_trace.Line], began: float) 
     record.lowest_free = min(line.free for line in later)
 
 
-def outcome_of(status: int, text: str) -> str:
-    """What became of a request: ``answered``, ``aborted``, or what the server had against it."""
+def classify_answer(status: int, text: str) -> str:
+    """Outcome of a request: ``answered``, ``aborted``, or the server's error.
+
+    :param status: HTTP status.
+    :param text: body of the response.
+    """
     if status != 200:
-        # As the engine says it of a request that was aborted before it ran.
+        # The engine answers so if a request was aborted before it ran.
         return "aborted" if status in (400, 499, 503) and "abort" in text.lower() else f"HTTP {status}: {text[:300]}"
     reason = json.loads(text)["meta_info"]["finish_reason"] or {}
     return "aborted" if reason.get("type") == "abort" else "answered"
@@ -352,27 +397,32 @@ def outcome_of(status: int, text: str) -> str:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def served(options: Any) -> ServedModel:
+def served_model(options: Any) -> ServedModel:
+    """Model that the options choose."""
     if options.quick:
         return ServedModel(TINY)
     return ServedModel(MODELS[options.model], moe_layers=options.layers, runner="triton")
 
 
-def arguments(options: Any, model: Path) -> list[str]:
-    given = ["--model-path", str(model), *RUNNER_ARGUMENTS[served(options).runner], "--skip-tokenizer-init"]
+def server_arguments(options: Any, model: Path) -> list[str]:
+    """Server arguments that the options choose."""
+    given = ["--model-path", str(model), *RUNNER_ARGUMENTS[served_model(options).runner], "--skip-tokenizer-init"]
     given += ["--grammar-backend", "none", "--random-seed", "1", "--chunked-prefill-size", str(options.chunk)]
     given += ["--max-running-requests", str(options.requests), "--max-total-tokens", str(options.cache)]
     if has_gpu():
         given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"]
-        if options.captured:  # a replayed prefill allocates nothing: longer ones are to run as they are written
+        if options.captured:  # a replayed prefill allocates nothing, so longer prefills must run without a graph
             given += ["--piecewise-cuda-graph-max-tokens", str(options.captured)]
     elif options.quick:
         given += EAGER
     return environment.server_arguments([*given, *options.arguments])
 
 
-def server(name: str, options: Any, work: Path, model: Path, group: str) -> tuple[Server, tuple[Path, Path]]:
-    """Not started yet; and the files that its forwards write."""
+def make_server(name: str, options: Any, work: Path, model: Path, group: str) -> tuple[Server, tuple[Path, Path]]:
+    """Make a server without starting it.
+
+    :returns: the server, and the files for the lines of its forward passes.
+    """
     select, segments = SERVERS[name]
     forward_files = (work / f"{name}-held.jsonl", work / f"{name}-forwards.jsonl")
     own = processes.variables(work / "plugins", Path(__file__).parents[1])
@@ -384,51 +434,51 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
         allocator_trace.VARIABLE: str(forward_files[0]),
         forwards.VARIABLE: str(forward_files[1]),
         forwards.UNTIMED: "1",
-        # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
+        # Each server compiles small kernels and would choose among them by timing. Different kernels round differently.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     log, progress = work / f"{name}.log", processes.print_progress(name, 20)
-    return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), forward_files
+    return Server(name, server_arguments(options, model), own, log, timeout=START_S, progress=progress), forward_files
 
 
 def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]) -> None:
-    """Both servers, at the same time.
+    """Run both servers at the same time.
 
-    :param finished: called with the records so far after each update of either, and in the end.
+    :param finished: called with all results so far, after each weight update and at the end.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     device = "cuda" if has_gpu() else "cpu"
-    # In processes of their own, which leave nothing on the GPUs.
+    # Separate processes write the checkpoints, so that no memory of the GPUs stays in use.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as writers:
         writing = [
-            writers.submit(weights.write_checkpoint, work / f"model-{seed}", served(options), seed, device)
+            writers.submit(weights.write_checkpoint, work / f"model-{seed}", served_model(options), seed, device)
             for seed in range(2)
         ]
         models = [future.result() for future in writing]
-    print(f"two checkpoints written after {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"two checkpoints written after {time.monotonic() - start:.0f} s", flush=True)
     plugins.write(work / "plugins", "benchmark_allocator", "common.allocator_trace:register")
     plugins.write(work / "plugins", "benchmark_forwards", "common.forwards:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     lock = threading.Lock()
     records: dict[str, Record] = {}
-    # Neither begins before the other one is ready; where one does not start, the other one ends.
+    # The load begins when both servers are ready. If one server does not start, the other one ends.
     ready = threading.Barrier(len(SERVERS))
 
-    def one(name: str, group: str) -> None:
+    def run_server(name: str, group: str) -> None:
         try:
-            started, forward_files = server(name, options, work, models[0], group)
+            started, forward_files = make_server(name, options, work, models[0], group)
             with started:
                 ready.wait(START_S)
-                driven = Driven(started, options, models, forward_files)
-                records[name] = driven.record
+                server_run = ServerRun(started, options, models, forward_files)
+                records[name] = server_run.record
 
                 def report() -> None:
                     with lock:
                         finished(records)
-                        print(f"{name}: {driven.record}", flush=True)
+                        print(f"{name}: {server_run.record}", flush=True)
 
-                driven.run(report)
+                server_run.run(report)
         except Exception as error:
             ready.abort()
             with lock:
@@ -437,14 +487,14 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
 
     with ThreadPoolExecutor(len(SERVERS)) as pool:
         for number, name in enumerate(SERVERS):
-            pool.submit(one, name, groups[number % len(groups)])
+            pool.submit(run_server, name, groups[number % len(groups)])
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def tables(result: output.Result) -> str:
-    """A column for each server, and the verdict."""
+    """Table with a column for each server, and the verdict."""
     figures = result["figures"]
     servers = figures["servers"]
     counted = ("answered", "aborted", "left", "flushes", "updates")
@@ -465,7 +515,7 @@ def tables(result: output.Result) -> str:
         *((names[key], *(f"{server[key]:,}" for server in found)) for key in ("forwards", "columns", "probes")),
         *((name, *(f"{server[key] / MB:,.0f}" for server in found)) for key, name in megabytes.items()),
     ]
-    failures = reasons(figures)
+    failures = find_failures(figures)
     verdict = "**It held.**" if not failures else f"**It did not hold**: {'; '.join(failures)}."
     alike = [f"{len(several)} of {key}" for key, several in distinct_answers(servers).items()]
     with_logprobs = max((len(several) for several in distinct_answers(servers, "logprobs").values()), default=0)
@@ -507,7 +557,7 @@ def main() -> int:
 
     def finished(records: dict[str, Record]) -> None:
         figures["servers"] = {name: vars(records[name]) for name in SERVERS if name in records}
-        figures["reasons"] = reasons(figures)
+        figures["reasons"] = find_failures(figures)
         if options.json:
             output.write(options.json, output.result("soak", figures))
 

@@ -12,7 +12,7 @@ import pytest
 from common import engine_test_file
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
-from whole.engine_suite import broken, differing, select, skip_reason
+from whole.engine_suite import broken_tests, differing_tests, select, skip_reason
 
 CUDA = 'register_cuda_ci(est_time=9, stage="stage-b", runner_config="1-gpu-large")\n'
 
@@ -68,15 +68,18 @@ def side(errors: tuple[str, ...] = (), **outcomes: str) -> dict[str, Any]:
 
 def test_what_differs_and_what_is_broken():
     stock = side(a="passed", b="failed", c="skipped", d="passed")
-    assert differing(stock, stock) == broken(stock, stock) == []
+    assert differing_tests(stock, stock) == broken_tests(stock, stock) == []
     patched = side(a="failed", b="passed", c="skipped")
-    assert differing(stock, patched) == ["a", "b", "d"]
-    assert broken(stock, patched) == ["a", "d"]
-    assert (differing(stock, side(("ended",))), broken(stock, side(("ended",)))) == (["a", "b", "c", "d", ""], [""])
-    assert differing(side(("ended",)), side(("ended",))) == []
+    assert differing_tests(stock, patched) == ["a", "b", "d"]
+    assert broken_tests(stock, patched) == ["a", "d"]
+    assert (differing_tests(stock, side(("ended",))), broken_tests(stock, side(("ended",)))) == (
+        ["a", "b", "c", "d", ""],
+        [""],
+    )
+    assert differing_tests(side(("ended",)), side(("ended",))) == []
     fewer = side(a="passed")
     fewer["tests"]["a"]["subtests"] = 1
-    assert differing(side(a="passed"), fewer) == ["a"]
+    assert differing_tests(side(a="passed"), fewer) == ["a"]
 
 
 @pytest.mark.parametrize(
