@@ -1,1 +1,1 @@
-"""What all benchmarks share: model shapes, the machine, timing, options and results, servers."""
+"""Modules that several benchmarks share: model sizes, timing, options, results, servers and their plugins."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share."""
+"""Layer sizes, cache sizes and timing of benchmark/common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.shapes import MODELS, TINY, Layout, Rank
 from sglang_moe_patches.lab.predict.config import served_models
 
 
-def test_ranks_share_a_layer_by_experts_or_by_columns():
+def test_a_layer_is_divided_among_ranks_by_experts_and_columns():
     kimi = MODELS["kimi-k2.5"]
     assert kimi.per_rank(Layout()) == Rank(384, 8, 7168, 2048)
     assert kimi.per_rank(Layout(tp=8, ep=2)) == Rank(192, 8, 7168, 512)
@@ -24,24 +24,24 @@ def test_ranks_share_a_layer_by_experts_or_by_columns():
 @pytest.mark.parametrize(
     ("source", "name"), [("deepseek-ai/DeepSeek-R1", "deepseek-v3"), ("moonshotai/Kimi-K2.5", "kimi-k2.5")]
 )
-def test_experts_are_grouped_as_in_the_models_own_configuration(source, name):
+def test_expert_groups_are_those_of_the_models_configuration(source, name):
     configs = {model["source"]: model["config"] for model in served_models()}
     own = configs[source].get("text_config", configs[source])
     assert MODELS[name].groups == (own["n_group"], own["topk_group"])
 
 
 @pytest.mark.parametrize(
-    ("config", "cached"),
+    ("config", "kind"),
     [
         ({"kv_lora_rank": 512}, (0, 512)),
         ({"num_key_value_heads": 2, "head_dim": 32}, (2, 32)),
         ({"num_key_value_heads": 2, "hidden_size": 64, "num_attention_heads": 4}, (2, 16)),
         ({"num_key_value_heads": 2, "head_dim": None, "hidden_size": 64, "num_attention_heads": 4}, (2, 16)),
     ],
-    ids=["latents", "the config says it", "it does not say it", "it says None"],
+    ids=["latents", "head_dim", "no head_dim", "head_dim is None"],
 )
-def test_the_size_of_a_cached_head(config, cached):
-    assert InProcess._cache_kind(SimpleNamespace(**config)) == cached
+def test_heads_and_head_size_of_the_kv_cache(config, kind):
+    assert InProcess._cache_kind(SimpleNamespace(**config)) == kind
 
 
 def test_versions_run_in_turn_and_every_other_round_backwards():

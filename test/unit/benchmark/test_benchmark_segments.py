@@ -1,4 +1,4 @@
-"""benchmark/common/allocator_trace.py: what is read from a server's lines."""
+"""benchmark/common/allocator_trace.py: slack and growth from a server's lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ def line(reserved: int, peak: int = 0, free: int = 100, allocated: int = 10) -> 
     return Line(0.0, allocated, peak, reserved, free)
 
 
-def test_what_forwards_took_is_beyond_what_was_there_when_the_first_began():
+def test_memory_counts_beside_the_memory_in_use_when_the_first_forward_pass_began():
     lines = [line(20, peak=99, free=80), line(50, peak=25, free=50), line(45, peak=40, free=55)]
     slack = allocator_trace.compute_slack(lines)
     assert (slack.tensors, slack.reserved, slack.lowest_free, slack.grown, slack.slack) == (30, 30, 50, 0, 0)
     assert allocator_trace.compute_slack([*lines, line(70, peak=12)]).slack == 20
 
 
-def test_growth_is_the_second_half_of_the_long_run_against_the_first():
+def test_growth_compares_the_two_halves_of_the_long_run():
     run = [line(reserved) for reserved in (30, 50, 40, 50)]
     assert allocator_trace.compute_slack([line(20)], run).grown == 0
     assert allocator_trace.compute_slack([line(20)], [*run[:3], line(57)]).grown == 7

@@ -1,125 +1,303 @@
-"""The checkpoint that the benchmarks' servers read from nowhere: the same tensors as a checkpoint on disk."""
+"""benchmark/memory/serving.py: the client's command, the servers' environments, the results and the tables."""
 
 from __future__ import annotations
 
 import json
-import re
+import sys
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from common import dummy_servers, servers, timing, weights
-from common.shapes import TINY, TINY_MODELS
-from safetensors.torch import load_file
-from sglang_moe_reference import model
-
-SERVED = weights.ServedModel(TINY)
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-@pytest.mark.parametrize("runner", ["flashinfer_trtllm_routed", "triton"])
-def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path, name, runner):
-    served = weights.ServedModel(TINY_MODELS[name], runner=runner)
-    config = json.loads((weights.write_model(tmp_path / "model", served) / "config.json").read_text())
-    family = TINY_MODELS[name].family
-    spec = model.ModelSpec(family=family, layers=served.layers, moe_intermediate=TINY.moe_intermediate)
-    written = model.checkpoint_weights(spec, quantized=runner != "triton")
-    made = dict(weights.tensors(config, torch.device("cpu")))
-    shapes = [{name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (made, written)]
-    assert shapes[0] == shapes[1]
+from common import dummy_models, dummy_weights
+from common.client import IDLE_TIMEOUT_S, Unanswered
+from common.growth import Growth
+from memory import serving
+from tokenizers import Tokenizer
 
 
-FORMATS: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
-    # Kimi-K2.5's layout, compressed-tensors': [out, in / 8] int32, scales by groups of 32 of the inputs.
-    "marlin": {
-        "weight_packed": (torch.int32, (256, 32)),
-        "weight_scale": (torch.bfloat16, (256, 8)),
-        "weight_shape": (torch.int32, (2,)),
-    },
-    # DeepSeek-V3's: e4m3 weights, float32 scales of 128 x 128 blocks.
-    "triton": {"weight": (torch.float8_e4m3fn, (256, 256)), "weight_scale_inv": (torch.float32, (2, 2))},
-}
+def options(monkeypatch, *arguments: str):
+    """Parse a command line. The program ends after that, because there is no GPU."""
+    parsed = []
+    monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", *arguments])
+    monkeypatch.setattr(serving.output, "parse", lambda parser: parsed.append(parser.parse_args()) or parsed[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        serving.main()
+    assert ended.value.code == 2
+    return parsed[0]
 
 
-@pytest.mark.parametrize("runner", FORMATS)
-def test_quantized_experts_are_as_the_engine_reads_them(runner):
-    config = weights.config(weights.ServedModel(TINY, runner=runner, fp8=runner == "triton"))
-    made = dict(weights.tensors(config, torch.device("cpu")))
-    expert = "model.layers.3.mlp.experts.7."
-    found = {name.removeprefix(expert): (t.dtype, tuple(t.shape)) for name, t in made.items() if expert in name}
-    assert {name: kind for name, kind in found.items() if "down" not in name} == {
-        f"{part}_proj.{name}": kind for part in ("gate", "up") for name, kind in FORMATS[runner].items()
-    }
-    others = {t.dtype for name, t in made.items() if ".experts." not in name}
-    assert others == {torch.bfloat16, torch.float32}
+@pytest.mark.parametrize("lengths", [("--chunk", "8192"), ("--chunk", "32768", "--context", "10240")])
+def test_warm_up_prompts_fill_a_chunk_and_fit_into_the_context(monkeypatch, lengths):
+    parsed = options(monkeypatch, *lengths)
+    for _, tokens in (prompts := serving.warm_up_prompts(parsed)):
+        assert tokens + serving.WARM_UP_TOKENS < parsed.context
+    assert prompts[0][0] * prompts[0][1] >= parsed.chunk * 15 // 16
 
 
-def test_int4_weights_have_a_mean_of_zero_and_the_deviation_of_their_scale():
-    packed = torch.empty(64, 128, dtype=torch.int32)
-    weights.draw_int4(packed, weights.named_generator("w", "cpu"))
-    values = torch.stack([packed >> shift & 15 for shift in range(0, 32, 4)]).double() - 8
-    assert values.min() == -7
-    assert abs(float(values.mean())) < 0.1
-    assert float(values.std()) * weights.int4_scale(1024) == pytest.approx(1024**-0.5, rel=0.01)
-
-
-def test_int4_is_for_routed_experts_alone():
-    quantization = weights.int4_config()
-    kept = [name.removeprefix("re:") for name in quantization["ignore"]]
-    for path in ("model.layers.0.mlp.gate_up_proj", "model.layers.1.mlp.shared_experts.down_proj", "lm_head"):
-        assert any(re.match(name, path) for name in kept)
-    assert not any(re.match(name, "model.layers.1.mlp.experts.0.gate_proj") for name in kept)
-    with pytest.raises(ValueError, match="marlin has int4 experts"):
-        weights.ServedModel(TINY, runner="marlin", fp8=True)
-
-
-def test_every_expert_has_its_own_weights_each_process_the_same_and_each_seed_others(tmp_path):
-    served = weights.ServedModel(TINY, moe_layers=1, runner="triton")
-    first, second = (
-        load_file(weights.write_checkpoint(tmp_path / str(seed), served, seed, "cpu") / "model.safetensors")
-        for seed in range(2)
-    )
-    again = dict(weights.tensors(weights.config(served), torch.device("cpu")))
-    torch.testing.assert_close(first, again, rtol=0, atol=0)
-    assert list(first) == list(second)
-    assert not any(torch.equal(first[name], second[name]) for name in first)
-    gates = [name for name in first if name.endswith("gate_proj.weight") and ".experts." in name]
-    assert len({first[name].view(torch.uint8).numpy().tobytes() for name in gates}) == len(gates) == TINY.experts
-
-
-def test_servers_differ_in_the_changes_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("SGLANG_MOE_PATCHES", "output-buffer")  # the caller's own choice is not theirs
-    setup = servers.Setup(SERVED, tmp_path)
-    stock, again, patched = (setup.environment(name) for name in ("stock", timing.CONTROL, "patched"))
-    differing = {name for name in stock if stock[name] != patched[name]}
-    assert differing == {"SGLANG_MOE_PATCHES", "SGLANG_MOE_PATCHES_OBSERVE", "TMPDIR"}
-    assert (stock["SGLANG_MOE_PATCHES"], again["SGLANG_MOE_PATCHES"]) == ("none", "none")
-    assert patched["SGLANG_MOE_PATCHES"] == "all"
-
-
-def test_servers_find_the_weights_as_a_plugin(tmp_path, monkeypatch):
-    from importlib.metadata import entry_points
-
-    setup = servers.Setup(SERVED, tmp_path / "work")
-    setup.prepare()
-    folders = setup.environment("stock")["PYTHONPATH"].split(":")
-    assert str(Path(weights.__file__).parents[1]) in folders  # pytest has put it on this process's path anyway
-    for folder in reversed(folders):
-        monkeypatch.syspath_prepend(folder)
-    (found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "benchmark_weights"]
-    assert found.load() is weights.register
+def test_the_clients_command_has_the_lengths_of_the_options(monkeypatch, tmp_path):
+    parsed = options(monkeypatch, "--input", "3000,9000", "--output", "768", "--prompts", "200")
+    command = serving.bench_command(parsed, tmp_path, "http://here", tmp_path / "into")
+    flags = dict(pairwise(command))
+    assert int(9000 * float(flags["--random-range-ratio"])) == 3000
+    assert (flags["--random-input-len"], flags["--num-prompts"]) == ("9000", "200")
+    assert json.loads(flags["--extra-request-body"])["sampling_params"]["max_new_tokens"] == 768
+    parsed = options(monkeypatch, "--images", "2", "--input", "30000")
+    images = serving.bench_command(parsed, tmp_path, "http://here", tmp_path / "into")
+    assert images[images.index("--dataset-name") + 1 :][:3] == ["image", "--image-count", "2"]
+    assert "--tokenize-prompt" not in images
+    assert dict(pairwise(images))["--random-range-ratio"] == "1.0"
 
 
 @pytest.mark.parametrize(
-    ("shard", "tp", "arguments", "label"),
+    ("changed", "missing"),
     [
-        (1, 1, "--attention-backend triton", "qwen3-30b, 48 layers, 0.5.17"),
-        (4, 2, "--dp 2 --enable-dp-attention", "TP=8's sizes, 48 layers, 2 GPUs with data-parallel attention, KV"),
-        (1, 1, "--dp 2 --attention-backend flashinfer", "2 replicas, KV tokens of each, attention by flashinfer"),
-        (1, 1, "--speculative-algorithm NGRAM", "qwen3-30b, 48 layers, NGRAM, 0.5.17"),
-        (2, 1, "--pp-size 2", "qwen3-30b, TP=2's sizes, 48 layers, 2 pipeline stages, 0.5.17"),
+        ({}, ""),
+        # Counted by the client in a load on an H100 without a failed request.
+        ({"total_output_tokens": 120 * 256 - 5}, ""),
+        ({"total_output_tokens": 119 * 256 + 1}, "only 30465 of 30720 new tokens were generated"),
+        ({"completed": 119}, "1 requests failed"),
+        ({"total_input_vision_tokens": 239 * 880}, "the client left images out"),
     ],
 )
-def test_a_run_is_called_by_what_sets_its_kv_tokens_apart(shard, tp, arguments, label):
-    figures = {"model": "qwen3-30b", "layers": 48, "shard": shard, "tp": tp, "arguments": arguments.split()}
-    assert label in dummy_servers.run_label({"figures": figures, "conditions": {"engine": "0.5.17"}})
+def test_an_incomplete_load_is_rejected(monkeypatch, changed, missing):
+    parsed = options(monkeypatch, "--images", "2", "--prompts", "120", "--output", "256")
+    whole = {"completed": 120, "total_output_tokens": 120 * 256, "total_input_vision_tokens": 240 * 880}
+    assert serving.missing_part(whole | changed, parsed) == missing
+
+
+def test_the_vision_model_is_not_divided_among_ranks():
+    config = dummy_models.config("qwen3.5-397b-fp8", 8, 4, 2048)
+    text = config["text_config"]
+    sizes = ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "moe_intermediate_size")
+    assert [text[size] for size in sizes] == [4, 1, 8, 128]
+    assert (text["num_hidden_layers"], text["max_position_embeddings"], text["num_experts"]) == (4, 2048, 512)
+    assert config["vision_config"] == dummy_models.config("qwen3.5-397b-fp8", 1, 60, 4096)["vision_config"]
+
+
+def test_mxfp4_weights_are_drawn_at_their_creation_and_keep_the_size_of_activations():
+    values = torch.tensor(
+        [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    )  # values of the E2M1 codes
+
+    class Method:
+        def create_weights(self, layer, columns):
+            for name, width in (("w13_weight", columns), ("w13_weight_scale", columns // 16)):
+                empty = torch.zeros(2, 64, width, dtype=torch.uint8)
+                layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+
+    dummy_weights._wrap_mxfp4(SimpleNamespace(Mxfp4MoEMethod=Method))
+    layers = [torch.nn.Module() for _ in range(2)]
+    for number, layer in enumerate(layers):
+        layer.layer_id = number
+        Method().create_weights(layer=layer, columns=1440)
+    packed, scales = layers[0].w13_weight, layers[0].w13_weight_scale
+    drawn = torch.stack((values[packed.long() & 15], values[packed.long() >> 4]), -1).flatten(-2)
+    drawn *= torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    assert 2**-0.5 < float(drawn.std()) * 2880**0.5 < 2**0.5
+    assert abs(float(drawn.mean())) < 1e-3
+    assert not torch.equal(packed, layers[1].w13_weight)
+
+
+def test_loaded_bytes_are_those_of_the_largest_rank_without_the_draft_model():
+    lines = [f"[TP{rank}] {dummy_weights._LOADED.format(size)}" for rank, size in enumerate((5, 12, 7))]
+    draft = ["[TP0] Memory pool end.", dummy_weights._LOADED.format(99)]
+    assert dummy_weights.allocated_after_loading("\n".join(["begin", *lines, *draft])) == 12
+    assert dummy_weights.allocated_after_loading("begin") is None
+
+
+def test_a_server_is_named_by_its_kind_or_by_its_changes(monkeypatch):
+    parsed = options(monkeypatch, "--servers", "stock,kv-sizing+moe-workspace,fp4-weights")
+    kinds = [serving.kind_of(name) for name in parsed.servers]
+    assert [(kind.changes, kind.grows, kind.loaded) for kind in kinds] == [
+        ("none", False, True),
+        ("kv-sizing,moe-workspace", True, False),
+        ("fp4-weights", False, False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["stck", "stock+fp4-weights", "fp4-weights+"])
+def test_the_error_names_an_unknown_server(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", "--servers", name])
+    with pytest.raises(SystemExit):
+        serving.main()
+    assert f"{name}: unknown; known: stock, " in capsys.readouterr().err
+
+
+def test_answers_are_compared_with_stock_and_with_stock_zeros():
+    measured = {"stock": {"answers": [1, 2]}, "stock-zeros": {"answers": [1, 3]}, "fp4-weights": {"answers": [1, 3]}}
+    alike = [serving._answers_alike(measured, name, "answers") for name in measured]
+    assert alike == ["", "1 of 2", "1 of 2; 2 of 2 stock-zeros's"]
+
+
+def test_the_tokenizer_has_a_word_for_each_token():
+    tokenizer = Tokenizer.from_str(serving.tokenizer_json(300, {298: "<image>"}))
+    assert tokenizer.get_vocab_size() == 300
+    assert tokenizer.decode([1, 298, 299]) == "1 <image> 12b"
+    assert tokenizer.encode("1<image>12b ?").ids == [1, 298, 299, 0]
+
+
+def test_a_run_adds_to_an_earlier_result_only_with_the_same_options(tmp_path):
+    path = tmp_path / "found.json"
+    assert serving.load_servers(path, {"model": "m", "servers": {}}) == {}
+    path.write_text(json.dumps({"figures": {"model": "m", "input": [1, 2], "servers": {"stock": {"tokens": 1}}}}))
+    same = {"model": "m", "input": (1, 2), "servers": {}}
+    assert serving.load_servers(path, same) == {"stock": {"tokens": 1}}
+    with pytest.raises(SystemExit, match="has other options"):
+        serving.load_servers(path, {**same, "model": "n"})
+
+
+def test_each_server_has_its_own_home_and_all_share_the_compiled_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "has_gpu", lambda: True)
+    parsed = options(monkeypatch)
+    environments = {name: serving.variables(name, parsed, tmp_path) for name in serving.SERVERS}
+    assert len({environment["HOME"] for environment in environments.values()}) == len(environments)
+    assert len({environment["TRITON_CACHE_DIR"] for environment in environments.values()}) == 1
+    growing = {name for name, environment in environments.items() if serving.KV_SIZING.name in environment}
+    assert growing == {"grown", "grown-again", "stock-grown"}
+    assert {environments[name][serving.KV_SIZING.name] for name in growing} == {"auto"}
+
+
+def test_the_fraction_in_force_is_that_of_the_scheduler():
+    assert serving.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
+    info = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
+    assert serving.fraction_in_force(info) == 0.9
+
+
+def test_kv_sizing_is_always_on_with_a_given_fraction(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "has_gpu", lambda: True)
+    parsed = options(monkeypatch, "--", "--mem-fraction-static", "0.8")
+    assert serving.variables("grown", parsed, tmp_path)[serving.KV_SIZING.name] == "always"
+
+
+def measured(*, grew: bool = False, **more):
+    """Figures of one server, as ``serving.serve`` returns them."""
+    loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
+    started = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
+    sizing = Growth(1235, 987, 4_990_000_000)._asdict() if grew else None
+    return {**started, **loaded, "said": [], "growth": sizing, **more}
+
+
+FULL = {"answered": 3, "retractions": 1, "lowest_free": None, "out_of_memory": False, "errors": []}
+
+
+@pytest.mark.parametrize(
+    ("grown", "failure"),
+    [
+        pytest.param(serving.Failed("no KV cache"), "grown", id="not measured"),
+        pytest.param(
+            measured(overfill=FULL | {"out_of_memory": True}), "grown (overfilled: out of memory)", id="out of memory"
+        ),
+        pytest.param(
+            measured(penalized=FULL | {"errors": ["no answer"]}), "grown (with penalties: no answer)", id="no answer"
+        ),
+        pytest.param(
+            measured(taken=FULL | {"given_back": 0}),
+            "grown (memory taken: nothing was given back)",
+            id="nothing given back",
+        ),
+        pytest.param(measured(overfill=FULL, taken=FULL | {"given_back": 9}), "", id="survives"),
+    ],
+)
+def test_a_failed_server_is_named_and_the_figures_of_other_servers_are_kept(grown, failure, tmp_path, monkeypatch):
+    servers = {"stock": measured(), "grown": grown, "grown-again": measured(grew=True)}
+
+    def serve(name, options, work, model):
+        if name == "grown-again":  # the result of the first server is already written
+            assert "stock" in json.loads(path.read_text())["figures"]["servers"]
+        if isinstance(servers[name], Exception):
+            raise servers[name]
+        return servers[name]
+
+    path = tmp_path / "found.json"
+    monkeypatch.setattr(serving, "serve", serve)
+    monkeypatch.setattr(serving, "write_model", lambda folder, options: folder)
+    monkeypatch.setattr(
+        sys, "argv", ["memory/serving.py", "--quick", "--json", str(path), "--servers", ",".join(servers)]
+    )
+    with pytest.raises(SystemExit) if failure else nullcontext() as ended:
+        serving.main()
+    assert not failure or str(ended.value).partition("survive: ")[2] == failure
+    known = {name: found for name, found in servers.items() if isinstance(found, dict)}
+    assert json.loads(path.read_text())["figures"]["servers"] == known
+
+
+def table_of(requests: int = 0, **servers) -> str:
+    figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
+    figures["requests"] = requests
+    return serving.tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": servers}}])
+
+
+@pytest.mark.parametrize(
+    ("name", "grew", "label"),
+    [
+        ("grown", True, "grown"),
+        ("grown", False, "grown (by the rule)"),
+        ("grown-again", False, "grown-again (by the rule)"),
+        ("patched", False, "patched"),
+    ],
+)
+def test_the_table_marks_a_server_that_kept_the_size_of_the_rule(name, grew, label):
+    assert f"| m | {label} | " in table_of(**{name: measured(grew=grew)})
+
+
+def test_the_table_has_the_limit_of_concurrent_requests():
+    assert ", at most 5 requests at once |" in table_of(5, grown=measured(grew=True))
+    assert "at once" not in table_of(0, grown=measured(grew=True))  # 0: the engine's own limit
+
+
+def test_further_loads_have_rows_of_their_own():
+    taken = FULL | {"answers": ["a", "c"], "tokens": 4, "given_back": 2_000_000, "lowest_free": 7_000_000}
+    ended = FULL | {"errors": ["the grown server ended with exit code -9", "no answer"]}
+    loads = {"overfill": FULL | {"out_of_memory": True}, "penalized": ended, "taken": taken}
+    table = table_of(grown=measured(grew=True, answers=["a", "b"], **loads))
+    assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines() if "m, grown" in line] == [
+        ["overfilled", "3", "out of memory", "", ""],
+        ["with penalties", "3", "the server ended", "", ""],
+        ["memory taken", "3", "0", "7", "1 of 2"],
+        ["5", "4", "2", "7"],
+    ]
+
+
+def test_questions_need_an_empty_cache_and_files_of_this_package_in_the_home_are_an_error(monkeypatch, tmp_path):
+    class StartedServer:
+        def __init__(self, name, arguments, environment, log, **more):
+            self.environment, self.startup_s, self.url, self.name = environment, 1.0, "http://here", name
+
+        def __enter__(self):
+            (Path(self.environment["HOME"]) / ".cache" / "sglang-moe-patches").mkdir(parents=True)
+
+        def __exit__(self, *error):
+            pass
+
+        def log_text(self):
+            return ""
+
+    (tmp_path / "homes/grown-again/.cache/sglang-moe-patches").mkdir(parents=True)  # left by an earlier run
+    monkeypatch.setattr(serving, "has_gpu", lambda: True)
+    monkeypatch.setattr(serving, "Server", StartedServer)
+    monkeypatch.setattr(serving.Client, "metrics", lambda client: "")
+    monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
+    requests, statuses = [], iter([400, 200, 200])  # the server is busy at the first flush
+
+    def post(client, path, body, timeout_s):
+        requests.append(path)
+        assert timeout_s > IDLE_TIMEOUT_S
+        return SimpleNamespace(status_code=next(statuses), text="it has requests")
+
+    def generate(*args, **kwargs):
+        requests.append("a question")
+        return {"tokens": [1], "logprobs": [-0.5]}
+
+    monkeypatch.setattr(serving.Client, "post", post)
+    monkeypatch.setattr(serving.servers, "generate", generate)
+    with pytest.raises(Unanswered, match=r"/flush_cache: HTTP 400: it has requests"):
+        serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
+    with pytest.raises(serving.Failed, match=r"left files in its home folder: \.cache/sglang-moe-patches"):
+        serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
+    assert requests[:3] == [*["/flush_cache?timeout=60"] * 2, "a question"]
+    monkeypatch.setattr(StartedServer, "__enter__", lambda server: None)
+    assert serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)["tokens"] == 5

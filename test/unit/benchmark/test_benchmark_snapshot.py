@@ -1,4 +1,4 @@
-"""Which tensors a server held at its largest moment, from a record in PyTorch's form."""
+"""Bytes at a server's memory peak by function, from a record in PyTorch's format."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SAMPLER = [
     frame("/x/torch/functional.py", "sort"),
     frame("/x/sglang/srt/a/sampler.py", "top_k"),
 ]
-BENEATH = frame("/x/sglang/srt/managers/scheduler.py", "run_batch")
+SCHEDULER = frame("/x/sglang/srt/managers/scheduler.py", "run_batch")
 
 
 def alloc(address, size, frames=()):
-    return {"action": "alloc", "addr": address, "size": size, "frames": [*frames, BENEATH]}
+    return {"action": "alloc", "addr": address, "size": size, "frames": [*frames, SCHEDULER]}
 
 
 def free(address):
@@ -30,36 +30,36 @@ def free(address):
 
 
 TRACE = [
-    *free(9),  # of before the record
+    *free(9),  # was allocated before the record began
     {"action": "segment_alloc", "addr": 1, "size": 1000},
     *(alloc(1, 10), alloc(2, 70, SAMPLER), *free(2)),
-    *(alloc(2, 30, SAMPLER), alloc(3, 50, SAMPLER), alloc(4, 5)),  # the most: 95
+    *(alloc(2, 30, SAMPLER), alloc(3, 50, SAMPLER), alloc(4, 5)),  # the peak: 95 bytes
     *(*free(3), *free(4), alloc(5, 51)),
 ]
 
 
-def test_what_was_held_at_the_largest_moment_is_told_by_the_engines_innermost_function():
-    want = {"sampler.py: top_k, line 1": 80, "elsewhere": 15}
-    assert snapshot.bytes_at_peak([[alloc(7, 94)], TRACE, []]) == want
-    assert list(snapshot.bytes_at_peak([TRACE])) == list(want)  # the largest first
+def test_bytes_at_the_peak_are_grouped_by_the_engines_innermost_function():
+    expected = {"sampler.py: top_k, line 1": 80, "elsewhere": 15}
+    assert snapshot.bytes_at_peak([[alloc(7, 94)], TRACE, []]) == expected
+    assert list(snapshot.bytes_at_peak([TRACE])) == list(expected)  # the largest first
     assert snapshot.bytes_at_peak([[]]) == {}
 
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_the_engine_records_while_the_block_runs(writes, tmp_path):
-    said = []
+    paths = []
 
     def post(path, body, **more):
-        said.append(path)
+        paths.append(path)
         if path == "/stop_profile" and writes:
             (tmp_path / "record" / "1-TP-0-memory.pickle").write_bytes(pickle.dumps({"device_traces": [TRACE]}))
 
-    recorded = snapshot.record_allocations(SimpleNamespace(post=post), tmp_path / "record")
+    recording = snapshot.record_allocations(SimpleNamespace(post=post), tmp_path / "record")
     if not writes:
-        with pytest.raises(RuntimeError, match="has written no record"), recorded:
+        with pytest.raises(RuntimeError, match="wrote no record"), recording:
             pass
         return
-    with recorded as held:
-        assert (said, held) == (["/start_profile"], {})
-    assert said == ["/start_profile", "/stop_profile"]
-    assert sum(held.values()) == 95
+    with recording as sizes:
+        assert (paths, sizes) == (["/start_profile"], {})
+    assert paths == ["/start_profile", "/stop_profile"]
+    assert sum(sizes.values()) == 95

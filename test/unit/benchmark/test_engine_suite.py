@@ -1,4 +1,4 @@
-"""benchmark/whole/engine_suite.py: which of the engine's tests run, and what is said of them."""
+"""benchmark/whole/engine_suite.py: the selection of the engine's tests, and the comparison of their outcomes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CUDA = 'register_cuda_ci(est_time=9, stage="stage-b", runner_config="1-gpu-large
         ('register_amd_ci(est_time=1, suite="8-gpu")\n' + CUDA, ""),
     ],
 )
-def test_what_needs_a_model_or_more_gpus_is_not_run(source: str, reason: str):
+def test_files_that_need_a_model_or_more_gpus_are_skipped(source: str, reason: str):
     assert skip_reason(source) == (f"needs {reason}" if reason else "")
 
 
@@ -52,7 +52,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_are_those_of_the_folders_that_say_something_of_moe_layers(checkout: Path):
+def test_files_about_moe_layers_are_selected(checkout: Path):
     needs = "needs a model: from_pretrained"
     files = {"kernels/test_moe_c.py": "", "moe/test_a.py": "", "quant/test_b.py": needs}
     assert select(checkout) == files
@@ -66,7 +66,7 @@ def side(errors: tuple[str, ...] = (), **outcomes: str) -> dict[str, Any]:
     return {"tests": tests, "errors": list(errors)}
 
 
-def test_what_differs_and_what_is_broken():
+def test_differing_and_broken_tests_are_found():
     stock = side(a="passed", b="failed", c="skipped", d="passed")
     assert differing_tests(stock, stock) == broken_tests(stock, stock) == []
     patched = side(a="failed", b="passed", c="skipped")
@@ -77,9 +77,9 @@ def test_what_differs_and_what_is_broken():
         [""],
     )
     assert differing_tests(side(("ended",)), side(("ended",))) == []
-    fewer = side(a="passed")
-    fewer["tests"]["a"]["subtests"] = 1
-    assert differing_tests(side(a="passed"), fewer) == ["a"]
+    fewer_subtests = side(a="passed")
+    fewer_subtests["tests"]["a"]["subtests"] = 1
+    assert differing_tests(side(a="passed"), fewer_subtests) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ TESTS = """
 import unittest
 class TestIt(unittest.TestCase):
     def test_passes(self):
-        for each in range(3):
-            with self.subTest(each=each):
+        for number in range(3):
+            with self.subTest(number=number):
                 pass
     def test_fails(self):
         raise ValueError("two words\\nand a line")
@@ -114,8 +114,8 @@ class TestIt(unittest.TestCase):
 """
 
 
-def outcomes(path: Path) -> dict[str, Any]:
-    """What is kept of a file of tests that ran in a process of its own."""
+def run_file(path: Path) -> dict[str, Any]:
+    """Run a test file in its own process, and return its record."""
     result = path.with_suffix(".json")
     command = [sys.executable, "-m", "common.engine_test_file", "stock", str(path), str(result)]
     done = subprocess.run(command, cwd=Path(engine_test_file.__file__).parents[1], capture_output=True, text=True)
@@ -123,15 +123,15 @@ def outcomes(path: Path) -> dict[str, Any]:
     return json.loads(result.read_text())
 
 
-def test_a_file_runs_in_a_process_of_its_own_and_says_what_became_of_it(tmp_path: Path):
+def test_a_file_runs_in_its_own_process_and_its_outcomes_are_recorded(tmp_path: Path):
     path = tmp_path / "test_it.py"
     path.write_text(TESTS)
-    found = outcomes(path)
-    assert {name: (test["outcome"], test["subtests"], test["said"]) for name, test in found["tests"].items()} == {
+    record = run_file(path)
+    assert {name: (test["outcome"], test["subtests"], test["said"]) for name, test in record["tests"].items()} == {
         "TestIt::test_passes": ("passed", 3, ""),
         "TestIt::test_fails": ("failed", 0, "ValueError: two words"),
         "TestIt::test_is_skipped": ("skipped", 0, "Skipped: no such GPU"),
     }
-    assert (found["exit_code"], found["acted"]) == (1, {})
+    assert (record["exit_code"], record["acted"]) == (1, {})
     path.write_text("import no_such_module")
-    assert "no_such_module" in outcomes(path)["errors"][0]
+    assert "no_such_module" in run_file(path)["errors"][0]

@@ -1,4 +1,4 @@
-"""What makes a generated text out of date, and what only another processor."""
+"""The comparison of generated texts: real changes count, and last bits of another processor do not."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ TEXT = "SGLang 0.5.12.post1, 2026-11-21: 1,315.3 MB, -0.0 (+3 %), 18.3x; d=L 173
 
 
 @pytest.mark.parametrize(
-    ("stated", "now"),
+    ("before", "now"),
     [
         ("46.292621", "46.292613"),
         ("173.77", "173.769999"),
         ("-0.0", "0.0"),
     ],
 )
-def test_the_last_bits_of_a_number_that_was_not_rounded_for_a_reader_are_not_compared(stated: str, now: str):
-    assert equality.is_same_text(TEXT, TEXT.replace(stated, now))
-    assert equality.is_same_text(TEXT.replace(stated, now), TEXT)
+def test_last_bits_of_unrounded_numbers_do_not_count(before: str, now: str):
+    assert equality.is_same_text(TEXT, TEXT.replace(before, now))
+    assert equality.is_same_text(TEXT.replace(before, now), TEXT)
 
 
 @pytest.mark.parametrize(
-    ("stated", "now"),
+    ("before", "now"),
     [
         ("1,315.3", "1,315.4"),
         ("1,315.3", "1,315.30"),
@@ -38,41 +38,41 @@ def test_the_last_bits_of_a_number_that_was_not_rounded_for_a_reader_are_not_com
         (", 18.3x", ""),
     ],
 )
-def test_a_changed_figure_version_date_or_label_is_seen(stated: str, now: str):
-    assert not equality.is_same_text(TEXT, TEXT.replace(stated, now))
-    assert not equality.is_same_text(TEXT.replace(stated, now), TEXT)
+def test_a_changed_figure_version_date_or_label_counts(before: str, now: str):
+    assert not equality.is_same_text(TEXT, TEXT.replace(before, now))
+    assert not equality.is_same_text(TEXT.replace(before, now), TEXT)
 
 
-def test_a_rounding_is_as_good_as_another_only_where_nudged_inputs_give_it():
-    def made(*figures: float) -> str:
+def test_another_rounding_counts_as_equal_only_if_nudged_inputs_give_it():
+    def make_text(*figures: float) -> str:
         return " ".join(f"{figure:,.1f}" for figure in figures)
 
-    def again(*figures: float):
-        return lambda: (made(*nudge(list(figures))) for nudge in equality.nudges())
+    def remake(*figures: float):
+        return lambda: (make_text(*nudge(list(figures))) for nudge in equality.nudges())
 
     between, within = 999.95, 19.02
-    one, other = "1,000.0 19.0", "999.9 19.0"
-    assert not equality.is_same_text(one, other)
-    assert equality.is_same_text(one, other, again(between * (1 - 1e-9), within))
-    assert equality.is_same_text(other, one, again(between * (1 + 1e-9), within))
-    assert not equality.is_same_text("999.9 19.1", one, again(between, within))
-    assert not equality.is_same_text("1,000.1 19.0", one, again(between, within))
+    rounded_up, rounded_down = "1,000.0 19.0", "999.9 19.0"
+    assert not equality.is_same_text(rounded_up, rounded_down)
+    assert equality.is_same_text(rounded_up, rounded_down, remake(between * (1 - 1e-9), within))
+    assert equality.is_same_text(rounded_down, rounded_up, remake(between * (1 + 1e-9), within))
+    assert not equality.is_same_text("999.9 19.1", rounded_up, remake(between, within))
+    assert not equality.is_same_text("1,000.1 19.0", rounded_up, remake(between, within))
 
 
-def test_two_figures_that_lie_between_roundings_need_not_fall_to_the_same_side():
+def test_two_figures_between_roundings_may_be_rounded_in_different_directions():
     assert equality.is_same_text("1.5 2.6", "1.6 2.5", lambda: iter(["1.5 2.5", "1.6 2.6"]))
     assert not equality.is_same_text("1.5 2.6", "1.6 2.5", lambda: iter(["1.5 2.5", "1.5 2.4"]))
 
 
-def test_what_differs_by_more_than_a_rounding_is_not_made_again():
-    def again() -> Iterator[str]:
-        raise AssertionError("made again")
+def test_a_text_is_not_remade_for_a_difference_of_more_than_a_rounding():
+    def remake() -> Iterator[str]:
+        raise AssertionError("the text was remade")
 
-    assert not equality.is_same_text("1.551", "1.115", again)
-    assert not equality.is_same_text("1.551 ms", "1.552 s", again)
+    assert not equality.is_same_text("1.551", "1.115", remake)
+    assert not equality.is_same_text("1.551 ms", "1.552 s", remake)
 
 
-def test_a_name_that_is_a_hash_of_coordinates_is_not_compared_but_what_it_names_is():
+def test_names_that_are_hashes_of_coordinates_are_not_compared_but_their_references_are():
     def image(first: str, second: str, used: str) -> str:
         return f'<path id="{first}"/><path id="{second}"/><g clip-path="url(#{used})" fill="#9aa5b1"/>'
 
@@ -82,9 +82,9 @@ def test_a_name_that_is_a_hash_of_coordinates_is_not_compared_but_what_it_names_
     assert not equality.is_same_text(before, before.replace("9aa5b1", "9aa5b2"))
 
 
-def test_every_float_is_nudged_and_nothing_else():
-    found = equality.nudge_floats({"a": [1.5, 2, "3.5", True, None], "b": {"c": 4.0}}, lambda: 2.0)
-    assert found == {"a": [3.0, 2, "3.5", True, None], "b": {"c": 8.0}}
-    assert [type(value) for value in found["a"]] == [float, int, str, bool, type(None)]
+def test_only_floats_are_nudged():
+    nudged = equality.nudge_floats({"a": [1.5, 2, "3.5", True, None], "b": {"c": 4.0}}, lambda: 2.0)
+    assert nudged == {"a": [3.0, 2, "3.5", True, None], "b": {"c": 8.0}}
+    assert [type(value) for value in nudged["a"]] == [float, int, str, bool, type(None)]
     assert len(list(equality.nudges())) == 2 + equality.TRIES
     assert len({str(nudge([1.0, 1.0, 1.0])) for nudge in equality.nudges()}) == 8

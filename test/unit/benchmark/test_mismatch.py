@@ -1,4 +1,4 @@
-"""What is kept of answers that differ, and whose doing it is."""
+"""test/tools/mismatch.py: differences between answers, and whether the changes or the engine cause them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "difference"),
     [
         (Answer([5, 8, 7], [-0.5, -0.25, -1.0]), "token 1: (6, -0.25) and (8, -0.25)"),
         (Answer([5, 6, 7], [-0.5, -0.25, -1.0000001]), "token 2: (7, -1.0) and (7, -1.0000001)"),
@@ -19,14 +19,14 @@ STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([
     ],
     ids=["token", "log-probability", "end"],
 )
-def test_the_first_token_or_log_probability_that_differs_is_named(other, said):
+def test_the_first_token_or_log_probability_that_differs_is_named(other, difference):
     (found,) = mismatch.differences(REQUESTS, STOCK, [other, *STOCK[1:]])
-    assert str(found) == f"request 0 (9 tokens, seed 1), {said}"
+    assert str(found) == f"request 0 (9 tokens, seed 1), {difference}"
     assert mismatch.differences(REQUESTS, STOCK, STOCK) == []
 
 
 @pytest.mark.parametrize(
-    ("stock", "patched", "said"),
+    ("stock", "patched", "verdict"),
     [
         (0, 6, "OURS: stock and patched differed in 6 of 30 runs, stock and stock in 0 of 30 (p = 0.012)"),
         (5, 6, "THE ENGINE'S: stock and patched differed in 6 of 30 runs, stock and stock in 5 of 30"),
@@ -35,8 +35,8 @@ def test_the_first_token_or_log_probability_that_differs_is_named(other, said):
         (0, 0, "NOT SEEN: "),
     ],
 )
-def test_whose_doing_it_is(stock, patched, said):
+def test_the_cause_of_differences_is_judged_by_their_frequencies(stock, patched, verdict):
     runs = [[number < count for number in range(30)] for count in (stock, patched)]
     found = mismatch.whose(*runs)
-    assert found.startswith(said)
+    assert found.startswith(verdict)
     assert ("less than 10 and 10 % of runs do" in found) == (stock == patched == 0)

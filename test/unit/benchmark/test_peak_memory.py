@@ -1,4 +1,4 @@
-"""benchmark/whole/peak_memory.py: what is kept of a forward."""
+"""benchmark/whole/peak_memory.py: the figures of a server's record."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from sglang_moe_patches.lab.observers.events import Memory, Process
 from whole import peak_memory
 
 
-def test_a_run_that_was_not_observed_has_no_figures():
+def test_a_server_without_a_complete_record_is_an_error():
     assert peak_memory.check_record(Process((), Memory("cuda", 997)))["peak_forward_bytes"] == 997
-    for process, why in ((None, "observed no forward"), (Process((), failure="observing failed"), "observing failed")):
-        with pytest.raises(SystemExit, match=why):
+    for process, error in (
+        (None, "recorded no forward pass"),
+        (Process((), failure="observing failed"), "observing failed"),
+    ):
+        with pytest.raises(SystemExit, match=error):
             peak_memory.check_record(process)

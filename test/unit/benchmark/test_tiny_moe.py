@@ -1,4 +1,4 @@
-"""The word problems, the network, and that what ships is what the scripts make."""
+"""The tiny model: its word problems, its network, and the checkpoint in the repository."""
 
 from __future__ import annotations
 
@@ -21,72 +21,72 @@ WORDS = {*sum(problems.NAMES.values(), ()), *problems.THINGS, *sum(problems.PLUR
 WORDS |= {"he", "she", "He", "She"}
 
 
-def some(count: int, *, test: bool, seed: int = 3) -> list[problems.Problem]:
+def draw_problems(count: int, *, test: bool, seed: int = 3) -> list[problems.Problem]:
     return list(islice(problems.problems(seed, test=test), count))
 
 
 def without_words(text: str) -> str:
-    """The text with every name, thing, holder and pronoun blotted out."""
+    """Replace every name, thing, holder and pronoun with an underscore."""
     return re.sub(r"[A-Za-z]+", lambda word: "_" if word[0] in WORDS else word[0], text)
 
 
-def test_every_step_is_right_and_the_last_one_is_the_answer():
-    kinds = set()
-    for problem in some(3000, test=False):
+def test_every_step_is_correct_and_the_last_result_is_the_answer():
+    questions = set()
+    for problem in draw_problems(3000, test=False):
         lines = problem.answer.split("\n")
         steps = [step for line in lines[:-1] for step in STEP.findall(line)]
         assert 2 <= len(steps) <= 4
         assert all(STEP.search(line) for line in lines[:-1])
-        for one, sign, other, result in steps:
-            exact = {"+": int(one) + int(other), "-": int(one) - int(other), "*": int(one) * int(other)}
-            assert int(one) == int(other) * int(result) if sign == "/" else exact[sign] == int(result)
+        for left, sign, right, result in steps:
+            exact = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}
+            assert int(left) == int(right) * int(result) if sign == "/" else exact[sign] == int(result)
             assert 1 <= int(result) <= 9999
         assert lines[-1] == f"#### {steps[-1][-1]}"
         assert "{" not in problem.question + problem.answer
-        kinds.add(re.sub(r"\d+", "_", without_words(problem.question)))
-    assert len(kinds) == len(problems.TEMPLATES) >= 25
+        questions.add(re.sub(r"\d+", "_", without_words(problem.question)))
+    assert len(questions) == len(problems.TEMPLATES) >= 25
 
 
 def test_no_test_problem_is_a_training_problem_with_other_names():
     training, testing = (
-        {without_words(problem.question) for problem in some(count, test=test)}
+        {without_words(problem.question) for problem in draw_problems(count, test=test)}
         for count, test in ((6000, False), (300, True))
     )
     assert not training & testing
 
 
-def test_rows_are_the_prompts_of_the_engines_evaluation():
-    """The loss counts the answers alone, and after each the model is to stop."""
+def test_training_rows_have_the_format_of_the_engines_evaluation():
+    """Only answers count in the loss, and the target after each answer is the end token."""
     from sglang.test.few_shot_gsm8k import get_few_shot_examples, get_one_example
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json())
     tokens, targets, lengths = train.encode(3, True, 3)
-    asked = [json.loads(problem.to_json()) for problem in some(3, test=True)]
-    prompt = get_few_shot_examples(asked, 2) + get_one_example(asked, 2, True)
+    lines = [json.loads(problem.to_json()) for problem in draw_problems(3, test=True)]
+    prompt = get_few_shot_examples(lines, 2) + get_one_example(lines, 2, True)
     assert tokenizer.decode(tokens.tolist()) == prompt + "\n\n"
     assert tokenizer.encode(prompt + "\n\n").ids == tokens.tolist()
     assert sum(lengths) == len(tokens) == len(targets)
     counted = [int(target) for target in targets if target != train.IGNORED]
     answers = tokenizer.decode(counted, skip_special_tokens=False).split("<|end_of_sentence|>")
-    assert answers == [*(f" {one['answer']}" for one in asked), ""]
+    assert answers == [*(f" {line['answer']}" for line in lines), ""]
     following = [(int(a), int(b)) for a, b in zip(tokens[1:], targets, strict=False) if b not in (train.IGNORED, 1)]
     assert all(a == b for a, b in following)
 
 
-def test_weights_survive_the_way_to_a_checkpoint_and_back():
+def test_weights_are_the_same_after_writing_and_reading_a_checkpoint():
     spec = ModelSpec(layers=2, dense_layers=1, experts=8, top_k=2, heads=1, hidden=128)
-    made = network.Model(spec)
-    weights = network.to_checkpoint(made)
+    trained = network.Model(spec)
+    weights = network.to_checkpoint(trained)
     assert {name for name in weights if "experts.7." in name} == {
         f"model.layers.1.mlp.experts.7.{part}_proj.weight" for part in ("gate", "up", "down")
     }
     again = network.from_checkpoint(spec, weights).state_dict()
-    rounded = {name: tensor.bfloat16().float() for name, tensor in made.state_dict().items()}
+    rounded = {name: tensor.bfloat16().float() for name, tensor in trained.state_dict().items()}
     torch.testing.assert_close(dict(again), rounded, rtol=0, atol=0)
 
 
-def test_packed_experts_are_exact_and_close():
+def test_packing_experts_is_close_and_packing_them_again_is_exact():
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
     weight = torch.randn(128, 128).bfloat16()
     packed = export.pack_experts({name: weight, "model.norm.weight": torch.ones(3)})
@@ -97,10 +97,10 @@ def test_packed_experts_are_exact_and_close():
     assert ((once[name] - weight).abs() <= weight.abs() / 16 + 2.0**-9 * float(packed[f"{name}_scale"])).all()
 
 
-def test_the_shipped_questions_are_the_generators():
+def test_the_repositorys_questions_are_those_of_the_generator():
     lines = (SHIPPED / export.QUESTIONS).read_text().splitlines()
     assert len(lines) >= 500
-    assert lines == [problem.to_json() for problem in some(len(lines), test=True, seed=0)]
+    assert lines == [problem.to_json() for problem in draw_problems(len(lines), test=True, seed=0)]
     check_questions(SHIPPED / export.QUESTIONS, len(lines), 5)
 
 
@@ -111,7 +111,7 @@ def shipped():
     return load_file(str(SHIPPED / export.MODEL / "model.safetensors"))
 
 
-def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives(shipped):
+def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped):
     anything = torch.ones(1, train.SPEC.hidden)
     made = quantize_experts(train.SPEC, export.shipped_bf16(SHIPPED), lambda layer, expert: anything)
     assert set(made) == set(shipped)
@@ -123,28 +123,28 @@ def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives(shi
 
 
 @pytest.mark.product
-def test_the_shipped_input_scales_are_what_calibrating_gives(shipped):
-    """Nearly: they come from sums of products, which processors round differently."""
+def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped):
+    """They are only nearly equal, because processors round sums of products differently."""
     made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
     for name in (name for name in shipped if name.endswith(".input_scale")):
         torch.testing.assert_close(made[name], shipped[name], rtol=1e-4, atol=0)
 
 
-def test_what_is_said_of_broken_patches_is_what_regress_says():
-    """The counts were seen; the verdicts follow from them, by whatever rule ``regress`` has now."""
-    found = output.load(mutations.RESULT)["figures"]
-    count = found["questions"]
-    right = round(count * found["stock"])
+def test_verdicts_in_the_result_follow_from_its_counts_by_the_current_rule():
+    """The result has measured counts. Its verdicts must be those of today's ``regress``."""
+    figures = output.load(mutations.RESULT)["figures"]
+    count = figures["questions"]
+    right = round(count * figures["stock"])
     stock = [True] * right + [False] * (count - right)
 
-    def run(answered: list[bool]) -> Run:
-        answers = tuple(Answer(str(i), "", 1, int(yes), ()) for i, yes in enumerate(answered))
+    def run(is_right: list[bool]) -> Run:
+        answers = tuple(Answer(str(i), "", 1, int(right), ()) for i, right in enumerate(is_right))
         return Run("", "", (), answers, 0.0, 0.0, 0, 0, None, ())
 
-    for row in found["rows"]:
+    for row in figures["rows"]:
         lost, gained = row["lost"], row["gained"]
         mutated = [*[False] * lost, *stock[lost : count - gained], *[True] * gained]
-        said = mutations.row(row["server"], run(mutated), run(stock))
-        assert said["by_accuracy"] == row["by_accuracy"], row["server"]
-        assert said["largest_drop"] == pytest.approx(row["largest_drop"], abs=0.05)
-    assert {row["by_accuracy"] for row in found["rows"]} == {0, 1}
+        verdicts = mutations.row(row["server"], run(mutated), run(stock))
+        assert verdicts["by_accuracy"] == row["by_accuracy"], row["server"]
+        assert verdicts["largest_drop"] == pytest.approx(row["largest_drop"], abs=0.05)
+    assert {row["by_accuracy"] for row in figures["rows"]} == {0, 1}
