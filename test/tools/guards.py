@@ -68,7 +68,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it": [
             ("lambda buf: nullcontext()", "lambda buf: original(buf)")
         ],
-        "test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it": [
+        "test_the_patched_server_answers_correctly_where_the_native_buffer_does_not": [
             ("lambda buf: nullcontext()", "lambda buf: original(buf)")
         ],
         "test_stock_and_patched_answer_alike_and_patched_uses_one_buffer": [
@@ -84,12 +84,12 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_wrong_shape_is_not_taken": [("buffer.shape == shape", "True")],
     },
     OURS + "lab/regress/compare.py": {
-        "test_regress_calls_a_server_worse_that_answers_otherwise": [
+        "test_regress_calls_a_server_with_other_answers_worse": [
             ("if self.worse:\n            return WORSE", "if False:\n            pass")
         ],
     },
     OURS + "changes/cutedsl_sizing/wrapper.py": {
-        "test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer": [
+        "test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer": [
             ("    if shares:", "    if False:"),
             ("shares and key in _shared", "False"),
             ("max_forward_tokens(forward_limits(server_args, _largest_pools))", "128"),

@@ -1,4 +1,4 @@
-"""What a user runs: `regress` starts both servers of the shipped model, and they can do arithmetic."""
+"""Run `regress` as a user does, with the tiny model of this repository, which can do arithmetic."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def arithmetic(tmp_path_factory) -> Path:
-    """The folder of the report on the shipped model, both servers started by ``regress``."""
+    """Folder with the report of ``regress`` about the tiny model."""
     folder = tmp_path_factory.mktemp("arithmetic")
     output, data = folder / "report", folder / "test.jsonl"
     data.write_text("\n".join(shortest(ASKED + 1)) + "\n")
     evaluation = ["--data-path", str(data), "--num-questions", str(ASKED), "--num-shots", "1"]
     evaluation += ["--max-new-tokens", str(LONGEST)]
     servers = ["--model", str(SHIPPED / "model"), *evaluation, "--output", str(output), "--", *SERVER, ROUTED]
-    # On the default release as a user's, their processes spawned.
+    # On the default release, servers spawn their processes, as a user's servers do.
     done = regress(*servers, **({} if RELEASE == DEFAULT else {"PYTHONPATH": on_path(PRELOADED)}))
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
 
-# Where the engine has a buffer of its own, real servers are started for what it does wrong.
+# On releases with a native output buffer, other tests start servers.
 ON_RELEASES = pytest.mark.product if NATIVE_BUFFER else pytest.mark.every_release
 
 
 @ON_RELEASES
-def test_a_model_that_can_do_arithmetic_loses_no_answer(arithmetic):
+def test_the_patched_server_gives_the_same_right_answers(arithmetic):
     results = json.loads((arithmetic / "report.json").read_text())["results"]
     assert results["accuracy"]["stock"] >= 0.85
     assert results["accuracy_can_tell"]
@@ -57,7 +57,7 @@ def test_a_model_that_can_do_arithmetic_loses_no_answer(arithmetic):
 
 
 @ON_RELEASES
-def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
+def test_the_report_has_answers_memory_and_changes_of_both_servers(arithmetic):
     report = json.loads((arithmetic / "report.json").read_text())
     stock, patched = report["runs"]["stock"], report["runs"]["patched"]
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]

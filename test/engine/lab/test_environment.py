@@ -1,4 +1,4 @@
-"""The environment of the reference kernels: what makes comparisons in it mean something."""
+"""Properties of the reference kernels' environment that make comparisons of answers meaningful."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from conftest import DEFAULT_ENGINE_ONLY
 from sglang_moe_patches.core.patch import Change, Skip, apply
 
 
-# On 0.5.23 (PyTorch 2.14) an answer depends on its batch on some machines, with this package's first version as well:
-# comparisons there ask for the same batches. Where it comes from is not known.
+# On 0.5.23 (PyTorch 2.14) an answer depends on its batch on some machines, for an unknown reason. This was so before
+# this package's first version. Comparisons on 0.5.23 therefore use the same batches.
 @DEFAULT_ENGINE_ONLY
-def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(engine, checkpoint):
+def test_an_answer_does_not_depend_on_the_other_requests_of_its_batch(engine, checkpoint):
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 700) for _ in range(rng.choice([1, 2, 7, 40, 130, 300]))] for _ in range(24)]
     model = engine.load(checkpoint(dense_layers=0))
@@ -26,7 +26,7 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(engine, checkpoi
 
 @pytest.mark.compatibility
 @pytest.mark.every_release
-def test_the_add_norm_works_in_place_as_on_a_gpu(engine):
+def test_the_add_norm_writes_in_place_as_on_a_gpu(engine):
     from sglang.srt.layers.layernorm import RMSNorm
 
     norm = RMSNorm(64)
@@ -41,8 +41,8 @@ def test_the_add_norm_works_in_place_as_on_a_gpu(engine):
 
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-def test_an_answer_does_not_depend_on_how_its_prefill_is_chunked(engine, checkpoint):
-    """What else is in the batch decides where a prompt is cut. Without sums in float64, (40, 7) answers otherwise."""
+def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoint):
+    """The other requests of a batch decide where a prompt is cut. Without sums in float64, (40, 7) differs."""
     rng = random.Random(1)
     model = engine.load(checkpoint(dense_layers=0))
     for length, cut in ((300, 100), (600, 512), (700, 33), (900, 640), (40, 7)):
@@ -53,12 +53,12 @@ def test_an_answer_does_not_depend_on_how_its_prefill_is_chunked(engine, checkpo
 
 @pytest.mark.every_release
 @pytest.mark.usefixtures("engine")
-def test_a_change_is_asked_by_what_the_engine_made_of_the_arguments(checkpoint):
-    """From 0.5.20 on ``ServerArgs`` holds what was given, and without ``--device`` no device."""
+def test_a_changes_skip_function_receives_resolved_arguments(checkpoint):
+    """From 0.5.20 on, ``ServerArgs`` has unresolved arguments, and no device without ``--device``."""
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
-    asking = Change("a", "", pytest.fail, skip=lambda server_args: Skip(f"it is on a {server_args.device}"))
-    assert apply([asking], {"a"}, arguments)["a"].reason == "it is on a cpu"
+    change = Change("a", "", pytest.fail, skip=lambda server_args: Skip(f"it is on a {server_args.device}"))
+    assert apply([change], {"a"}, arguments)["a"].reason == "it is on a cpu"

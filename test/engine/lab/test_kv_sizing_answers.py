@@ -1,4 +1,4 @@
-"""What ``doctor --model`` says of kv-sizing, against what a server decides: each row of its page's table by flags."""
+"""Compare ``doctor``'s statement about kv-sizing with the decision of a server, for each row of the page's tables."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ SWITCHES = tuple(kind.name for kind in eligibility.UNSIZED if not kind.name.star
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Row about kv-sizing in a report of ``doctor``."""
     return next(change for change in report["changes"] if change["name"] == "kv-sizing")
 
 
-def agree(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
-    """Whether doctor's row says what the server decided, and by the same reason."""
+def is_consistent(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
+    """Whether ``doctor``'s row has the server's decision and the server's reason."""
     if "refused" in doctor or "refused" in server:
         return "refused" in doctor and "refused" in server
     row = row_of(doctor)
@@ -38,9 +39,9 @@ def agree(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
     return row["acts"]
 
 
-@pytest.mark.long("about fifty servers, of which each is resolved twice")
+@pytest.mark.long("the arguments of about fifty servers are resolved twice")
 @pytest.mark.every_release
-def test_doctor_says_of_each_server_what_its_own_process_would_decide():
+def test_doctor_and_the_servers_own_process_decide_alike():
     model = config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0]
     common = {"model": "m", "config": model, "gpu": "h200", "env": {}}
     servers = [common | {"flags": flags.split()} for flags in COMMAND_LINES]
@@ -48,7 +49,9 @@ def test_doctor_says_of_each_server_what_its_own_process_would_decide():
         servers.append(common | {"flags": ATTENTION.split(), "env": {switch: "1"}})
     answers = list(doctor_answers.ask_each(servers, "engine_resolution:compare_kv_sizing"))
     assert [
-        (asked["flags"], answer) for asked, answer in answers if not agree(answer["doctor"], answer["engine"])
+        (question["flags"], answer)
+        for question, answer in answers
+        if not is_consistent(answer["doctor"], answer["engine"])
     ] == []
     decisions = [answer["engine"] for _, answer in answers if "refused" not in answer["engine"]]
     assert len(decisions) > 20
@@ -57,13 +60,16 @@ def test_doctor_says_of_each_server_what_its_own_process_would_decide():
 
 @dataclass(frozen=True)
 class Case:
-    """A server that starts on a CPU.
+    """Server that starts on a CPU.
 
-    :param stand_ins: plugins beside the one that tells of memory, for what only a GPU has.
-    :param runs: it can run a forward there; else it is started and asked nothing.
-    :param model: as ``checkpoint`` takes it.
-    :param left_out: of what every server of these tests is given.
-    :param fails_on: by release, why the engine itself ends this server there.
+    :param flags: server arguments.
+    :param variables: environment variables.
+    :param stand_ins: plugins that stand in for parts of a GPU, beside ``tells_memory``.
+    :param runs: whether the server can run a forward pass on a CPU. Otherwise it only starts.
+    :param backend: MoE runner.
+    :param model: arguments of ``checkpoint``.
+    :param removed: default server arguments of the tests that this server must not have.
+    :param fails_on: reason why the engine ends this server, by release.
     """
 
     flags: str = ""
@@ -72,7 +78,7 @@ class Case:
     runs: bool = True
     backend: str = ROUTED
     model: dict[str, Any] = field(default_factory=dict)
-    left_out: str = ""
+    removed: str = ""
     fails_on: dict[str, str] = field(default_factory=dict)
 
 
@@ -81,7 +87,7 @@ ONE_STEP += " --speculative-num-draft-tokens 2 --speculative-draft-attention-bac
 STARTED = {
     "decode": Case("--disaggregation-mode decode --disaggregation-transfer-backend fake"),
     "adaptive": Case(
-        # 0.5.11 adapts only without the overlap scheduler, which is off on a CPU: doctor must be asked the same.
+        # 0.5.11 adapts only without the overlap scheduler. It is off on a CPU, so doctor must get the flag, too.
         f"{ONE_STEP} --speculative-adaptive --disable-overlap-schedule",
         stand_ins=("no_driver",),
         runs=False,
@@ -92,15 +98,15 @@ STARTED = {
         runs=False,
         backend="triton",
         model={"quantized": False},
-        left_out="--quantization modelopt_fp4",
+        removed="--quantization modelopt_fp4",
         fails_on={
-            "0.5.11": "it has no such back end",
+            "0.5.11": "it does not have this backend",
             "0.5.17": "one rank writes into a view of itself when it gathers (dp_attn.py, all_gather)",
-            "0.5.23": "its arguments are refused without such a GPU (mega_moe_hook.py)",
+            "0.5.23": "it rejects the arguments without such a GPU (mega_moe_hook.py)",
         },
     ),
     "EPLB": Case("--enable-eplb --tp 2 --ep 2"),
-    "embedding": Case("--is-embedding", runs=False),  # this model embeds on newer releases alone
+    "embedding": Case("--is-embedding", runs=False),  # only newer releases compute embeddings with this model
     "broadcast": Case(f"{ATTENTION} --enable-dp-attention-local-control-broadcast", stand_ins=("gathers_on_cpu",)),
     "CPU offload": Case("--cpu-offload-gb 1"),
     "LoRA": Case(
@@ -111,32 +117,32 @@ STARTED = {
     "hierarchical cache": Case(
         "--enable-hierarchical-cache --hicache-ratio 1.1 --hicache-write-policy write_back",
         stand_ins=("no_driver",),
-        left_out="--disable-radix-cache",
+        removed="--disable-radix-cache",
     ),
     "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
-"""At least one of each row of the page's tables that names a flag or a variable."""
-ASKED_OTHERWISE = {
-    "`--dcp-size`": "none of its flags starts on a CPU, and a unit test compares the page with the table of flags",
-    "`--enable-priority-scheduling`": "it starts as other servers do, and a unit test asks for the flag",
-    "`--speculative-skip-dp-mlp-sync`": "it starts as the adaptive one, and a unit test asks for the flag",
-    "`--speculative-ngram-external-corpus-path`": "it starts as the adaptive one, and a unit test asks for the flag",
-    "`--pp-size`": "it starts as the adaptive one, and a unit test asks for the flag",
-    "`--use-ray`": "Ray is not installed with the engine, and a unit test asks for the flag",
-    "several machines": "what another machine runs is known when it answers",
+"""Servers, at least one for each row of the page's tables that names a flag or a variable."""
+TESTED_ELSEWHERE = {
+    "`--dcp-size`": "no server with its flags starts on a CPU; a unit test compares page and table of flags",
+    "`--enable-priority-scheduling`": "a unit test has the flag, and the server starts as other servers do",
+    "`--speculative-skip-dp-mlp-sync`": "a unit test has the flag, and the server starts as the adaptive one",
+    "`--speculative-ngram-external-corpus-path`": "a unit test has the flag, and the server starts as the adaptive one",
+    "`--pp-size`": "a unit test has the flag, and the server starts as the adaptive one",
+    "`--use-ray`": "a unit test has the flag, and Ray is not installed with the engine",
+    "several machines": "another machine's arguments are known only when it answers",
     "a KV cache of another kind": "its pools have no reference kernels",
-    "graphs of the vision model": "a unit test asks the allowance",
+    "graphs of the vision model": "a unit test computes the allowance",
     "a GPU that shares": "the CPU has no such properties",
     "`--max-total-tokens` allows": "the engine test of the user's limits starts one",
     "a phase was not reached": "the engine tests of rehearsals that fail start them",
     "`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`": "the engine decides by the GPU whether it sizes",
 }
-"""Rows of which doctor says nothing by a server's arguments, by how they begin: why, and the test that starts one."""
+"""Rows without a server here, by their first words: the reason, or the test that covers the row."""
 
 
 def rows_of_the_page() -> list[str]:
-    """The first cells of the tables that say when the engine's default applies."""
+    """First cells of the page's tables about servers with the engine's own KV cache size."""
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
     tables = page.partition("## When it does nothing")[2].partition("Of the [published recipes]")[0]
     headers = ("---", "server")
@@ -144,19 +150,19 @@ def rows_of_the_page() -> list[str]:
     return [cell for cell in cells if cell not in headers]
 
 
-def test_one_server_of_each_row_of_the_page_is_started():
+def test_each_row_of_the_page_has_a_server_or_a_reason():
     rows = rows_of_the_page()
     assert len(rows) > 15
-    shown = [re.findall(r"--[\w-]+", case.flags) + list(case.variables) for case in STARTED.values()]
-    by_flags = {row for row in rows for names in shown if any(f"`{name}`" in row for name in names)}
-    otherwise = {row for row in rows if row.startswith(tuple(ASKED_OTHERWISE))}
-    assert by_flags | otherwise == set(rows)
-    assert len(otherwise) == len(ASKED_OTHERWISE)
+    names_of_servers = [re.findall(r"--[\w-]+", case.flags) + list(case.variables) for case in STARTED.values()]
+    by_flags = {row for row in rows for names in names_of_servers if any(f"`{name}`" in row for name in names)}
+    elsewhere = {row for row in rows if row.startswith(tuple(TESTED_ELSEWHERE))}
+    assert by_flags | elsewhere == set(rows)
+    assert len(elsewhere) == len(TESTED_ELSEWHERE)
 
 
-def decided(running: Server, log: str) -> str:
-    """Why the engine's fraction is used: by the change's status, or by what the scheduler logs."""
-    (reason,) = {why for name, _, why in figures(running).changes if name == "kv-sizing"}
+def decision_reason(running: Server, log: str) -> str:
+    """Reason why a server uses the engine's fraction, from the status of kv-sizing or from the log."""
+    (reason,) = {reason for name, _, reason in figures(running).changes if name == "kv-sizing"}
     logged = re.findall(r"kv-sizing: using the engine's default fraction \S+ because (.+)", log)
     return reason or logged[0]
 
@@ -172,8 +178,8 @@ def decided(running: Server, log: str) -> str:
         for name in STARTED
     ],
 )
-def test_a_started_server_decides_what_doctor_said(name, tmp_path: Path, checkpoint, monkeypatch):
-    """Stand-ins say that there is a GPU, and how much of it is free; all else is the server's."""
+def test_a_started_server_decides_as_doctor_predicts(name, tmp_path: Path, checkpoint, monkeypatch):
+    """Stand-ins pretend that a GPU exists and report its free memory. Everything else is the server's own."""
     case = STARTED[name]
     if RELEASE in case.fails_on:
         pytest.skip(f"SGLang {RELEASE} ends this server: {case.fails_on[RELEASE]}")
@@ -181,20 +187,20 @@ def test_a_started_server_decides_what_doctor_said(name, tmp_path: Path, checkpo
     sizing |= {eligibility.KV_MARGIN.name: eligibility.KV_MARGIN.default}  # the stand-in reads it
     for stand_in in ("tells_memory", *case.stand_ins):
         plugins.write_module(tmp_path / "plugin", stand_in, (ROOT / f"test/standins/{stand_in}.py").read_text())
-    started_with = {"PYTHONPATH": on_path(str(tmp_path / "plugin"))}
+    environment = {"PYTHONPATH": on_path(str(tmp_path / "plugin"))}
     flags = case.flags.split()
     if not case.runs:
         flags.append("--skip-server-warmup")
-        started_with["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+        environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     model = checkpoint(**case.model)
-    asked = server("asked", model, tmp_path, *flags, backend=case.backend, **sizing, **started_with)
-    for given in case.left_out.split():
-        asked._arguments.remove(given)
-    with started(asked) as (running,):
-        why = decided(running, running.log_text())
+    process = server("asked", model, tmp_path, *flags, backend=case.backend, **sizing, **environment)
+    for argument in case.removed.split():
+        process._arguments.remove(argument)
+    with started(process) as (running,):
+        reason = decision_reason(running, running.log_text())
     for variable, value in {"SGLANG_MOE_PATCHES": "all", **sizing}.items():
         monkeypatch.setenv(variable, value)
-    row = row_of(model_report.examine(str(model), flags, "b200"))  # has NVFP4
-    assert why
+    row = row_of(model_report.examine(str(model), flags, "b200"))  # a GPU with NVFP4
+    assert reason
     assert not row["acts"]
-    assert row["reason"] == f"the engine's fraction is used because {why}"
+    assert row["reason"] == f"the engine's fraction is used because {reason}"

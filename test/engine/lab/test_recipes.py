@@ -1,4 +1,4 @@
-"""What ``doctor --model`` says of published recipes, against what the engine resolves of the same flags."""
+"""Compare reports of ``doctor --model`` about published recipes with the arguments that the engine resolves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ FORMATS = {
     "compressed-tensors": {"INT4", "INT4 or INT8 weights"},
 }
 CHOSEN_BY_LAYERS = {"triton", "marlin"}
-"""Runners that the engine's arguments leave at ``auto``."""
+"""Runners that the layers choose if the engine's arguments have ``auto``."""
 
 
-def agree(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]) -> bool:
+def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]) -> bool:
+    """Whether ``doctor``'s report agrees with the engine's resolved arguments."""
     if "refused" in engine and any("draft-model-path" in flag for flag in recipe["flags"]):
-        return any("draft model" in line for line in doctor["unknown"])  # it is not at hand, and doctor does without
+        return any(
+            "draft model" in line for line in doctor["unknown"]
+        )  # the draft model is missing, and doctor reports without it
     if "refused" in engine or "refused" in doctor:
         return "refused" in engine and "refused" in doctor
     server = doctor["server"]
@@ -34,11 +37,13 @@ def agree(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]
 
 
 @pytest.mark.ci
-@pytest.mark.long("about a hundred published servers, of which each is resolved twice")
+@pytest.mark.long("the arguments of about a hundred published servers are resolved twice")
 @pytest.mark.every_release
-def test_doctor_says_of_every_recipe_what_the_engine_resolves():
-    """On the other releases of every fourth of those on one kind of GPU before Blackwell and one of Blackwell: for each
-    kind the engine is imported."""
+def test_doctor_and_the_engine_agree_about_every_recipe():
+    """Other releases than the default check every fourth recipe of two GPU models, one of them Blackwell.
+
+    The engine is imported for each GPU model.
+    """
     servers = list(recipes.servers_with_config())
     assert len(servers) > 80
     if RELEASE != DEFAULT:
@@ -46,4 +51,4 @@ def test_doctor_says_of_every_recipe_what_the_engine_resolves():
         servers = servers[:: len(servers) // share.cases(len(servers))]
         assert len({server["gpu"] for server in servers}) == 2
     answers = doctor_answers.ask_each(servers, "engine_resolution:compare")
-    assert [(recipe, found) for recipe, found in answers if not agree(recipe, **found)] == []
+    assert [(recipe, reports) for recipe, reports in answers if not is_consistent(recipe, **reports)] == []

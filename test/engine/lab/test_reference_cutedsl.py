@@ -1,4 +1,4 @@
-"""``--moe-runner-backend flashinfer_cutedsl`` on the CPU: the engine's own path down to the stand-in kernels."""
+"""``--moe-runner-backend flashinfer_cutedsl`` on the CPU: all code is the engine's own, except for the kernels."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}
 
 @pytest.fixture(scope="module")
 def exact_scales(checkpoint, tmp_path_factory) -> Path:
-    """The tiny checkpoint with scales that are powers of two.
+    """Tiny checkpoint whose scales are powers of two.
 
-    TRT-LLM's kernel takes the product of two of them, CuteDSL's takes them apart, and the engine makes the other
-    scales of CuteDSL's by dividing by a reciprocal. With these, both are free of rounding.
+    TRT-LLM's kernel uses the product of two scales, and CuteDSL's kernel uses both scales. The engine computes
+    CuteDSL's other scales by dividing by a reciprocal. Powers of two make both ways free of rounding.
     """
     folder = tmp_path_factory.mktemp("models") / "exact"
     shutil.copytree(checkpoint(dense_layers=0), folder)
@@ -44,7 +44,7 @@ def exact_scales(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bfloat16_weights(monkeypatch):
-    """Routing weights that bfloat16 has: 0.5.17's are finer, and rounded for TRT-LLM's kernel but not for CuteDSL's."""
+    """Round routing weights to bfloat16, because 0.5.17 rounds them for TRT-LLM's kernel but not for CuteDSL's."""
     from sglang.srt.layers.moe import topk
 
     select = topk.select_experts
@@ -57,11 +57,11 @@ def bfloat16_weights(monkeypatch):
 
 
 @pytest.mark.usefixtures("bfloat16_weights")
-def test_answers_as_trtllm_does(engine, exact_scales, monkeypatch):
-    """Other weight layout, other scales, other kernels: the same logits to the last bit."""
-    # Newer releases add the experts up in a step of its own by default, and round each one's output before.
+def test_cutedsl_and_trtllm_give_the_same_logits(engine, exact_scales, monkeypatch):
+    """Weight layout, scales and kernels differ, but the logits are equal to the last bit."""
+    # By default, newer releases round each expert's output and add up the experts in a separate step.
     monkeypatch.setenv("SGLANG_FLASHINFER_MOE_FUSED_FINALIZE", "1")
-    with without_buffer():  # into which TRT-LLM's kernel writes, and CuteDSL's does not
+    with without_buffer():  # TRT-LLM's kernel would write into the native buffer, and CuteDSL's would not
         tokens, logits = engine.generate(engine.load(exact_scales), PROMPTS, 6)
     with engine.arguments(**CUTEDSL):
         model = engine.load(exact_scales)
@@ -73,21 +73,21 @@ def test_answers_as_trtllm_does(engine, exact_scales, monkeypatch):
 
 
 @pytest.fixture
-def buffers():
-    """Whether the wrappers of this release have any."""
+def has_buffers():
+    """Whether CuteDSL's wrapper of this release keeps buffers."""
     from flashinfer import CuteDslMoEWrapper
 
     return keeps_buffers(CuteDslMoEWrapper)
 
 
 @pytest.fixture
-def needs_buffers(buffers):
-    if not buffers:
+def needs_buffers(has_buffers):
+    if not has_buffers:
         pytest.skip("this FlashInfer's wrapper keeps no buffers")
 
 
 @pytest.mark.usefixtures("needs_buffers")
-def test_each_layer_has_buffers_of_its_own_and_nothing_that_is_left_in_them_matters(engine, checkpoint):
+def test_each_layer_has_its_own_buffers_and_their_old_content_does_not_matter(engine, checkpoint):
     with engine.arguments(**CUTEDSL):
         model = engine.load(checkpoint(dense_layers=0))
         tokens, logits = engine.generate(model, PROMPTS, 2)
@@ -101,14 +101,14 @@ def test_each_layer_has_buffers_of_its_own_and_nothing_that_is_left_in_them_matt
         assert torch.equal(engine.generate(model, PROMPTS, 2)[1], logits)
 
 
-def test_a_wrapper_without_buffers_serves_every_forward(engine, checkpoint, buffers):
-    """As it does with any other arguments; the change then has nothing to do."""
-    if buffers:
+def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, checkpoint, has_buffers):
+    """cutedsl-sizing then has nothing to do."""
+    if has_buffers:
         pytest.skip("this FlashInfer's wrapper keeps buffers: test_a_larger_forward_runs_in_slices_with_one_warning")
     path = checkpoint(dense_layers=0)
     with engine.arguments(**CUTEDSL):
         expected, expected_logits = engine.generate(engine.load(path), PROMPTS, 2)
-    # By which other releases size the buffers.
+    # Other releases size the buffers by these two arguments.
     with engine.arguments(**CUTEDSL, chunked_prefill_size=64, max_prefill_tokens=64):
         model = engine.load(path)
         tokens, logits = engine.generate(model, PROMPTS, 2)
@@ -121,11 +121,11 @@ def test_a_wrapper_without_buffers_serves_every_forward(engine, checkpoint, buff
 
 
 @pytest.mark.usefixtures("needs_buffers")
-def test_memory_of_the_buffers():
-    """What was added up from FlashInfer's shapes before there was a benchmark: output and GEMM1, MB per layer.
+def test_the_benchmark_computes_the_memory_of_the_buffers():
+    """The expected MB per layer, of output and GEMM1, were added up by hand from FlashInfer's shapes.
 
-    From FlashInfer 0.6.12 on, GEMM1 has room for tiles of 256 rows instead of 128: for each local expert, 128 rows of
-    intermediate * 9 / 16 bytes more.
+    From FlashInfer 0.6.12 on, GEMM1 has room for tiles of 256 rows instead of 128. These are 128 more rows of
+    intermediate * 9 / 16 bytes for each local expert.
     """
     from flashinfer.fused_moe.cute_dsl import fused_moe
 
@@ -141,10 +141,10 @@ def test_memory_of_the_buffers():
         assert round((buffers.output + buffers.gemm1) / 1e6) == expected
         assert buffers.sorting < 0.01 * buffers.total
         assert ours == replace(buffers, output=0)
-    # What the engine itself chooses; data-parallel attention divides the chunks but not the gathered batch.
+    # The engine's own sizes: data-parallel attention divides the chunk size, but not the gathered batch.
     kimi = models["kimi-k2.5"]
     assert stock(kimi, 4, 1, 1, 16_384, 512) == both(kimi, 4, 1, 16_384)[0]
-    if probe(cutedsl_sizing.CHANGE).status is Status.HARDENED:  # by --max-prefill-tokens, which it does not divide
+    if probe(cutedsl_sizing.CHANGE).status is Status.HARDENED:  # sized by --max-prefill-tokens, which is not divided
         assert stock(kimi, 4, 4, 4, 256, 512) == both(kimi, 4, 4, 65_536)[0]
         assert stock(kimi, 4, 1, 1, 256, 20_000) == both(kimi, 4, 1, 20_000)[0]
     else:

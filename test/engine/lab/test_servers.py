@@ -1,8 +1,8 @@
-"""Real servers, started the way a user starts them: equal answers, and what is called worse.
+"""Compare answers of real stock and patched servers, started as a user starts them.
 
-A start costs three imports of the engine, so what only asks shares one stock and one patched server (``pair``), and
-several servers start at once. Where ``regress`` starts them is in ``test_arithmetic.py``, servers of other kinds, and
-how servers end, in ``test_server_kinds.py``: files of their own, so that two workers share the time.
+A start costs three imports of the engine. So tests that only send requests share one stock and one patched server
+(``pair``), and several servers start at once. ``test_arithmetic.py`` has servers that ``regress`` starts.
+``test_server_kinds.py`` has servers of other kinds, and the end of servers. Two workers can run the files in parallel.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from sglang_moe_patches.lab.predict import model_report
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_reference import environment
 
-pytestmark = pytest.mark.long("the start of the pair counts for the test that asks first")
+pytestmark = pytest.mark.long("the start of the pair counts for the first test that uses it")
 
-# --- One pair for all that only ask ----------------------------------------------------------------------------------
+# --- One pair for tests that only send requests
+# --------------------------------------------------------------------------------
 
 RANKS = ["--tp", "2"]
-"""Of the pair, and of whatever is compared with it."""
+"""Server arguments of the pair, and of everything that is compared with it."""
 FIRST = "the reference kernels are loaded first"
 REGISTER = "from sglang_moe_reference.environment import register"
 
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Stock and patched, of a model whose first layer is MoE and has no residual.
+    """Stock and patched server of a model whose first layer is MoE and has no residual.
 
-    Every other server of the tests loads our plugin before the reference kernels', the patched one here after it: what
-    comes first on PYTHONPATH is loaded first.
+    The patched server loads this package's plugin after that of the reference kernels, because the latter comes first
+    on PYTHONPATH. All other servers of the tests load the plugins in the opposite order.
     """
     model, folder = checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair")
     source = f'import sys\n"sglang_moe_patches.plugin" in sys.modules or print("{FIRST}")\n{REGISTER}\n'
@@ -75,54 +76,56 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
 
 
 @DEFAULT_ENGINE_ONLY
-def test_the_patched_server_runs_what_doctor_says_of_it(pair, checkpoint, monkeypatch):
-    """Other kinds: `test_doctor_servers.py`."""
+def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatch):
+    """`test_doctor_servers.py` has servers of other kinds."""
     answers(pair[1])
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
-    report = model_report.examine(str(checkpoint(dense_layers=0)), [*SERVER, TRTLLM, *RANKS], "b200")  # has NVFP4
+    report = model_report.examine(
+        str(checkpoint(dense_layers=0)), [*SERVER, TRTLLM, *RANKS], "b200"
+    )  # a GPU with NVFP4
     check_doctor(report, figures(pair[1]), TRTLLM)
 
 
 @pytest.mark.every_release
 @pytest.mark.skipif(not NATIVE_BUFFER, reason="this engine release has no output buffer of its own")
-def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it(
-    engine, checkpoint, tmp_path
-):
-    """`first_k_dense_replace: 0`, in-place norm as on a GPU: compared with the engine in this process."""
+def test_the_patched_server_answers_correctly_where_the_native_buffer_does_not(engine, checkpoint, tmp_path):
+    """The model has `first_k_dense_replace: 0` and an in-place norm, as on a GPU. The engine in this process gives the
+    expected answers."""
 
-    def in_process():
+    def ask_in_process():
         with engine.arguments(moe_runner_backend=TRTLLM):
             return answers_in_process(engine, engine.load(checkpoint(dense_layers=0)))
 
     with without_buffer():
-        expected = in_process()
-    assert in_process() != expected
+        expected = ask_in_process()
+    assert ask_in_process() != expected
     with started(server("patched", checkpoint(dense_layers=0), tmp_path, backend=TRTLLM)) as (patched,):
         assert answers(patched) == [expected]
 
 
 def update_weights(server: Server, path: Path) -> None:
+    """Replace a server's weights with those of a checkpoint."""
     with httpx.Client(timeout=PATIENCE, base_url=server.url) as client:
-        # The engine answers before it takes note that nothing runs any more, and an update that comes in between ends
-        # it ("Cache flush failed after updating weights").
+        # The engine answers before it notes that it is idle. An update before that ends the server ("Cache flush failed
+        # after updating weights").
         client.post("/flush_cache", params={"timeout": PATIENCE}).raise_for_status()
         updated = client.post("/update_weights_from_disk", json={"model_path": str(path)})
         assert updated.json()["success"], updated.text
 
 
 @DEFAULT_ENGINE_ONLY
-def test_weights_updated_by_request_answer_as_on_the_stock_server(pair, checkpoint):
+def test_answers_after_a_weight_update_equal_those_of_the_stock_server(pair, checkpoint):
     first, second = checkpoint(dense_layers=0), checkpoint(dense_layers=0, seed=1)
 
     def ask(server):
         return [generate(server.url, text, 16) for text in ("How many apples?", "2 + 2 =")]
 
     def answers_while_updating(server):
-        found = [ask(server)]
+        rounds = [ask(server)]
         for path in (second, first):
             update_weights(server, path)
-            found.append(ask(server))
-        return found
+            rounds.append(ask(server))
+        return rounds
 
     with ThreadPoolExecutor() as pool:
         stock, patched = pool.map(answers_while_updating, pair)
@@ -132,7 +135,8 @@ def test_weights_updated_by_request_answer_as_on_the_stock_server(pair, checkpoi
 
 @DEFAULT_ENGINE_ONLY
 def test_concurrent_requests_get_the_answers_they_get_alone(pair):
-    """Requests in flight, of mixed lengths: 12, one each, or 64 for SOAK_SECONDS (`make soak` takes two minutes)."""
+    """Send 12 requests of mixed lengths at once. With SOAK_SECONDS, 64 clients send requests for that time (`make soak`
+    takes two minutes)."""
     seconds = float(os.environ.get("SOAK_SECONDS", "0"))
     in_flight = 64 if seconds else 12
     _, patched = pair
@@ -147,19 +151,19 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
     deadline = time.monotonic() + seconds
     checked, wrong = 0, []
 
-    def keep_asking(index):
+    def send_requests(index):
         nonlocal checked
         order = random.Random(index)
-        asked = 0
-        while not asked or time.monotonic() < deadline:
-            which = order.randrange(len(requests))
-            if generate(patched.url, *requests[which]) != alone[which]:
-                wrong.append(which)
-            asked += 1
-        checked += asked
+        sent = 0
+        while not sent or time.monotonic() < deadline:
+            number = order.randrange(len(requests))
+            if generate(patched.url, *requests[number]) != alone[number]:
+                wrong.append(number)
+            sent += 1
+        checked += sent
 
     with ThreadPoolExecutor(in_flight) as pool:
-        list(pool.map(keep_asking, range(in_flight)))
+        list(pool.map(send_requests, range(in_flight)))
     patched.check()
     print(f"{checked} answers checked")
     assert not wrong
@@ -167,14 +171,14 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
 
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
-def test_regress_calls_a_server_worse_that_answers_otherwise(pair, checkpoint, tmp_path):
-    """Here because its weights are others; that a broken guard gives other answers is in ``test_tiny_moe.py``."""
+def test_regress_calls_a_server_with_other_answers_worse(pair, checkpoint, tmp_path):
+    """The server has other weights. ``test_tiny_moe.py`` has tests of broken patches."""
     stock, other = pair
     update_weights(other, checkpoint(dense_layers=0, seed=1))
     try:
-        asked = ["--baseline-url", stock.url, "--patched-url", other.url, *EVALUATION]
-        few = ["--num-questions", "2", "--max-new-tokens", "4", "--output", str(tmp_path / "report")]
-        done = regress(*asked, *few)
+        addresses = ["--baseline-url", stock.url, "--patched-url", other.url, *EVALUATION]
+        settings = ["--num-questions", "2", "--max-new-tokens", "4", "--output", str(tmp_path / "report")]
+        done = regress(*addresses, *settings)
         assert done.returncode == 1, done.stdout + done.stderr
         assert "Patched is WORSE than stock" in done.stdout
         assert "2 of 2 answers differ" in done.stdout

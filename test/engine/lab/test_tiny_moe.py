@@ -1,4 +1,4 @@
-"""The shipped model on the engine: it can do arithmetic, as its plain PyTorch twin does, and mutations show."""
+"""The tiny model on the engine: right answers, agreement with plain PyTorch, and the effect of broken patches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from tiny_moe.mutations import SHIPPED
 from tiny_moe.train import SPEC
 
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
-OF_MUTATIONS, THEIR_LONGEST = 8, 113
-"""Of the first held-out questions, whose longer answers need more of the experts; how many tokens they have at most."""
-FURTHER = {"one expert's scales swapped", "shared experts skipped in one layer"}
-"""Of the weights, as a misplaced row is; and what is lost, as a lost row is."""
+MUTATION_QUESTIONS, MUTATION_ANSWER_TOKENS = 8, 113
+"""Number of held-out questions for mutations, and tokens of their longest answer. Longer answers use more experts."""
+FURTHER_MUTATIONS = {"one expert's scales swapped", "shared experts skipped in one layer"}
+"""Mutations that only the longest test run has, because the others are of the same kinds."""
 
 
 def ask(engine, model, questions: list[str], longest: int) -> Run:
-    """Held-out questions, as lines of JSON, without examples in front, all in one batch."""
+    """Ask the engine in this process, all questions in one batch, without worked examples.
+
+    :param questions: lines of JSON.
+    :param longest: maximum new tokens.
+    """
     from sglang.test.few_shot_gsm8k import INVALID, get_answer_value, get_one_example
 
     lines = [json.loads(line) for line in questions]
@@ -31,22 +35,24 @@ def ask(engine, model, questions: list[str], longest: int) -> Run:
     prompts = [tokenizer(get_one_example(lines, i, False)).input_ids for i in range(len(lines))]
     tokens, _ = engine.generate(model, prompts, longest)
     answers = []
-    for line, said in zip(lines, tokens, strict=True):
-        end = said.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in said else len(said)
-        text = tokenizer.decode(said[:end])
-        found = get_answer_value(text)
+    for line, ids in zip(lines, tokens, strict=True):
+        end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+        text = tokenizer.decode(ids[:end])
+        number = get_answer_value(text)
         label = get_answer_value(line["answer"])
-        answers.append(Answer(line["question"], text, label, None if found == INVALID else found, tuple(said[:end])))
+        answers.append(Answer(line["question"], text, label, None if number == INVALID else number, tuple(ids[:end])))
     return Run("in process", "", (), tuple(answers), 0.0, 0.0, 0, 0, None, ())
 
 
 def ask_shortest(engine) -> Run:
+    """Ask the questions with the shortest answers."""
     return ask(engine, engine.load(SHIPPED / "model"), shortest(), LONGEST)
 
 
 def ask_first(engine) -> Run:
-    first = (SHIPPED / "test.jsonl").read_text().splitlines()[:OF_MUTATIONS]
-    return ask(engine, engine.load(SHIPPED / "model"), first, THEIR_LONGEST)
+    """Ask the first questions, for mutations."""
+    first = (SHIPPED / "test.jsonl").read_text().splitlines()[:MUTATION_QUESTIONS]
+    return ask(engine, engine.load(SHIPPED / "model"), first, MUTATION_ANSWER_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +61,12 @@ def stock(engine):
 
 
 @pytest.fixture(scope="module")
-def stock_of_mutations(engine):
+def stock_for_mutations(engine):
     return ask_first(engine)
 
 
 @pytest.mark.every_release
-def test_the_stock_engine_gets_the_answers_right(stock):
+def test_the_stock_engine_answers_most_questions_correctly(stock):
     assert stock.accuracy >= 0.85
 
 
@@ -76,26 +82,29 @@ def test_the_patched_engine_gives_the_same_answers(engine, stock):
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.product if name in FURTHER else ()) for name in mutations.MUTATIONS],
+    [
+        pytest.param(name, marks=pytest.mark.product if name in FURTHER_MUTATIONS else ())
+        for name in mutations.MUTATIONS
+    ],
 )
-def test_a_broken_patch_is_called_worse(engine, stock_of_mutations, name, patcher):
+def test_a_broken_patch_is_called_worse(engine, stock_for_mutations, name, patcher):
     mutations.MUTATIONS[name](patcher)
     with installed(*CHANGES):
         mutated = ask_first(engine)
-    found = compare(stock_of_mutations, mutated, require_identical=True)
+    found = compare(stock_for_mutations, mutated, require_identical=True)
     print(name, f"{100 * mutated.accuracy:.0f} %", found.p_worse, len(found.differing))
     assert found.exit_code == 1
     assert found.differing
-    assert f"{len(found.differing)} of {OF_MUTATIONS} answers differ" in " ".join(report.summary(found))
+    assert f"{len(found.differing)} of {MUTATION_QUESTIONS} answers differ" in " ".join(report.summary(found))
 
 
 @pytest.mark.every_release
-def test_rope_is_the_engines(engine):
+def test_the_networks_rope_equals_the_engines(engine):
     from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 
     settings = network.config(SPEC)
     yarn = settings["rope_scaling"]
-    theirs = DeepseekScalingRotaryEmbedding(
+    engines = DeepseekScalingRotaryEmbedding(
         settings["qk_rope_head_dim"],
         settings["qk_rope_head_dim"],
         yarn["original_max_position_embeddings"],
@@ -107,24 +116,24 @@ def test_rope_is_the_engines(engine):
         mscale_all_dim=yarn["mscale_all_dim"],
         device="cpu",
     )
-    assert torch.equal(torch.cat(network.rope_table(settings, 8192), dim=-1), theirs.cos_sin_cache)
+    assert torch.equal(torch.cat(network.rope_table(settings, 8192), dim=-1), engines.cos_sin_cache)
     x = torch.randn(7, 2, 64)
     positions = torch.tensor([0, 1, 5, 100, 4095, 4096, 8191])
     cos, sin = (table[positions] for table in network.rope_table(settings, 8192))
-    rotated, _ = theirs.forward_native(positions, x.clone(), x.clone())
+    rotated, _ = engines.forward_native(positions, x.clone(), x.clone())
     torch.testing.assert_close(network.rotate(x, cos, sin), rotated.view_as(x))
 
 
 @pytest.mark.every_release
-def test_the_engine_computes_what_the_network_does(engine, stock):
-    """The plain PyTorch network, experts in NVFP4, says the engine's answers, given the tokens before each."""
+def test_the_network_predicts_the_engines_answers(engine, stock):
+    """The plain PyTorch network, with NVFP4 experts, predicts each token of an answer from the tokens before it."""
     tokenizer = engine.tokenizer_of(SHIPPED / "model")
     model = network.from_checkpoint(SPEC, export.shipped_bf16(SHIPPED))
     model.quantize(True)
-    same = 0
+    equal = 0
     for answer in stock.answers[:8]:
         prompt = tokenizer(f"Question: {answer.question}\nAnswer:").input_ids
         with torch.no_grad():
-            said = model(torch.tensor([[*prompt, *answer.tokens]]))[0].argmax(-1)
-        same += said[len(prompt) - 1 :].tolist() == [*answer.tokens, tokenizer.eos_token_id]
-    assert same >= 7
+            predicted = model(torch.tensor([[*prompt, *answer.tokens]]))[0].argmax(-1)
+        equal += predicted[len(prompt) - 1 :].tolist() == [*answer.tokens, tokenizer.eos_token_id]
+    assert equal >= 7
