@@ -54,7 +54,7 @@ def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoi
 @pytest.mark.every_release
 @pytest.mark.usefixtures("engine")
 def test_a_changes_skip_function_receives_resolved_arguments(checkpoint):
-    """From 0.5.20 on, ``ServerArgs`` has unresolved arguments, and no device without ``--device``."""
+    """``ServerArgs`` has unresolved arguments from 0.5.20 on, and no device without ``--device``."""
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")

@@ -59,7 +59,7 @@ def bfloat16_weights(monkeypatch):
 @pytest.mark.usefixtures("bfloat16_weights")
 def test_cutedsl_and_trtllm_give_the_same_logits(engine, exact_scales, monkeypatch):
     """Weight layout, scales and kernels differ, but the logits are equal to the last bit."""
-    # By default, newer releases round each expert's output and add up the experts in a separate step.
+    # Newer releases round each expert's output by default, and add up the experts in a separate step.
     monkeypatch.setenv("SGLANG_FLASHINFER_MOE_FUSED_FINALIZE", "1")
     with without_buffer():  # TRT-LLM's kernel would write into the native buffer, and CuteDSL's would not
         tokens, logits = engine.generate(engine.load(exact_scales), PROMPTS, 6)

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.long("each test starts its own server")
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer(engine, checkpoint, tmp_path):
-    """With these limits, the stock engine ends at the prompt of 300 tokens (test_reference_cutedsl.py). So the stock
-    answers come from the engine in this process, with larger buffers."""
+    """The stock engine would end at the prompt of 300 tokens with these limits (test_reference_cutedsl.py). So the
+    stock answers come from the engine in this process, with larger buffers."""
     limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
     path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
     with engine.arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):

@@ -80,7 +80,7 @@ class Supervised:
         self._temporary = _temporary_folder(environment)
         to_clear = [[str(entry.folder), entry.keep_in and str(entry.keep_in)] for entry in scratch]
         folders = json.dumps({"temporary": self._temporary, "scratch": to_clear})
-        # In a new session, the supervisor does not receive Ctrl-C from the terminal.
+        # A new session keeps Ctrl-C in the terminal from reaching the supervisor.
         self._supervisor = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, folders, *command],
             env=_with_temporary(environment, self._temporary),

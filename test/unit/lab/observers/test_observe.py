@@ -322,7 +322,7 @@ def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kerne
     """No observed kernel runs with Triton's runner, for example."""
     set_gpu_memory([700, 500, 900, 100])
     figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
-    # Of two forward passes with 10 tokens, the smaller peak counts.
+    # The smaller peak of the two forward passes with 10 tokens counts.
     assert [(figures.tokens, figures.peak_forward_bytes) for figures in figures_of] == [
         (10, 650),
         (10, 450),

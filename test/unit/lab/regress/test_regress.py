@@ -96,7 +96,7 @@ class Regression:
         return [Path(line) for name in self.folder.glob("has-*") for line in name.read_text().splitlines()]
 
     def check_nothing_left(self, servers: int) -> None:
-        """Check that ``servers`` servers ran, and that no process and no file of them is left."""
+        """Check that ``servers`` servers ran and left no process and no file."""
         assert self.processes() == []
         assert len(self.server_files()) == 3 * servers
         assert [path for path in self.server_files() if path.exists()] == []
