@@ -244,7 +244,7 @@ def matplotlib_release(image: str) -> str:
 
 
 def remake(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
-    """Make a text again from nudged results, for :func:`.equality.is_same_text`.
+    """Make a text again from nudged results, for :func:`common.equality.is_same_text`.
 
     :param make: makes the text. It takes a function that loads a result.
     """

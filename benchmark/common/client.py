@@ -84,7 +84,7 @@ class Client:
         return "" if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
 
     def abort_all(self) -> None:
-        """Abort all requests. If the server has ended, do nothing: :meth:`Server.check` reports that."""
+        """Abort all requests. If the server has ended, do nothing: ``Server.check`` reports that."""
         with suppress(Unanswered):
             self.post("/abort_request", {"rid": "", "abort_all": True}, timeout_s=60)
 

@@ -1,7 +1,7 @@
 """README's table of servers, and the charts of the summary page, made from stored results.
 
-The servers of the table are first starts of one commit (``memory/first_starts``). A result of another commit is an
-error: two commits may size a KV cache differently.
+The servers of the table are first starts of one commit (``benchmark/memory/first_starts.py``). A result of another
+commit is an error: two commits may size a KV cache differently.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python benchmark memory/first_starts --rows qwen3-30b,kimi-k2.5 --work work --results results
     python benchmark memory/first_starts --quick  # a tiny model, CPU: does it run?
 
-Every server is a first start with the engine's defaults and random weights. `memory/serving` runs each row; its result
-file also has the commit of this repository. Two calls on two GPUs may share the rows: `--rows` names those of a call.
-A row that fails does not end the call.
+Every server is a first start with the engine's defaults and random weights. `benchmark/memory/serving.py` runs each
+row; its result file also has the commit of this repository. Two calls on two GPUs may share the rows: `--rows` names
+those of a call. A row that fails does not end the call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Row(NamedTuple):
     :param server: model and GPUs, as the table names them.
     :param as_run: part of the model that runs; "whole" if nothing was left out.
     :param load: requests of the load.
-    :param arguments: arguments of ``memory/serving``.
-    :param server_arguments: arguments of the server, beyond those that ``memory/serving`` gives every server.
+    :param arguments: arguments of ``benchmark/memory/serving.py``.
+    :param server_arguments: arguments of the server, beyond those that ``benchmark/memory/serving.py`` gives every
+        server.
     :param predicted_tokens: KV cache sizes of the stock and the patched server, predicted before the run.
     :param gpus: GPUs of the server. A machine with fewer leaves the row out.
     """
@@ -50,7 +51,8 @@ class Row(NamedTuple):
 
 
 def model(name: str, layers: int, *, shard: int = 1, context: int = 65_536) -> tuple[str, ...]:
-    """Arguments of ``memory/serving`` that choose a model, its engine defaults, and a chunk of 8,192 tokens."""
+    """Arguments of ``benchmark/memory/serving.py`` that choose a model, its engine defaults, and a chunk of 8,192
+    tokens."""
     sizes = ("--shard", str(shard), "--layers", str(layers), "--context", str(context))
     return ("--model", name, *sizes, "--chunk", "8192", "--requests", "0")
 
@@ -122,7 +124,10 @@ ROWS = {
 
 
 def command(row: Row, work: Path, result: Path, servers: str) -> list[str]:
-    """Command that runs ``memory/serving`` for a row. It keeps the servers' logs in a folder beside the result."""
+    """Command that runs ``benchmark/memory/serving.py`` for a row.
+
+    It keeps the servers' logs in a folder beside the result.
+    """
     logs = str(result.with_suffix(""))
     options = ["--work", str(work), "--json", str(result), "--servers", servers, "--logs", logs]
     return [sys.executable, str(ROOT), "memory/serving", *row.arguments, *options, "--", *row.server_arguments]
@@ -136,7 +141,7 @@ def work_folder(row: Row, work: Path) -> Path:
 def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
     """Run both servers of a row. The log of the row is ``NAME.log`` beside its result.
 
-    :returns: exit code of ``memory/serving``.
+    :returns: exit code of ``benchmark/memory/serving.py``.
     """
     started = time.monotonic()
     print(f"{name}: {row.server}, {row.as_run}: started; log: {results / name}.log", flush=True)

@@ -398,7 +398,7 @@ def after_the_load(
 def penalized(
     server: Server, info: Mapping[str, Any], vocabulary: int, requests: int, record: Path | None
 ) -> dict[str, Any]:
-    """Run :func:`.overfill.penalized`.
+    """Run :func:`common.overfill.penalized`.
 
     :param record: folder for the record of the allocator. If it is given, the result has ``held``: the bytes at the
         peak by the engine's function.
