@@ -334,13 +334,16 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "memory/kv_sizing/serving.py": {
         "test_while_memory_is_short_prefixes_let_go_of_as_much_as_is_still_to_come": [
-            ("shortage, held = 0, bool(shortage) or is_idle(", "shortage, held = 0, is_idle(")
+            (
+                "shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(",
+                "shortage, prefixes_hold_tail = 0, is_idle(",
+            )
         ],
         "test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed": [
             ("            if is_idle(self._scheduler):\n", "            if self._scheduler.is_fully_idle():\n")
         ],
         "test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out": [
-            ("retirement.go_on(spare_tokens(self._scheduler))", "retirement.go_on()"),
+            ("retirement.advance(spare_tokens(self._scheduler))", "retirement.advance()"),
             ("in_tail &= in_tail.cumsum(0) <= most", "pass"),
         ],
         "test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens": [
@@ -354,13 +357,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             )
         ],
         "test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes": [
-            ("return pages[~in_tail] if len(gone) else pages", "return pages"),
-            ("self.held[gone.cpu() - self.kept - 1] = False", "pass"),
-            ("        if changed:", "        if False:"),
-            ("each.held[:] = False", "pass"),
+            ("return pages[~in_tail] if len(withdrawn) else pages", "return pages"),
+            ("self.held[withdrawn.cpu() - self.kept - 1] = False", "pass"),
+            ("        if has_changed:", "        if False:"),
+            ("tail.held[:] = False", "pass"),
         ],
         "test_slots_that_are_held_come_back_later_and_a_flush_brings_all": [
-            ("any(taken) or self._flushed", "any(taken)"),
+            ("any(withdrawals) or self._was_flushed", "any(withdrawals)"),
             ("self._orders.send(EvictPrefixes())", "pass"),
         ],
         "test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size": [
@@ -368,18 +371,18 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_both_kinds_of_a_sliding_window_cache_come_back": [
             (
-                "[each.take_out(spare) for each in self._tails.values()]",
-                "(each.take_out(spare) for each in self._tails.values())",
+                "[tail.withdraw(spare) for tail in self._tails.values()]",
+                "(tail.withdraw(spare) for tail in self._tails.values())",
             )
         ],
         "test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it": [
             ("if free < LOW_MARGIN_FRACTION * self.margin else", "if free < self.margin else")
         ],
-        "test_the_tail_goes_until_the_margin_is_free_again": [("if not self._ordered and (", "if (")],
+        "test_the_tail_goes_until_the_margin_is_free_again": [("if not self._order_is_pending and (", "if (")],
         "test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs": [
             ("if self._retirement is None:  # another", "if False:  # another"),
-            ("held or self._board.is_raised(held_flag)", "held"),
-            ('f"{HELD} {self._told} {self._evictions}"', 'f"{HELD} {self._told}"'),
+            ("prefixes_hold_tail or self._board.is_raised(held_report)", "prefixes_hold_tail"),
+            (" {self._evict_orders}", ""),
         ],
         "test_two_prefills_and_the_first_ranks_longest_request_keep_their_room": [
             (
@@ -390,12 +393,12 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))",
                 "least = least_tokens(self._scheduler, self._pools)",
             ),
-            ("if frees or answer:", "if True:"),
+            ("if frees or repeat:", "if True:"),
             ("self._pools.bytes_behind(wanted) < behind_goal", "wanted.tokens < self._goal"),
         ],
         "test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended": [
             ("max(self._goal, self._longest_request())", "self._goal"),
-            ("return needed + self._beside if", "return needed if"),
+            ("return needed + self._extra_tokens_per_request if", "return needed if"),
             ('"grammar_queue", ()', '"no_queue", ()'),
             ("if self._goal < self._pools.counts.tokens:  #", "if False:  #"),
         ],
@@ -404,12 +407,15 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_the_first_rank_orders_once_what_another_one_lacks": [
             ("max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))", "shortage"),
-            ("self._ordered, self._told = False, self._told + 1", "self._ordered = False"),
-            ("frees or answer:", "frees:"),
+            (
+                "self._order_is_pending, self._retire_orders = False, self._retire_orders + 1",
+                "self._order_is_pending = False",
+            ),
+            ("frees or repeat:", "frees:"),
         ],
         "test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server": [
-            ("self._failed.add(what)", "pass"),
-            ("if what in self._failed:", "if self._failed:"),
+            ("self._failures.add(failure)", "pass"),
+            ("if failure in self._failures:", "if self._failures:"),
         ],
         "test_what_streaming_sessions_hold_is_never_given_back": [
             ("        return 2 * largest + held\n", "        return 2 * largest\n"),

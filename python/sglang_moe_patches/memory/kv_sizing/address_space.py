@@ -1,7 +1,7 @@
-"""Tensors over reserved addresses, of which as much has memory behind it as is asked for.
+"""Tensors over reserved addresses. Only their first rows have memory behind them.
 
-The addresses never change, so what was captured into a graph, or handed to a kernel, stays valid while memory comes and
-goes behind the tail. This module knows CUDA's driver and nothing of the engine.
+The addresses never change. A graph or a kernel that has them stays valid while memory behind the last rows is mapped
+and unmapped. This module calls CUDA's driver, and nothing of the engine.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """There is no memory to map; nothing was changed. The message says what the driver said."""
+    """The driver has no memory to map, and no mapping has changed. The message is the driver's error."""
 
 
 class CudaMemory:
-    """A GPU's addresses, and memory to put behind them, in bytes: multiples of ``granularity``.
+    """Addresses of a GPU and memory behind them. All sizes are multiples of ``granularity`` bytes.
 
-    One handle for each granule (2 MiB on an H100), because a handle can only be unmapped as a whole.
+    Each granule (2 MiB on an H100) has a handle of its own, because a handle can only be unmapped as a whole.
     """
 
     def __init__(self, gpu: int) -> None:
@@ -37,13 +37,16 @@ class CudaMemory:
         self._stream = self._call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def reserve(self, size: int) -> int:
-        """:returns: the first of ``size`` addresses that nobody else gets."""
+        """Reserve ``size`` bytes of addresses.
+
+        :returns: the first address.
+        """
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, 0))
 
     def map(self, address: int, size: int) -> None:
-        """Put zeroed memory behind addresses.
+        """Map zeroed memory behind addresses.
 
-        :raises OutOfMemory: there is none; nothing was mapped.
+        :raises OutOfMemory: nothing was mapped.
         """
         mapped = 0
         try:
@@ -55,25 +58,25 @@ class CudaMemory:
                     self._call("cuMemRelease", handle)  # the mapping keeps it
                 mapped += self.granularity
             self._call("cuMemSetAccess", address, size, [self._access], 1)
-            # On a stream of its own, waited for: the engine's streams do not wait for the default one.
-            for each in range(address, address + size, self.granularity):
-                self._call("cuMemsetD8Async", each, 0, self.granularity, self._stream)
+            # Zero on a stream of its own, and wait for it: the engine's streams do not wait for the default stream.
+            for granule in range(address, address + size, self.granularity):
+                self._call("cuMemsetD8Async", granule, 0, self.granularity, self._stream)
             self._call("cuStreamSynchronize", self._stream)
         except Exception:
             self.unmap(address, mapped)
             raise
 
     def unmap(self, address: int, size: int) -> None:
-        """Give the memory back. Nobody may use it any more."""
-        for each in range(address, address + size, self.granularity):
-            self._call("cuMemUnmap", each, self.granularity)
+        """Unmap and free the memory. No kernel may use it any more."""
+        for granule in range(address, address + size, self.granularity):
+            self._call("cuMemUnmap", granule, self.granularity)
 
     def release(self, address: int, size: int) -> None:
-        """Give addresses back behind which nothing is mapped."""
+        """Free addresses that have no memory behind them."""
         self._call("cuMemAddressFree", address, size)
 
     def device(self) -> Any:
-        """The ``torch.device`` of tensors over it."""
+        """Return the ``torch.device`` of tensors over these addresses."""
         import torch
 
         return torch.device("cuda", self._gpu)
@@ -88,12 +91,11 @@ class CudaMemory:
 
 
 class ElasticBuffer:
-    """A tensor over reserved addresses, of whose rows only the first have memory behind them.
+    """Tensor over reserved addresses. Only the first rows of each plane have memory behind them.
 
-    :param shape: of the whole tensor.
-    :param dtype: of ``torch``.
-    :param axis: the dimension that counts rows (tokens or pages). Each index of the dimensions before it is a *plane*,
-        whose first rows have memory.
+    :param shape: shape of the whole tensor.
+    :param dtype: ``torch.dtype`` of its elements.
+    :param axis: dimension that counts rows (tokens or pages). Each index of the dimensions before it is a *plane*.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, axis: int, memory: CudaMemory) -> None:
@@ -110,19 +112,19 @@ class ElasticBuffer:
         self.tensor = torch.empty(0, dtype=dtype, device=memory.device()).set_(storage, 0, tuple(shape))
 
     def bytes_behind(self, rows: int) -> int:
-        """Bytes of memory that the first ``rows`` rows of every plane take, whole granules."""
-        return sum(len(each) for each in self._granules(rows)) * self._memory.granularity
+        """Return the bytes of the granules behind the first ``rows`` rows of every plane."""
+        return sum(map(len, self._granules(rows))) * self._memory.granularity
 
     def bytes_of(self, rows: int) -> int:
-        """Bytes of the first ``rows`` rows of every plane: what a tensor of as many rows would have."""
+        """Return the bytes of a tensor with ``rows`` rows in every plane."""
         return self._planes * rows * self._row_bytes
 
     def map_rows(self, rows: int) -> None:
-        """Put zeroed memory behind the first ``rows`` rows of every plane, where there is none yet.
+        """Map zeroed memory behind the first ``rows`` rows of every plane that have none yet.
 
-        :raises OutOfMemory: there is not enough; nothing was changed.
+        :raises OutOfMemory: no mapping has changed.
         """
-        missing = [number for each in self._granules(rows) for number in each if number not in self._mapped]
+        missing = [number for granules in self._granules(rows) for number in granules if number not in self._mapped]
         done: list[range] = []
         try:
             for run in _runs(missing):
@@ -135,13 +137,14 @@ class ElasticBuffer:
         self._mapped.update(missing)
 
     def unmap_from(self, rows: int) -> int:
-        """Give back the memory that no row before ``rows`` lies in.
+        """Unmap all memory behind the rows from ``rows`` on, in every plane.
 
-        Nobody may hold a row from ``rows`` on, and nothing that runs on the device may read one.
+        No request may hold a slot in these rows, and no kernel may read them.
 
-        :returns: bytes given back.
+        :param rows: rows of each plane that keep their memory. A granule that a kept row shares stays mapped.
+        :returns: freed bytes.
         """
-        needed = {number for each in self._granules(rows) for number in each}
+        needed = {number for granules in self._granules(rows) for number in granules}
         surplus = sorted(self._mapped - needed)
         for run in _runs(surplus):
             self._memory.unmap(*self._extent(run))
@@ -149,12 +152,12 @@ class ElasticBuffer:
         return len(surplus) * self._memory.granularity
 
     def release(self) -> None:
-        """Give everything back, the addresses too. Nobody may use the tensor any more."""
+        """Free all memory and the addresses. No code may use the tensor any more."""
         self.unmap_from(0)
         self._memory.release(self.address, self._span)
 
     def _granules(self, rows: int) -> Iterator[range]:
-        """The granules that the first rows of each plane lie in, each granule once."""
+        """Yield the granules behind the first rows of each plane, each granule once."""
         before = 0
         for plane in range(self._planes if rows else 0):
             start = plane * self.rows * self._row_bytes
@@ -164,12 +167,12 @@ class ElasticBuffer:
             yield found
 
     def _extent(self, run: range) -> tuple[int, int]:
-        """:returns: the address and the bytes of granules that follow one another."""
+        """Return the first address and the bytes of neighbouring granules."""
         return self.address + run.start * self._memory.granularity, len(run) * self._memory.granularity
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Ascending numbers as ranges that follow without a gap."""
+    """Yield ascending numbers as ranges without gaps."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:

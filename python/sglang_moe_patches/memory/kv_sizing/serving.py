@@ -1,9 +1,8 @@
-"""A server whose KV cache was sized, while it serves: free memory, and how many requests run at once.
+"""Free memory and requests of a server whose KV cache was sized, while it serves.
 
-A server that meets a load which no rehearsal brought about loses capacity, not its life: where free memory runs short,
-the tail of the KV cache is given back. A running request is never touched: slots of the tail that are free are not
-handed out any more, those that come back are kept back, and the memory behind them goes as soon as nobody holds a slot
-of it.
+If free memory runs short, the server gives back the tail of the KV cache. It loses capacity then, and goes on. A
+running request is never touched: the engine stops handing out free slots of the tail, slots that requests free stay out
+of use, and memory is unmapped as soon as nobody holds a slot in it.
 """
 
 from __future__ import annotations
@@ -26,31 +25,38 @@ from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, mega
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
-"""Between two readings. What a forward takes the allocator keeps, so that it is there to be seen."""
-SHORT, HELD = "memory is short", "only prefixes hold what is to be given back"
-"""What a rank tells the first on the board: after so many orders of each kind, so that an old word counts no more."""
+"""Seconds between two readings of free memory. A reading sees the memory of earlier forward passes, because the
+allocator keeps it."""
+SHORT_REPORT, HELD_REPORT = "memory is short", "only prefixes hold what is to be given back"
+"""Reports of a rank to rank 0, on the board. Their topics count the orders of each kind, so old reports are ignored."""
 FREE_LISTS = ("free_pages", "release_pages")
-"""Attributes of an allocator with numbers of free pages; 0.5.21 on also a list of such tensors, ``staged_pages``."""
+"""Attributes of an allocator: tensors with the numbers of free pages. From 0.5.21 on ``staged_pages`` lists more."""
 
 
 @dataclass(frozen=True)
 class Retire(Order):
-    """Give back the KV cache's tail, down to so many tokens."""
+    """Order to give back the tail of the KV cache.
+
+    :param tokens: tokens that are left.
+    """
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class EvictPrefixes(Order):
-    """Empty the cache of prefixes where nothing runs: so what was retired comes back at once. Else evict as many tokens
-    as are still to come back, of the prefixes that were used least recently."""
+    """Order to free slots of the tail that only prefixes hold.
+
+    An idle rank flushes its prefix cache. Another rank evicts as many tokens as are missing, the least recently used
+    first.
+    """
 
 
 class FreeMemory:
-    """The free memory of one rank.
+    """Free memory of one rank.
 
-    :param read: the memory now.
-    :param margin: bytes that are to stay free.
+    :param read: returns the memory now.
+    :param margin: bytes that must stay free.
     """
 
     def __init__(self, read: Callable[[], Memory], margin: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,24 +65,24 @@ class FreeMemory:
         self._next = clock()
 
     def is_due(self) -> bool:
-        """Whether it is time for a reading; most times this only reads the clock."""
+        """Return whether the next reading is due. This reads the clock alone."""
         now = self._clock()
         if now < self._next:
             return False
         self._next = now + SAMPLE_INTERVAL_S
         return True
 
-    def shortage(self) -> int:
-        """Read the memory.
+    def measure_shortage(self) -> int:
+        """Read the free memory.
 
-        :returns: bytes that lack until the margin is free again; 0: more than half of it is.
+        :returns: bytes that are missing until the margin is free again. 0: at least half of the margin is free.
         """
         free = self._read().free
         self.lowest = min(self.lowest, free)
         return self.margin - free if free < LOW_MARGIN_FRACTION * self.margin else 0
 
 
-# --- What /metrics has ------------------------------------------------------------------------------------------------
+# --- Metrics ----------------------------------------------------------------------------------------------------------
 
 PREFIX = "sglang_moe_patches:"
 TOKENS, BY_RULE, NEED, LOWEST_FREE, GIVEN_BACK, STATE = (
@@ -86,19 +92,19 @@ TOKENS, BY_RULE, NEED, LOWEST_FREE, GIVEN_BACK, STATE = (
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     TOKENS: ("Tokens of the KV cache.", ()),
     BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
-    NEED: ("Bytes that forwards and graphs take beside weights and KV cache, on the rank that needs most.", ()),
-    LOWEST_FREE: ("The lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
+    NEED: ("Bytes of forward passes and graphs beside weights and KV cache, on the rank that needs most.", ()),
+    LOWEST_FREE: ("Lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
     GIVEN_BACK: ("Bytes of the KV cache that were given back while serving.", ()),
-    STATE: ("1 for what became of the KV cache, with the reason where it was not measured.", ("state", "reason")),
+    STATE: ("1 for the state of the KV cache, with the reason if it was not measured.", ("state", "reason")),
 }
-"""By their names: what each says, and its labels beside the rank's."""
+"""Help text of each metric, and its labels beside the rank's, by the metric's name."""
 
 
 class Metrics:
-    """Of one rank, ``need_bytes`` of the first alone: ``/metrics`` has them where ``--enable-metrics`` is on.
+    """Metrics of one rank. ``/metrics`` has them with ``--enable-metrics``; rank 0 alone has ``need_bytes``.
 
-    :param arguments: of the server, as resolved.
-    :param gpu: of this rank, by which replicas are told apart.
+    :param arguments: the server's resolved arguments.
+    :param gpu: number of the rank's GPU. It is a label, because the ranks of replicas have equal numbers.
     """
 
     def __init__(self, arguments: Mapping[str, Any], gpu: int) -> None:
@@ -107,21 +113,24 @@ class Metrics:
         if not arguments.get("enable_metrics"):
             return
         try:
-            # Not before the engine has said where the metrics of its processes come together.
+            # Import after the engine has chosen the folder in which its processes share their metrics.
             from prometheus_client import Gauge
             from sglang.srt.distributed.parallel_state import get_world_group
 
             self._labels = {"gpu": str(gpu), "rank": str(get_world_group().rank_in_group)}
-            for name, (says, labels) in GAUGES.items():
-                # Of what several processes say of one rank, the latest counts.
+            for name, (text, labels) in GAUGES.items():
+                # If several processes set a metric of one rank, the latest value counts.
                 names = (*self._labels, *labels)
-                self._gauges[name] = Gauge(name, says, labelnames=names, multiprocess_mode="mostrecent")
+                self._gauges[name] = Gauge(name, text, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
             log.logger.warning(log.format_line("kv-sizing", "no metrics: %s"), error)
             self._gauges = {}
 
     def show(self, name: str, value: float, **labels: str) -> None:
-        """:param name: one of :data:`GAUGES`, whose ``labels`` are its own."""
+        """Set a metric.
+
+        :param name: one of :data:`GAUGES`; ``labels`` are its own.
+        """
         if name in self._gauges:
             self._gauges[name].labels(**self._labels, **labels).set(value)
 
@@ -130,13 +139,14 @@ class Metrics:
 
 
 class Serving:
-    """One rank, from its first request on.
+    """Watch over one rank's free memory, from its first request on.
 
-    All ranks are ordered down to the same goal. Each keeps room for the longest request that it has itself until that
-    has ended: with data-parallel attention another rank may have a longer one than the first.
+    Rank 0 orders all ranks to the same size, the goal. Each rank keeps room for its own longest request until this has
+    ended. With data-parallel attention another rank may have a longer request than rank 0.
 
-    :param board: of the server's ranks.
-    :param shown: takes what ``/metrics`` has.
+    :param board: board on which ranks report to rank 0.
+    :param shown: the rank's metrics.
+    :param leads: whether this is rank 0.
     :param beside: tokens of the KV cache that a request takes beside its own.
     """
 
@@ -154,70 +164,73 @@ class Serving:
     ) -> None:
         self._scheduler, self._pools, self._memory = scheduler, pools, memory
         self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
-        # The engine admits a request only where more is free than it may come to, and never says that it will not.
-        self._beside = beside + 1
+        # The engine admits a request only if more tokens are free than the request may take. Else it waits for ever.
+        self._extra_tokens_per_request = beside + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
-        self._ordered = False
-        self._failed: set[str] = set()
-        self._given_back = self._told = self._evictions = 0
+        self._order_is_pending = False
+        self._failures: set[str] = set()
+        self._freed_bytes = self._retire_orders = self._evict_orders = 0
         shown.show(GIVEN_BACK, 0)
 
     def look(self) -> None:
-        """Called in every turn of the loop."""
-        # Ranks withdraw slots in step: one that cannot read its free memory any more goes on withdrawing.
-        for step, what in ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched")):
-            if what in self._failed:
+        """Withdraw slots, and read the free memory if it is due. The event loop calls this in every turn."""
+        # Ranks withdraw slots in step. So a rank goes on withdrawing if it cannot read its free memory.
+        steps = ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched"))
+        for step, failure in steps:
+            if failure in self._failures:
                 continue
             try:
                 step()
             except Exception as error:
-                self._failed.add(what)
-                log.logger.warning(log.format_line("kv-sizing", "%s any more: %s"), what, error)
+                self._failures.add(failure)
+                log.logger.warning(log.format_line("kv-sizing", "%s any more: %s"), failure, error)
 
     def _sample(self) -> None:
         if not self._memory.is_due():
             return
-        shortage = self._memory.shortage()
+        shortage = self._memory.measure_shortage()
         self._shown.show(LOWEST_FREE, self._memory.lowest)
-        held = False
-        if self._goal < self._pools.counts.tokens:  # what was ordered has not come back yet
-            shortage, held = 0, bool(shortage) or is_idle(self._scheduler)
-        short_flag, held_flag = f"{SHORT} {self._told}", f"{HELD} {self._told} {self._evictions}"
+        prefixes_hold_tail = False
+        if self._goal < self._pools.counts.tokens:  # slots of the last order are still held
+            shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(self._scheduler)
+        short_report = f"{SHORT_REPORT} {self._retire_orders}"
+        held_report = f"{HELD_REPORT} {self._retire_orders} {self._evict_orders}"
         if not self._leads:
             if shortage:
-                self._board.raise_flag(short_flag)
-            if held:
-                self._board.raise_flag(held_flag)
+                self._board.raise_flag(short_report)
+            if prefixes_hold_tail:
+                self._board.raise_flag(held_report)
             return
-        if held or self._board.is_raised(held_flag):
+        if prefixes_hold_tail or self._board.is_raised(held_report):
             self._orders.send(EvictPrefixes())
-        another = self._board.is_raised(short_flag)
-        if not self._ordered and (shortage or another):
-            # What another rank lacks it does not say: half of the margin brings it back to where it is not short.
-            self._order(max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION)), answer=another)
+        another_is_short = self._board.is_raised(short_report)
+        if not self._order_is_pending and (shortage or another_is_short):
+            # A report has no number. With half of the margin more, the other rank is not short any more.
+            missing_bytes = max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))
+            self._send_goal(missing_bytes, repeat=another_is_short)
 
-    def _order(self, shortage: int, *, answer: bool) -> None:
-        """Have all ranks give back what lacks, as far as the longest request and two prefills leave it.
+    def _send_goal(self, missing_bytes: int, *, repeat: bool) -> None:
+        """Order all ranks to free ``missing_bytes`` of the KV cache.
 
-        :param shortage: bytes that lack.
-        :param answer: order the same goal again where no memory can go: it makes what other ranks have told old, and
-            one that is still short tells it anew.
+        The cache keeps room for the longest request and for two prefill chunks.
+
+        :param repeat: send the order even if no memory can be freed. A rank that is still short then reports again.
         """
         behind_goal = self._pools.bytes_behind(self._pools.counts_for(self._goal))
-        within = self._pools.tokens_within(behind_goal - shortage)
-        # Stages of a pipeline learn one after another that a request has ended: the first one's longest counts for all.
+        within = self._pools.tokens_within(behind_goal - missing_bytes)
+        # The longest request of rank 0 counts for all stages of a pipeline. They learn later that it has ended.
         least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))
         wanted = self._whole_pages(max(within, least))
         frees = self._pools.bytes_behind(wanted) < behind_goal
-        if frees or answer:
-            self._ordered = True
+        if frees or repeat:
+            self._order_is_pending = True
             self._orders.send(Retire(wanted.tokens if frees else self._goal))
 
     def _longest_request(self) -> int:
-        """Tokens with which the longest request is admitted and comes to its end, beside what sessions hold.
+        """Return the tokens with which the longest request is admitted and ends, beside the tokens of sessions.
 
-        A session keeps the tokens of its request when that has ended.
+        A session keeps the tokens of its request when the request has ended.
         """
         held, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
         for request in requests_of(self._scheduler):
@@ -227,61 +240,65 @@ class Serving:
             else:
                 longest = max(longest, tokens)
         needed = longest + whole_pages(held.values(), page)
-        return needed + self._beside if needed else 0
+        return needed + self._extra_tokens_per_request if needed else 0
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
-        """At least so many tokens."""
+        """Return the token counts of whole pages with at least ``tokens``."""
         return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:
-        """:param order: :class:`Retire` or :class:`EvictPrefixes`."""
+        """Obey an order of rank 0, between two turns.
+
+        :param order: :class:`Retire` or :class:`EvictPrefixes`.
+        """
         if isinstance(order, EvictPrefixes):
-            self._evictions += 1
-            if self._retirement is None:  # another rank has something to give back
+            self._evict_orders += 1
+            if self._retirement is None:  # another rank has slots to free
                 return
             if is_idle(self._scheduler):
                 self._scheduler.flush_cache()
             else:
-                evict_prefixes(self._scheduler.tree_cache, self._retirement.held())
+                evict_prefixes(self._scheduler.tree_cache, self._retirement.held_tokens())
         elif isinstance(order, Retire):
-            self._ordered, self._told = False, self._told + 1
+            self._order_is_pending, self._retire_orders = False, self._retire_orders + 1
             self._goal = min(self._goal, order.tokens)
-            self._tell(self._retirement.in_use() if self._retirement is not None else self._pools.counts)
+            self._publish_size(self._retirement.usable_counts() if self._retirement is not None else self._pools.counts)
 
-    def _tell(self, counts: TokenCounts) -> None:
-        """Tell the engine its number of tokens, and to take in no request that would not fit at the goal."""
+    def _publish_size(self, counts: TokenCounts) -> None:
+        """Set the engine's number of tokens. The engine then refuses requests that would not fit at the goal."""
         goal = self._pools.counts_for(self._goal)
-        token_count.set_token_count(self._scheduler, counts, (goal.full or goal.tokens) - self._beside)
+        longest_request = (goal.full or goal.tokens) - self._extra_tokens_per_request
+        token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Take out what has come back since the last turn, and give back the memory behind it."""
+        """Withdraw slots of the tail that were freed since the last turn, and unmap the memory behind them."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
             wanted = self._whole_pages(max(self._goal, self._longest_request()))
             if wanted.tokens < now.tokens:
-                self._began_with = now.tokens
+                self._tokens_before = now.tokens
                 allocator = self._scheduler.token_to_kv_pool_allocator
-                self._retirement = Retirement(allocator, now, wanted, self._tell)
+                self._retirement = Retirement(allocator, now, wanted, self._publish_size)
         retirement = self._retirement
-        if retirement is None or not retirement.go_on(spare_tokens(self._scheduler)):
+        if retirement is None or not retirement.advance(spare_tokens(self._scheduler)):
             return
         try:
-            self._given_back += self._pools.unmap_from(retirement.backed())
-        except Exception as error:  # the other ranks go on taking slots out, and so must this one
+            self._freed_bytes += self._pools.unmap_from(retirement.mapped_counts())
+        except Exception as error:  # the other ranks go on withdrawing slots, and so must this one
             log.logger.warning(log.format_line("kv-sizing", "memory is not given back: %s"), error)
-        self._shown.show(GIVEN_BACK, self._given_back)
-        self._shown.show(TOKENS, retirement.in_use().tokens)
-        if not retirement.done:
+        self._shown.show(GIVEN_BACK, self._freed_bytes)
+        self._shown.show(TOKENS, retirement.usable_counts().tokens)
+        if not retirement.is_done:
             return
         self._retirement = None
         if self._leads:
-            tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._began_with:,}"
-            given_back = f"{megabytes(self._given_back)} given back until now"
-            log.logger.warning(log.format_line("kv-sizing", "memory was short: %s; %s"), tokens, given_back)
+            tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._tokens_before:,}"
+            freed = f"{megabytes(self._freed_bytes)} given back until now"
+            log.logger.warning(log.format_line("kv-sizing", "memory was short: %s; %s"), tokens, freed)
 
 
 def requests_of(scheduler: Any) -> Iterator[Any]:
-    """The requests that a scheduler has taken in: those that run, and those that wait."""
+    """Yield the requests that run or wait on a scheduler. A request may come more than once."""
     yield from getattr(scheduler, "waiting_queue", None) or ()
     yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
     batches = [getattr(scheduler, name, None) for name in ("running_batch", "last_batch", "cur_batch")]
@@ -293,8 +310,10 @@ def requests_of(scheduler: Any) -> Iterator[Any]:
 
 
 def tokens_of(request: Any) -> int:
-    """Return the most tokens of the KV cache that a request comes to, beside those that the engine adds for pages and
-    drafts. The beams of a request share its prompt alone."""
+    """Return the most tokens of the KV cache that a request takes, without those of whole pages and drafts.
+
+    The beams of a request share its prompt alone.
+    """
     new = int(request.sampling_params.max_new_tokens or 0)
     return len(request.origin_input_ids) + new * beam_width(request)
 
@@ -302,7 +321,7 @@ def tokens_of(request: Any) -> int:
 def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
     """Return the tokens that each streaming session holds, by the session's name.
 
-    The engine frees them neither for another request nor when it retracts a request of the session.
+    The engine does not free them for another request. It does not free them if it retracts the session's request.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
@@ -310,20 +329,22 @@ def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
         records = prefixes.session_records()
     else:
         records = getattr(getattr(prefixes, "session", prefixes), "slots", None) or {}
-    # The record of a session has the number itself up to 0.5.13.
+    # Up to 0.5.13 the session's record has the number itself.
     owners = {name: getattr(record, "kv", record) for name, record in records.items()}
     return {name: int(getattr(owner, "kv_allocated_len", 0) or 0) for name, owner in owners.items()}
 
 
 def whole_pages(tokens: Iterable[int], page: int) -> int:
-    """Return the tokens of all pages that so many tokens take, each number on pages of its own."""
+    """Return the sum of the numbers of tokens, each rounded up to whole pages."""
     return sum(-(-number // page) * page for number in tokens)
 
 
 def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
-    """Return the tokens below which a KV cache is not made smaller: two of the largest prefills of one request, beside
-    what streaming sessions hold. With sliding windows their layers keep one window, a prefill behind it, some pages,
-    and what sessions hold."""
+    """Return the tokens below which a KV cache does not shrink.
+
+    They are two of the largest prefills of one request and the tokens of streaming sessions. Layers with a sliding
+    window keep one window, a prefill behind it, some pages, and the tokens of sessions.
+    """
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
     held = whole_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
     if not pools.top.window:
@@ -333,31 +354,35 @@ def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
 
 
 def spare_tokens(scheduler: Any) -> float:
-    """Free tokens that a prompt does not need whose first chunks are computed: the engine computes the next one without
-    asking whether there is room; infinite: there is none such."""
+    """Return the free tokens that the prompt under way does not need.
+
+    The engine computes the next chunk of a prompt without asking whether there is room.
+
+    :returns: infinite if no prompt is under way.
+    """
     chunked = getattr(scheduler, "chunked_req", None)
     if chunked is None:
         return math.inf
     allocator = scheduler.token_to_kv_pool_allocator
-    if hasattr(allocator, "full_attn_allocator"):  # there it does ask
+    if hasattr(allocator, "full_attn_allocator"):  # with this allocator the engine asks
         return math.inf
     try:
         evictable = scheduler.tree_cache.evictable_size()
-    except NotImplementedError:  # beside states of Mamba layers, which it counts by themselves
+    except NotImplementedError:  # beside states of Mamba layers, which the cache counts apart
         evictable = scheduler.tree_cache.full_evictable_size()
-    there = int(allocator.available_size()) + int(evictable)
+    available = int(allocator.available_size()) + int(evictable)
     holders = (chunked, getattr(chunked, "kv", None))  # the second from 0.5.18 on
-    computed = max(int(getattr(each, "kv_committed_len", 0) or 0) for each in holders)
+    computed = max(int(getattr(holder, "kv_committed_len", 0) or 0) for holder in holders)
     left, page = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed, int(allocator.page_size)
-    if getattr(scheduler, "is_mixed_chunk", False):  # each chunk comes with a token of each request that decodes
+    if getattr(scheduler, "is_mixed_chunk", False):  # a chunk is computed with a token of each request that decodes
         rows = len(scheduler.running_batch.reqs)
         chunk = max(1, int(scheduler.chunked_prefill_size or 1) - rows)
         left += rows * (-(-left // chunk) + 1 + page)
-    return max(0, there - left - 2 * page)
+    return max(0, available - left - 2 * page)
 
 
 def evict_prefixes(prefixes: Any, tokens: int) -> None:
-    """Have the engine's cache of prefixes free so many tokens that nobody uses; where it cannot, they stay.
+    """Evict ``tokens`` from the prefix cache. If the engine cannot, they stay.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
@@ -370,16 +395,16 @@ def evict_prefixes(prefixes: Any, tokens: int) -> None:
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
-# Nothing of the allocator is replaced but ``clear``, by which a flush makes every slot free at once. Free slots of the
-# tail are taken out of its free lists between two turns of the scheduler, and the engine is told the slots that are
-# left and those of the tail that somebody still holds. Its own check, that free, cached and running tokens add up,
-# holds in every turn.
+# Only the allocator's ``clear`` is wrapped, because a flush frees every slot at once. Between two turns of the
+# scheduler, free slots of the tail are withdrawn from the allocator's free lists. The engine's number of tokens is the
+# number of slots before the tail and of slots of the tail that are still held. So the engine's own check, that free,
+# cached and running tokens add up, holds in every turn.
 
 
 class _Tail:
-    """The tail of one part, in pages: those after ``kept``, up to ``size``.
+    """Tail of one part of the KV cache: the pages after ``kept``, up to ``size``.
 
-    ``held``: whether each is held by somebody, or free and not yet taken out.
+    ``held`` says of each page whether a request or prefix holds it, or whether it is free and not withdrawn yet.
     """
 
     def __init__(self, allocator: Any, size: int, wanted: int) -> None:
@@ -389,11 +414,11 @@ class _Tail:
         self.kept, self.size = wanted // self.page, size // self.page
         self.held = torch.ones(max(0, self.size - self.kept), dtype=torch.bool)
 
-    def take_out(self, spare: float) -> bool:
-        """Take free pages of the tail out of the free lists.
+    def withdraw(self, spare: float) -> bool:
+        """Withdraw free pages of the tail from the free lists.
 
-        :param spare: at most so many tokens.
-        :returns: whether there were any.
+        :param spare: most tokens to withdraw.
+        :returns: whether any were withdrawn.
         """
         before = int(self.held.sum())
 
@@ -405,94 +430,95 @@ class _Tail:
             if pages is not None and len(pages):
                 setattr(self.allocator, name, without_tail(pages))
         if staged := getattr(self.allocator, "staged_pages", None):
-            left = [each for each in map(without_tail, staged) if len(each)]
-            self.allocator.staged_pages, self.allocator.num_staged_pages = left, sum(map(len, left))
+            kept = [pages for pages in map(without_tail, staged) if len(pages)]
+            self.allocator.staged_pages, self.allocator.num_staged_pages = kept, sum(map(len, kept))
         return int(self.held.sum()) < before
 
     def _without_tail(self, pages: Any, most: float) -> Any:
-        """:returns: a list of free pages without those of the tail, at most ``most`` of which are taken out."""
+        """Return a list of free pages without those of the tail, of which at most ``most`` are withdrawn."""
         in_tail = pages > self.kept
         in_tail &= in_tail.cumsum(0) <= most
-        gone = pages[in_tail]
-        self.held[gone.cpu() - self.kept - 1] = False
-        return pages[~in_tail] if len(gone) else pages
+        withdrawn = pages[in_tail]
+        self.held[withdrawn.cpu() - self.kept - 1] = False
+        return pages[~in_tail] if len(withdrawn) else pages
 
-    def total(self) -> int:
-        """Tokens that the engine has: those that are kept, and those of the tail that are held."""
+    def count_usable(self) -> int:
+        """Return the tokens that the engine may use: those before the tail, and those of the tail that are held."""
         return (self.kept + int(self.held.sum())) * self.page
 
-    def highest(self) -> int:
-        """Tokens up to the last page that is kept, or held."""
+    def count_mapped(self) -> int:
+        """Return the tokens up to the last page that is before the tail or held."""
         held = self.held.nonzero()
         return (self.kept + (int(held[-1]) + 1 if len(held) else 0)) * self.page
 
 
 class Retirement:
-    """One step down, from its beginning until nobody holds a slot of the tail.
+    """One step to a smaller KV cache. It ends when nobody holds a slot of the tail.
 
-    :param allocator: the scheduler's.
-    :param now: its tokens, and ``wanted``: what is to be left.
-    :param tell: called with the tokens that the engine must believe in, whenever they change.
+    :param allocator: the scheduler's allocator.
+    :param now: token counts before the step.
+    :param wanted: token counts after the step.
+    :param publish: sets the engine's token counts. It is called whenever they change.
     """
 
     def __init__(
-        self, allocator: Any, now: TokenCounts, wanted: TokenCounts, tell: Callable[[TokenCounts], None]
+        self, allocator: Any, now: TokenCounts, wanted: TokenCounts, publish: Callable[[TokenCounts], None]
     ) -> None:
-        self._allocator, self._wanted, self._tell = allocator, wanted, tell
+        self._allocator, self._wanted, self._publish = allocator, wanted, publish
         self._tails = {
-            part: _Tail(each, getattr(now, part), getattr(wanted, part)) for part, each in parts_of(allocator)
+            part: _Tail(owner, getattr(now, part), getattr(wanted, part)) for part, owner in parts_of(allocator)
         }
         self._clear, self._patcher = allocator.clear, Patcher()
         self._patcher.add(allocator, "clear", self._clear_all)
-        self.done = self._flushed = False
+        self.is_done = self._was_flushed = False
 
-    def go_on(self, spare: float = math.inf) -> bool:
-        """Take out what is free of the tail; between two turns of the scheduler, with no free group open.
+    def advance(self, spare: float = math.inf) -> bool:
+        """Withdraw the free slots of the tail, between two turns of the scheduler and with no free group open.
 
-        :param spare: at most so many tokens of each part.
-        :returns: whether less of the tail is held than before.
+        :param spare: most tokens to withdraw of each part.
+        :returns: whether fewer slots of the tail are held than before.
         """
-        if self.done:
+        if self.is_done:
             return False
-        taken = [each.take_out(spare) for each in self._tails.values()]  # of every one, also if the first has had some
-        changed = any(taken) or self._flushed
-        self._flushed = False
-        if changed:
-            self._told()
-        if not any(bool(each.held.any()) for each in self._tails.values()):
-            self.done = True
+        withdrawals = [tail.withdraw(spare) for tail in self._tails.values()]  # of every part: no generator
+        has_changed = any(withdrawals) or self._was_flushed
+        self._was_flushed = False
+        if has_changed:
+            self._publish_counts()
+        if not any(bool(tail.held.any()) for tail in self._tails.values()):
+            self.is_done = True
             self._patcher.undo()  # another plugin may have had a clear of its own there
-        return changed
+        return has_changed
 
-    def held(self) -> int:
-        """Tokens of the tail that have not come back yet, of the part with the most."""
-        return max(int(each.held.sum()) * each.page for each in self._tails.values())
+    def held_tokens(self) -> int:
+        """Return the tokens of the tail that are still held, of the part with the most."""
+        return max(int(tail.held.sum()) * tail.page for tail in self._tails.values())
 
-    def in_use(self) -> TokenCounts:
-        """What the engine must believe in."""
-        return self._counts(_Tail.total)
+    def usable_counts(self) -> TokenCounts:
+        """Return the token counts that the engine must have now."""
+        return self._counts(_Tail.count_usable)
 
-    def backed(self) -> TokenCounts:
-        """Up to the last slot of each part that somebody may use: memory behind it can go."""
-        return self._counts(_Tail.highest)
+    def mapped_counts(self) -> TokenCounts:
+        """Return the token counts up to the last usable slot. Memory behind this slot can be unmapped."""
+        return self._counts(_Tail.count_mapped)
 
-    def _counts(self, number: Callable[[_Tail], int]) -> TokenCounts:
-        found = {part: number(tail) for part, tail in self._tails.items()}
-        # Of two kinds the engine calls those of the full attention the cache's.
-        return TokenCounts(**{"tokens": found.get("full", 0), **found})
+    def _counts(self, count: Callable[[_Tail], int]) -> TokenCounts:
+        counts = {part: count(tail) for part, tail in self._tails.items()}
+        # If the cache has two kinds of layers, its number of tokens is that of the full-attention layers.
+        return TokenCounts(**{"tokens": counts.get("full", 0), **counts})
 
-    def _told(self) -> None:
-        set_allocator_size(self._allocator, self.in_use())
-        self._tell(self.in_use())
+    def _publish_counts(self) -> None:
+        set_allocator_size(self._allocator, self.usable_counts())
+        self._publish(self.usable_counts())
 
     def _clear_all(self) -> None:
-        """A flush: nobody holds anything, and only the slots that are kept become free."""
-        for each in self._tails.values():
-            each.held[:] = False
+        """Clear the allocator in a flush. No slot is held then, and only the slots before the tail become free."""
+        for tail in self._tails.values():
+            tail.held[:] = False
         set_allocator_size(self._allocator, self._wanted)
         self._clear()
-        self._flushed = True
-        self._told()
+        self._was_flushed = True
+        self._publish_counts()
 
 
 # --- The limit of requests --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From what was needed to the number of tokens, as pure functions, and the limits by which they decide."""
+"""Decisions on the KV cache size as pure functions, and the limits that they use."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MIN_FREE_BYTES = 1_000_000_000
-"""With less left after a forward the rehearsal ends: the next one might not have them. As what that would have taken is
-not known, so many more bytes are kept free then."""
+"""Least free memory after a forward pass. With less, the rehearsal ends, because the next forward pass might run out of
+memory. Its need is not known then, so the server keeps as many more bytes free."""
 MIN_GAIN_FRACTION = 0.02
-"""Of the KV cache. For less, a server keeps the number of tokens that it has been rehearsed with."""
+"""Least growth, as a fraction of the KV cache. For less, a server keeps the number of tokens of its rehearsal."""
 LOW_MARGIN_FRACTION = 0.5
-"""Of the margin: with less free while serving, memory is given back until the margin is free again."""
+"""Fraction of the margin. With less free while serving, the server gives memory back until the margin is free again."""
 FRACTION_STEP = 0.0001
-"""What a fraction is rounded down to: 15 MB of an H200's 150,109,880,320 bytes."""
+"""Step to which a fraction is rounded down: 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3
-"""Rehearsals in one start, but for a first one that began again. With another number of tokens some forwards can be
-larger, or be reached at all."""
+"""Most rehearsals in one start; a first one that starts over does not count. With another number of tokens, some
+forward passes are larger, or can be reached at all."""
 SHOWN_PHASES = 3
-"""The largest phases, which the log names."""
+"""Number of the largest phases that the log names."""
 
 
 @dataclass(frozen=True)
 class LaunchMemory:
-    """What a rank knows before its pools are made; in bytes.
+    """Memory of a rank before the engine makes its pools, in bytes.
 
-    :param failure: why it knows nothing; "" where it does.
-    :param free_before_load: free before its weights were loaded, on the rank with the least.
-    :param free: free now, on this rank.
-    :param fraction: the engine's own, or the given ``--mem-fraction-static``.
-    :param images: what the engine's rule keeps for images, which are not rehearsed.
+    :param failure: why the rank does not know it; "": the rank does.
+    :param free_before_load: free memory before the weights were loaded, on the rank with the least.
+    :param free: free memory of this rank now.
+    :param fraction: the engine's own fraction, or the given ``--mem-fraction-static``.
+    :param images: the engine's allowance for images, which are not rehearsed.
     """
 
     failure: str = ""
@@ -43,35 +43,35 @@ class LaunchMemory:
 
     @property
     def set_aside(self) -> float:
-        """What the fraction leaves beside weights and KV cache."""
+        """Bytes that the fraction leaves beside weights and KV cache."""
         return self.free_before_load * (1 - self.fraction)
 
 
 def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
-    """The fraction with which the KV cache begins where the engine's own leaves it less than ``cache_bytes``.
+    """Return the fraction with which the KV cache begins if the engine's own leaves it less than ``cache_bytes``.
 
-    :param launches: of all ranks; the one with the least free memory counts.
-    :param cache_bytes: what the KV cache needs on each rank to be rehearsed with.
-    :param margin: bytes that, with :data:`MIN_FREE_BYTES`, must be left for forwards.
-    :returns: ``None``: the engine's own stays, because it leaves as much, or so little would be left for forwards.
+    :param launches: memory of all ranks; the rank with the least free memory counts.
+    :param cache_bytes: bytes that a rehearsal needs in the KV cache of each rank.
+    :param margin: bytes that, with :data:`MIN_FREE_BYTES`, must stay for forward passes.
+    :returns: ``None``: the engine's own fraction stays. It leaves enough, or too little would stay for forward passes.
     """
     launch = launches[0]
     free = min(each.free for each in launches)
     if free - launch.set_aside >= cache_bytes or free - cache_bytes < margin + MIN_FREE_BYTES:
         return None
-    # Rounded up: what is needed must be there.
+    # Rounded up, so that the KV cache has these bytes.
     return math.ceil((1 - (free - cache_bytes) / launch.free_before_load) / FRACTION_STEP) * FRACTION_STEP
 
 
 @dataclass(frozen=True)
 class RankNeed:
-    """What a rank has measured in a rehearsal.
+    """Measured need of a rank.
 
-    :param fits: tokens of the KV cache beside what was needed and the margin.
-    :param need: bytes that forwards and graphs took beside weights and KV cache.
-    :param failure: why it is not known; "" where it is.
+    :param fits: tokens of the KV cache that fit beside the need and the margin.
+    :param need: bytes that forward passes and graphs took beside weights and KV cache.
+    :param failure: why the need is not known; "": it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param missed: phases that were not reached, by their names; only the first rank has them.
+    :param missed: phases that were not reached, by their names; only rank 0 has them.
     """
 
     fits: int = 0
@@ -82,12 +82,14 @@ class RankNeed:
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:
-    """The tokens of a server, the same on all ranks: as many as fit on the rank with the least.
+    """Return the KV cache size of a server in tokens, and why it is not the size that fits.
 
-    :param now: tokens that have memory.
-    :param most: tokens that there are addresses for, which a limit of the user's bounds.
-    :param least: tokens below which a KV cache is not made smaller.
-    :returns: also why it is not what fits; "" where it is.
+    All ranks get the same size: the tokens that fit on the rank with the least memory.
+
+    :param now: tokens with memory.
+    :param most: tokens with addresses, within the user's limit.
+    :param least: tokens below which a KV cache does not shrink.
+    :returns: the reason is "" if the size fits.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"
@@ -100,21 +102,21 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
 
 
 def megabytes(size: float) -> str:
-    """Bytes, for people."""
+    """Format bytes as megabytes."""
     return f"{size / 1e6:,.0f} MB"
 
 
 def largest_phases(phases: Mapping[str, int]) -> str:
-    """The phases with the most bytes of tensors, largest first, for people."""
-    ordered = sorted(phases.items(), key=lambda each: -each[1])[:SHOWN_PHASES]
-    return ", ".join(f"{name} {megabytes(taken)}" for name, taken in ordered)
+    """Format the phases with the most bytes of tensors, the largest first."""
+    ordered = sorted(phases.items(), key=lambda phase: -phase[1])[:SHOWN_PHASES]
+    return ", ".join(f"{name} {megabytes(size)}" for name, size in ordered)
 
 
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
-    """The ``--mem-fraction-static`` with which the engine's own rule gives as much.
+    """Return the ``--mem-fraction-static`` with which the engine's rule gives the same KV cache.
 
-    :param more_bytes: of the KV cache by the engine's reckoning, beyond what its rule gave.
-    :returns: rounded down; ``None``: there is none.
+    :param more_bytes: bytes of the KV cache beyond those of the rule, by the engine's arithmetic.
+    :returns: the fraction, rounded down; ``None``: no fraction gives it.
     """
     fraction = launch.fraction + more_bytes / launch.free_before_load
     rounded = math.floor(fraction / FRACTION_STEP) * FRACTION_STEP

@@ -28,7 +28,7 @@ def test_memory_is_read_once_a_second():
 def test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it(free, shortage):
     left = [9 * GB, int(free * GB)]
     memory = FreeMemory(lambda: Memory(free=left.pop(0)), 2 * GB)
-    assert memory.shortage() == pytest.approx(shortage * GB)
+    assert memory.measure_shortage() == pytest.approx(shortage * GB)
     assert memory.lowest == int(free * GB)
 
 
@@ -296,12 +296,12 @@ def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(sch
     have_obeyed(first.given[0], first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8490))
     other.one.look()
-    assert not other.board.said(serving.SHORT)  # what was ordered is still to come
+    assert not other.board.said(serving.SHORT_REPORT)  # what was ordered is still to come
     vars(other.scheduler).update(dict.fromkeys(scheduler))
     other.one.look()
     assert other.pools.counts.tokens == 8500
     other.one.look()
-    assert other.board.said(serving.SHORT)
+    assert other.board.said(serving.SHORT_REPORT)
 
 
 def session_of(name):
@@ -420,14 +420,14 @@ def test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes(st
             held.clear()
             allocator.clear()
         elif what == "turn":
-            retirement.go_on()
+            retirement.advance()
             assert not (allocator.free_pages > wanted).any()
         in_use = torch.cat([*held, allocator.free_pages]).tolist()
         assert len(set(in_use)) == len(in_use)  # none twice
         assert len(in_use) * page == told[-1] == allocator.size
-        assert max(in_use, default=0) * page <= retirement.backed().tokens  # memory is behind each
+        assert max(in_use, default=0) * page <= retirement.mapped_counts().tokens  # memory is behind each
         assert set(range(1, wanted + 1)) <= set(in_use)  # none lost
-    assert retirement.done == (told[-1] == wanted * page)
+    assert retirement.is_done == (told[-1] == wanted * page)
 
 
 def test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size():
@@ -436,7 +436,12 @@ def test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_si
     retirement = Retirement(allocator, TokenCounts(40), TokenCounts(25), lambda counts: None)
 
     def turn():
-        return retirement.go_on(), retirement.in_use().tokens, retirement.backed().tokens, retirement.done
+        return (
+            retirement.advance(),
+            retirement.usable_counts().tokens,
+            retirement.mapped_counts().tokens,
+            retirement.is_done,
+        )
 
     assert turn() == (False, 40, 40, False)
     allocator.free(held[10:38])
@@ -458,15 +463,15 @@ def test_both_kinds_of_a_sliding_window_cache_come_back(flushed):
     allocator.clear = lambda: (full.clear(), window.clear())
     told: list[TokenCounts] = []
     retirement = Retirement(allocator, TokenCounts(100, 100, 50), TokenCounts(60, 60, 30), told.append)
-    retirement.go_on()
+    retirement.advance()
     assert told[-1] == TokenCounts(90, 90, 45)
     if flushed:
         allocator.clear()
     else:
         full.free(held[0])
         window.free(held[1])
-    retirement.go_on()
-    assert (told[-1], retirement.backed(), retirement.done) == (TokenCounts(60, 60, 30),) * 2 + (True,)
+    retirement.advance()
+    assert (told[-1], retirement.mapped_counts(), retirement.is_done) == (TokenCounts(60, 60, 30),) * 2 + (True,)
     assert (allocator._size_full, allocator._size_swa) == (60, 30)
     assert (len(full.free_pages), len(window.free_pages)) == (60, 30)
 
