@@ -241,7 +241,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("= first, top, page, first", "= first, top, page, top")
         ],
         "test_what_is_given_back_is_named_by_no_row_of_the_request_table_that_nobody_has": [
-            ("            _forget_slots(each)\n", "            pass\n"),
+            ("            _forget_slots(table)\n", "            pass\n"),
             ("[0, *map(int, table.free_slots)]", "range(len(rows))"),
         ],
         "test_windows_keep_as_many_tokens_as_they_are_asked_to": [
