@@ -1,7 +1,6 @@
-"""What is driven: the largest forwards that a server's configuration allows, as data.
+"""Phases of a rehearsal as data: the largest forward passes that a server's configuration allows.
 
-One definition for the rehearsal and for the tests of its phases.
-Nothing here imports the engine or torch.
+The rehearsal and the tests of its phases share this definition. It imports neither the engine nor torch.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from sglang_moe_patches.memory.kv_sizing.ranks import Order
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
-"""Requests that share the longest prefix in one forward."""
+"""Requests that share the longest prefix in one forward pass."""
 MAX_PART_FRACTION = 1 / 16
-"""Of the longest prefix, by which it grows at most with each prompt, where a radix cache is to hold it and it cannot be
-planted. The engine computes an aborted prompt to its end, and the request by which it tests itself waits: unanswered
-that ends the server."""
+"""Largest step, as a fraction of the longest prefix, when a radix cache computes the prefix in parts. The parts are
+small because the engine finishes an aborted prompt first. The engine's warm-up request would time out meanwhile, and
+end the server."""
 FIRST_PART_FRACTION = 1 / 4
-"""Of the longest prefix that is planted, or of the longest prompt without a radix cache: computed before the whole, to
-tell how long that will take."""
+"""First part, as a fraction of a planted prefix, or of the longest prompt without a radix cache. It is computed before
+the whole, to estimate the time that the whole takes."""
 LONG_PROMPT_NEW_TOKENS = 64
-"""New tokens of requests that wait for one long prompt, and then decode with it."""
+"""New tokens of requests that wait for one long prompt and then decode beside it."""
 MIXED_DECODES = 32
 """Requests that decode while a mixed chunk arrives."""
 SHORT_PROMPT_TOKENS = 8
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
-"""Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
+"""Sampling parameters such as model cards recommend. They take more memory than greedy decoding."""
 BIASED_TOKEN = 1000
 """Token of the logit bias, or the last token of a smaller vocabulary."""
 PENALIZED = {
@@ -43,38 +42,39 @@ PENALIZED = {
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
     "logit_bias": {str(BIASED_TOKEN): -1.0},
 }
-"""Each of them allocates a number for every request and every token of the vocabulary."""
+"""Sampling parameters that each allocate a number for every request and every token of the vocabulary."""
 RISE = 4
-"""Times more requests with which a decode is rehearsed, at most, so that its memory is known before it runs."""
+"""Largest factor between two rehearsed decodes, in requests. The memory of the next decode can then be predicted."""
 FEW = 64
-"""Requests of the first decode at most: what they sample takes less than is left free in any case."""
+"""Most requests of the first decode. Their sampling takes less memory than is always free."""
 PENALIZED_WITHOUT_GRAPHS = 256
-"""Requests with penalties that run at once, where nobody says how many and no decode is captured."""
+"""Penalized requests that run at once without ``--max-running-requests`` and without captured decodes."""
 VARIED_PROMPTS = 16
-"""Requests of the phase that leaves the allocator blocks of many sizes: a dozen chunks, cut at other places each."""
+"""Requests of the phase that leaves the allocator blocks of many sizes: a dozen chunks, each cut at other places."""
 GROWING_PROMPTS = 8
-"""Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
-next, so it takes new ones until it has seen the largest. Of prompts in random order, one in a thousand of them a whole
-chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
+"""Prompts up to a chunk, each longer than the one before. The allocator's blocks of one prompt are too small for the
+next, so it allocates new blocks until the largest prompt has run. In a random order of 1,000 prompts, about as many are
+longer than all before them (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
 
 
 Arguments = Mapping[str, Any]
-"""A server's arguments, as resolved or as it tells them."""
+"""Arguments of a server, as resolved or as its endpoints report them."""
 MAMBA = "Mamba"
-"""Of :attr:`ServerFacts.hybrid`: a state for each request, beside the KV cache."""
+"""Value of :attr:`ServerFacts.hybrid`: each request has a state beside the KV cache."""
 STATE_INTERVAL_TOKENS = 256
-"""Tokens. A state is kept where a request ends, or at multiples of 64 to 256 tokens, as release, model and strategy go:
-at multiples of these in any case."""
+"""Tokens between two kept states. The engine keeps a state at the end of a request, or at multiples of 64 to 256
+tokens. The interval depends on release, model and strategy; multiples of 256 are always kept."""
 WINDOW_OVERHANG_TOKENS = 128
-"""Tokens that may stay behind a sliding window until they are given back (0.5.23: every so many)."""
+"""Tokens that a request may hold behind its sliding window until the engine frees them (0.5.23 frees them in such
+steps)."""
 
 
 class PhaseKind(StrEnum):
-    """The kinds of largest forwards that are driven."""
+    """Kinds of the largest forward passes."""
 
     PREFILL = "prefill"
     TOGETHER = "together"
-    """Several prompts in one forward."""
+    """Several prompts in one forward pass."""
     BEHIND_PREFIX = "behind prefix"
     SHARED_PREFIX = "shared prefix"
     MIXED = "mixed"
@@ -82,19 +82,20 @@ class PhaseKind(StrEnum):
     EAGER_DECODE = "eager decode"
     VARIED = "varied"
     PENALTIES = "penalties"
-    """The largest decode, whose sampling keeps counts of every token for every request."""
+    """The largest decode with penalties. Its sampling keeps counts of every token for every request."""
     LONG_AMONG_SHORT = "long among short"
-    """An attention backend may copy the request table, as wide as the longest request."""
+    """A decode with one long request. An attention backend may copy the request table, as wide as this request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of one forward.
+    """Sizes of one forward pass.
 
     :param tokens: rows of its input.
-    :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
-    :param longest: tokens of the longest request, where the engine has them on the host.
-    :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
+    :param prefix: cached tokens of all requests.
+    :param longest_prefix: most cached tokens of one request.
+    :param longest: tokens of the longest request, if the engine has them on the host.
+    :param all_ranks: tokens of all data-parallel ranks, if they are gathered.
     """
 
     tokens: int = 0
@@ -105,16 +106,16 @@ class Sizes:
     all_ranks: int = 0
 
 
-SIZES = tuple(each.name for each in fields(Sizes))
-"""The names of its fields."""
+SIZES = tuple(size.name for size in fields(Sizes))
+"""Names of the fields of :class:`Sizes`."""
 
 
 @dataclass(frozen=True)
 class Batch(Sizes):
-    """What the engine's ``ForwardBatch`` says of itself.
+    """Facts of the engine's ``ForwardBatch``.
 
     :param mode: the engine's ``ForwardMode``.
-    :param graph: a captured graph ran it.
+    :param graph: whether a captured graph ran the batch.
     """
 
     mode: str
@@ -123,12 +124,13 @@ class Batch(Sizes):
 
 @dataclass(frozen=True)
 class Bound(Sizes):
-    """The least that a batch must be; every size must hold in one forward."""
+    """Least sizes that one forward pass must have."""
 
     modes: tuple[str, ...]
     graph: bool | None = None
 
-    def met(self, batch: Batch) -> bool:
+    def is_met(self, batch: Batch) -> bool:
+        """Return whether a batch has all sizes, one of the modes, and runs in a graph if it must."""
         return (
             batch.mode in self.modes
             and all(getattr(batch, name) >= getattr(self, name) for name in SIZES)
@@ -138,13 +140,15 @@ class Bound(Sizes):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a model runner consists of, as far as its release tells.
+    """Facts of a model runner, as far as its release reports them.
 
-    :param fixed_bytes: of what goes with requests: their table, and Mamba's states.
-    :param page: tokens.
-    :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
-    :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
-    :param captured: the largest decode batch that has a graph; ``None``: none has, or not yet.
+    :param fixed_bytes: bytes of the request table and of Mamba's states, which grow with requests.
+    :param page: tokens of a page.
+    :param vocabulary: size of the vocabulary.
+    :param hybrid: kind of a pool that is more than one KV cache; "": the pool is one KV cache.
+    :param window: tokens of a sliding window.
+    :param window_tokens: KV cache tokens of the layers with a sliding window.
+    :param captured: largest decode batch with a graph; ``None``: no graph, or not yet.
     """
 
     fixed_bytes: int
@@ -158,87 +162,87 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a forward on one data-parallel rank of a server that runs."""
+    """Limits of a forward pass on one data-parallel rank of a running server."""
 
     chunk: int | None
-    """``--chunked-prefill-size``; ``None`` where chunked prefill is off."""
+    """``--chunked-prefill-size``; ``None``: chunked prefill is off."""
     input_tokens: int
-    """The longest prompt."""
+    """Tokens of the longest prompt."""
     cache_tokens: int
     """Tokens of the KV cache."""
     requests: int
     """Requests that can run at once."""
     captured: int
-    """The largest captured decode batch; 0 without graphs."""
+    """Requests of the largest captured decode; 0 without graphs."""
     page: int = 1
     stages: int = 1
-    """Of a pipeline, which has several batches under way."""
+    """Stages of the pipeline. A pipeline has several batches under way."""
     micro_batch: int = 0
-    """``--pp-max-micro-batch-size``; 0: what runs at once, shared by the stages."""
+    """``--pp-max-micro-batch-size``; 0: the stages share the requests that run at once."""
     mixed: bool = False
     radix_cache: bool = True
     plants: bool = False
-    """The radix cache takes a prefix that was not computed (:mod:`.planted_prefix`)."""
+    """Whether the radix cache accepts a prefix that was not computed (:mod:`.planted_prefix`)."""
     gathered: int = 1
-    """Ranks of data-parallel attention, whose tokens the experts see together."""
+    """Ranks of data-parallel attention. The experts compute their tokens together."""
     vocabulary: int = 1000
     prefill_tokens: int | None = None
-    """``--max-prefill-tokens``: of several requests in one forward."""
+    """``--max-prefill-tokens``: most tokens of several requests in one forward pass."""
     prefill_requests: int = 0
-    """``--prefill-max-requests``: in one forward; 0: no limit."""
+    """``--prefill-max-requests``: most requests of one prefill; 0: no limit."""
     window: int = 0
     """Tokens of a sliding window."""
     window_tokens: int = 0
-    """Tokens of the KV cache of the layers that have one; 0: none has."""
+    """KV cache tokens of the layers with a sliding window; 0: no layer has one."""
     states: bool = False
-    """Layers keep a state for each request, and a prefix is cached where one was kept."""
+    """Whether layers keep a state for each request. A prefix is cached up to a kept state."""
     stop_token: bool = False
-    """The tokenizer has an end of sequence, which ``min_new_tokens`` bars."""
+    """Whether the tokenizer has an end-of-sequence token, which ``min_new_tokens`` bars."""
     draft_tokens: int = 0
-    """``--speculative-num-draft-tokens``: rows of a request in one verification; 0: no speculation."""
+    """``--speculative-num-draft-tokens``: rows of a request in a verification; 0: no speculation."""
     draft_slots: int = 0
-    """Tokens of the KV cache that a request's next drafts take beside its own."""
+    """KV cache tokens that a request's next drafts take beside its own."""
     samples_by_seed: bool = False
     """Every request is sampled with a seed (deterministic inference), and the sampler refuses ``min_p``."""
     default_requests: bool = False
-    """Nobody has said how many requests run at once: the engine's default is thousands."""
+    """Whether ``--max-running-requests`` is not given. The engine's default is thousands."""
     limits_penalized: bool = False
-    """Fewer requests run while one is penalized, although ``--max-running-requests`` is given: memory for as many
-    penalized requests would leave the KV cache fewer tokens than the engine's own."""
+    """Whether penalized requests are limited although ``--max-running-requests`` is given. Memory for as many penalized
+    requests would leave the KV cache fewer tokens than the engine's own rule."""
 
     @property
     def batch(self) -> int:
-        """Requests in one forward."""
+        """Requests in one forward pass."""
         return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
 
     def with_requests(self, requests: int) -> Limits:
-        """With no more than so many at once, of which a forward of each stage has its share."""
+        """Return the limits with at most ``requests`` at once. A forward pass of each stage has its share of them."""
         share = max(1, requests // self.stages)
         return replace(self, requests=min(self.requests, requests), micro_batch=min(self.micro_batch, share))
 
     @property
     def penalized(self) -> int:
-        """Requests in one forward where one of them has penalties or the like (:func:`.serving.limit_requests`)."""
+        """Requests in one forward pass if one of them is penalized (:func:`.serving.is_penalized`)."""
         is_limited = self.default_requests or self.limits_penalized
         return min(self.batch, self._graph_requests) if is_limited else self.batch
 
     def with_fewer_penalized(self) -> Limits | None:
-        """Limit penalized requests as without ``--max-running-requests``.
+        """Return the limits with penalized requests limited as without ``--max-running-requests``.
 
-        :returns: ``None``: no fewer run then.
+        :returns: ``None`` if this does not lower their number.
         """
         limited = replace(self, limits_penalized=True)
         return limited if limited.penalized < self.penalized else None
 
     @property
     def short_requests(self) -> int:
-        """Requests of a few tokens for which half of the KV cache has room, but no fewer than a decode graph has."""
-        each = SHORT_PROMPT_TOKENS + self.beside_prompt(2)
+        """Short requests that fit into half of the KV cache, and at least as many as a decode graph has."""
+        request_tokens = SHORT_PROMPT_TOKENS + self.beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
-        return max(self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest)) // each)
+        return max(self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest)) // request_tokens)
 
     def beside_prompt(self, new: int = 0) -> int:
-        """Tokens of the KV cache that a request takes beside its prompt, at the most.
+        """Return the most KV cache tokens that a request takes beside its prompt.
 
         :param new: new tokens of the request.
         """
@@ -246,8 +250,11 @@ class Limits:
 
     @property
     def short_prompt_tokens(self) -> int:
-        """Of the prompts of a decode: no chunk ends within one. Of a prompt that is cut the engine counts two requests,
-        and admits one less than can run; what a mixed chunk has room for is not known."""
+        """Tokens of the prompts of a decode, so that no chunk ends within a prompt.
+
+        The engine counts a prompt in two chunks as two requests, and admits one request too few. The room of a mixed
+        chunk is not known, so its prompts have one token.
+        """
         return 1 if self.mixed else math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)
 
     @property
@@ -256,19 +263,19 @@ class Limits:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest prefill of one request: a chunk, or the longest prompt where that is less."""
+        """Tokens of the largest prefill of one request: a chunk, or the longest prompt if it is shorter."""
         return min(self.chunk or self.input_tokens, self.input_tokens)
 
     @property
     def together(self) -> int:
-        """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
+        """Largest prefills that one forward pass computes, the last one in part; 1 if one prefill is a chunk."""
         limits = [self.cache_tokens // (self.largest + self.beside_prompt()), self.batch]
         if self.window_tokens:
-            # A request is admitted where the pool has a window for it, however short it is.
+            # The engine admits a request only if the pool has a window for it, also for a short one.
             limits.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
         if self.chunk:
             limits.append(-(-self.chunk // self._paged))
-        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
+        # The engine leaves a request for the next forward pass if it would bring the tokens to max_prefill_tokens.
         if self.prefill_tokens:
             limits.append((self.prefill_tokens - 1) // self.largest)
         if self.prefill_requests:
@@ -277,7 +284,7 @@ class Limits:
 
     @property
     def packed(self) -> int:
-        """Tokens of those in one forward; of several at least so many, whose last is cut at a page."""
+        """Least tokens of the ``together`` prefills in one forward pass. The last one is cut at a page."""
         if self.together == 1:
             return self.largest // self.page * self.page
         all_whole, before = self.together * self.largest, self.together - 1
@@ -288,30 +295,31 @@ class Limits:
 
     @property
     def _paged(self) -> int:
-        """What the largest prefill takes of a chunk."""
+        """Tokens of a chunk that the largest prefill takes, in whole pages."""
         return -(-self.largest // self.page) * self.page
 
 
 def derive_limits(
     info: Arguments, facts: ServerFacts, *, cache_tokens: int, requests: int, input_tokens: int
 ) -> Limits:
-    """What bounds a forward.
+    """Return the limits of a forward pass.
 
-    :param facts: of its model runner.
-    :param cache_tokens: of its KV cache.
-    :param requests: that can run at once, on a data-parallel rank.
-    :param input_tokens: of the longest prompt.
+    :param info: arguments of the server.
+    :param facts: facts of its model runner.
+    :param cache_tokens: tokens of its KV cache.
+    :param requests: requests that can run at once on a data-parallel rank.
+    :param input_tokens: tokens of the longest prompt.
     """
     chunk = info.get("chunked_prefill_size")
     draft_tokens = draft_slots = 0
     if speculates(info):
         draft_tokens = int(info.get("speculative_num_draft_tokens") or 1)
         tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
-        # While one batch is verified the slots of the next are taken already.
+        # While one batch is verified, the slots of the next one are allocated already.
         draft_slots = 2 * max(draft_tokens, tree)
     captured = _asked_to_capture(info)
     if facts.captured is not None:
-        # Not all sizes that are asked for are captured: ranks that attend together share a batch in whole tokens.
+        # The engine does not capture all sizes of the arguments: ranks of one attention share a batch in whole tokens.
         captured = min(captured, facts.captured)
     limits = Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
@@ -340,19 +348,22 @@ def derive_limits(
 
 
 def speculates(info: Arguments) -> bool:
-    """Whether a server decodes speculatively."""
+    """Return whether a server decodes speculatively."""
     return bool(info.get("speculative_algorithm"))
 
 
 def attention_ranks(info: Arguments) -> int:
-    """Ranks of data-parallel attention; 1: there is none."""
-    named = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
-    return named if named > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
+    """Return the ranks of data-parallel attention; 1: it is off."""
+    ranks = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
+    return ranks if ranks > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
 
 
 def graph_settings(info: Arguments, phase: str) -> dict[str, Any] | None:
-    """Of the engine's ``cuda_graph_config``, what it says of graphs of "decode" or "prefill", and whether they are
-    ``off``; ``None`` up to 0.5.13, which has other arguments."""
+    """Return the engine's ``cuda_graph_config`` for the graphs of a phase. Its key ``off`` says whether they are off.
+
+    :param phase: "decode" or "prefill".
+    :returns: ``None`` up to 0.5.13, which has other arguments.
+    """
     graphs = info.get("cuda_graph_config")
     if graphs is None:
         return None
@@ -371,7 +382,11 @@ def _asked_to_capture(info: Arguments) -> int:
 
 
 class Prompt(NamedTuple):
-    """Tokens of a prompt: of the prefix that several phases share, and then of its own."""
+    """Tokens of a prompt.
+
+    :param shared: tokens of the prefix that several phases share.
+    :param fresh: tokens of its own behind the prefix.
+    """
 
     shared: int
     fresh: int
@@ -379,12 +394,14 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a forward takes that has not run: at most ``times`` what the phase of a name took.
+    """Estimate of the memory of a forward pass: at most ``times`` the memory of an earlier phase.
 
-    :param with_graphs: that one ran in a graph: the memory of the decodes' graphs belongs to it.
-    :param fewer_requests: how many run at once if the forward is left out, because it would take more memory than there
-        is, or too much more than any phase before it: that is of more use to the KV cache. 0: it is never left out, and
-        where there is no memory, its memory counts as taken.
+    :param name: name of the earlier phase.
+    :param times: factor between both.
+    :param with_graphs: whether the earlier phase ran in a graph. The memory of the decodes' graphs is added then.
+    :param fewer_requests: requests that run at once if the forward pass is left out. It is left out if it would take
+        more memory than is free, or too much more than all phases before it: the KV cache uses this memory better. 0:
+        the forward pass is never left out. If its memory is not free, it counts as taken.
     """
 
     name: str
@@ -395,18 +412,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of largest forward, and the requests that bring it about.
+    """Requests that make one kind of largest forward pass.
 
-    :param name: for people.
-    :param prompts: of one data-parallel rank.
+    :param kind: kind of the forward pass.
+    :param name: name for the log.
+    :param bound: least sizes of the forward pass.
+    :param prompts: prompts of one data-parallel rank.
+    :param new_tokens: new tokens of each request.
     :param background: requests that decode meanwhile.
-    :param in_turn: each prompt is sent when the one before is answered.
-    :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
+    :param in_turn: whether each prompt is sent when the one before is answered.
+    :param to_the_end: whether the phase ends when all requests are answered. Else it ends when a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
-    :param output_logprobs: every request asks for the log-probabilities of its new tokens.
-    :param growth: a prompt of this phase may take so many times as long as the slowest one before it, of the phases
-        with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
-    :param estimate: of the memory that it takes; ``None``: it runs whatever is free.
+    :param output_logprobs: whether every request asks for the log-probabilities of its new tokens.
+    :param growth: largest factor between the time of a prompt and of the slowest one before it, among phases with a
+        growth. Attention takes the square of the tokens. 0: the time does not depend on the context.
+    :param estimate: estimate of its memory; ``None``: the phase always runs.
     """
 
     kind: PhaseKind
@@ -424,27 +444,27 @@ class Phase:
 
     @property
     def shared(self) -> int:
-        """Tokens of the shared prefix that its prompts begin with."""
+        """Tokens of the shared prefix with which its prompts begin."""
         return max(prompt.shared for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
 class Plant(Order):
-    """What every rank's radix cache is to hold without computing it, before the requests that are put next.
+    """Order to every rank's radix cache to hold a prefix without computing it, before the next requests.
 
-    :param tokens: the shared prefix, as far as a phase needs it.
+    :param tokens: the part of the shared prefix that the phase needs.
     """
 
     tokens: tuple[int, ...]
 
 
 def _drawn_from(vocabulary: int) -> range:
-    # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
+    # Special tokens, such as placeholders of images, are the first or the last ones of a vocabulary.
     return range(min(1000, vocabulary // 2), min(50_000, vocabulary))
 
 
 class Tokens:
-    """Random tokens, alike for the same seed."""
+    """Random tokens. The same seed gives the same tokens."""
 
     def __init__(self, seed: str, vocabulary: int) -> None:
         self._random = random.Random(seed)
@@ -455,21 +475,25 @@ class Tokens:
 
 
 def shared_prefix(length: int, limits: Limits) -> list[int]:
-    """As many tokens of the one prefix that several phases share, so that the radix cache has it after the first."""
+    """Return the first ``length`` tokens of the prefix that several phases share.
+
+    The radix cache has the prefix after the first of these phases.
+    """
     return Tokens("prefix", limits.vocabulary).some(length)
 
 
 def first_tokens(limits: Limits) -> Iterator[int]:
-    """Tokens by which other prompts than the shared prefix begin, so that the radix cache has nothing of any: without
-    end, and none again before all have had their turn."""
+    """Yield first tokens of prompts without the shared prefix, without end.
+
+    No token comes again before all have come, so the radix cache finds no part of a prompt.
+    """
     (taken,) = shared_prefix(1, limits)
     tokens = [token for token in _drawn_from(limits.vocabulary) if token != taken]
     return cycle(random.Random("first").sample(tokens, len(tokens)))
 
 
 def derive_phases(limits: Limits) -> list[Phase]:
-    """What a server of this configuration rehearses, in this order: the largest forwards, and what sampling takes
-    besides."""
+    """Return the phases of a rehearsal in their order: the largest forward passes, then those with larger sampling."""
     phases: list[Phase] = []
 
     chunk = limits.largest
@@ -485,49 +509,49 @@ def derive_phases(limits: Limits) -> list[Phase]:
         phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, estimate=estimate))
 
     room = min(limits.input_tokens, limits.cache_tokens - limits.beside_prompt())  # of one request
-    # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
+    # A cached prefix may end anywhere. Without the cache, a whole chunk begins at a multiple of the chunk.
     keeps_states = limits.states and limits.radix_cache
     step = math.lcm(limits.page, min(STATE_INTERVAL_TOKENS, chunk)) if keeps_states else limits.page
     before = (room - chunk if limits.radix_cache else (room // chunk - 1) * chunk) // step * step
-    # With EAGLE the cache's keys are pairs of tokens: of a prefix it finds one token less, which can be a step less.
+    # With EAGLE the cache's keys are pairs of tokens. The cache finds one token less of a prefix, maybe a step less.
     cached = before - step if limits.draft_tokens and limits.radix_cache else before
     if limits.chunk is not None and cached >= step:
         name, behind = "prefill chunk behind the longest prefix", replace(prefill, longest_prefix=cached)
         prompts = _behind(before, chunk, limits)
-        # A part has at most twice the tokens of the one before, behind twice as many; a chunk behind a planted prefix
-        # as many, behind four times as many; without the cache the whole has four times as many.
+        # A part has at most twice the tokens of the part before, behind twice as many tokens. A chunk behind a planted
+        # prefix has as many, behind four times as many. Without the cache the whole prompt has four times as many.
         growth = 4.0 if limits.radix_cache else FIRST_PART_FRACTION**-2
         phases.append(Phase(PhaseKind.BEHIND_PREFIX, name, behind, prompts, in_turn=True, growth=growth))
         sharers = min(SHARED_PREFIX_REQUESTS, limits.batch, limits.prefill_requests or SHARED_PREFIX_REQUESTS)
-        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
+        # The engine leaves a request for the next forward pass if it would bring the tokens to max_prefill_tokens.
         most = min(chunk, limits.prefill_tokens or chunk) - 1
         part = most // max(1, sharers) // limits.page * limits.page - (before - cached)
-        each = part + limits.beside_prompt()
-        fits = sharers > 1 and before + chunk + sharers * each <= limits.cache_tokens
+        sharer_tokens = part + limits.beside_prompt()
+        fits = sharers > 1 and before + chunk + sharers * sharer_tokens <= limits.cache_tokens
         if limits.window_tokens:
-            # One window is the prefix's, and one with a chunk what is left of the phase before.
+            # The prefix has one window. One window and a chunk may be left of the phase before.
             windows = sharers * (max(part, limits.window) + 2 * limits.page) + 2 * (chunk + limits.window)
             fits = fits and windows <= limits.window_tokens
         if limits.radix_cache and part > 0 and fits:
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
             name, prompts = f"{sharers} requests behind one prefix", [Prompt(before, part)] * sharers
             phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts))
-    if limits.mixed and limits.stages == 1 and limits.chunk is not None:  # each stage has several batches under way
+    if limits.mixed and limits.stages == 1 and limits.chunk is not None:  # stages have several batches under way
         decodes = min(MIXED_DECODES, limits.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - limits.page, requests=decodes)
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, [Prompt(0, chunk)], background=decodes))
 
     captured = min(limits.captured, limits.batch)
-    # In a pipeline what does not fit into one forward goes into another batch, and stays there.
+    # In a pipeline, requests that do not fit into one forward pass join another batch, and stay in it.
     paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
     fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
     counts: list[tuple[PhaseKind, str, int]] = []
-    # Where so many are not there at once they are not waited for: a graph has its memory since it was captured.
+    # If so many requests never meet in a batch, they are left out: a graph has its memory since its capture.
     if captured and not (limits.stages > 1 and fit < captured < limits.batch):
         counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
     if limits.batch > captured:
         first = captured if counts else FEW // RISE
-        # Those that may be left out in small steps: as many run at once as in the last that was not.
+        # Decodes that may be left out grow in small steps. As many requests run as in the last decode that was not.
         asked = limits.penalized if limits.default_requests else limits.batch
         eager = rising_counts(first, asked) if asked > captured or not counts else []
         eager += rising_counts(asked, limits.batch, 2) if limits.batch > asked else []
@@ -537,7 +561,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
     phases += [phase for phase in plain if not _may_go(phase)]
     penalized = rising_counts(FEW // RISE, limits.penalized)
     phases += _link_rising((_penalized_decode(count, limits) for count in penalized), limits)
-    # After all that must fit: none of these may take more than the largest of them.
+    # Decodes that may be left out come last: they may take no more than the largest phase before them.
     phases += filter(_may_go, plain)
     phases += _long_among_short(limits, plain)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
@@ -546,13 +570,13 @@ def derive_phases(limits: Limits) -> list[Phase]:
 
 
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKind] = ()) -> list[Phase]:
-    """What is to be rehearsed once more with another number of tokens: the phases that are larger than they were.
+    """Return the phases that are rehearsed once more with another number of tokens, because they are larger now.
 
-    :param missed: kinds of phases that were not reached, which are tried again, with the numbers that they have now.
+    :param missed: kinds of phases that were not reached. They are tried again with their sizes of now.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
-        # A decode's bound does not say how long the longest request is: not every release tells.
+        # The bound of a decode does not have the longest request, because not every release reports it.
         return (*(getattr(phase.bound, name) for name in SIZES), max(map(sum, phase.prompts)))
 
     ran = {phase.kind: sizes(phase) for phase in derive_phases(before)}
@@ -565,8 +589,10 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
 
 
 def rising_counts(fewer: int, last: int, times: int = RISE) -> list[int]:
-    """Numbers of requests up to ``last``. Each is at most ``times`` the one before, and the first at most as many times
-    ``fewer``."""
+    """Return rising numbers of requests up to ``last``.
+
+    Each number is at most ``times`` the number before it. The first one is at most ``times`` ``fewer``.
+    """
     counts = [last]
     while counts[0] > times * fewer:
         counts.insert(0, -(-counts[0] // times))
@@ -574,7 +600,7 @@ def rising_counts(fewer: int, last: int, times: int = RISE) -> list[int]:
 
 
 def _link_rising(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
-    """The same phases, the memory of each judged by the one before it, which has fewer requests."""
+    """Return the phases with an estimate of each one's memory from the phase before it, which has fewer requests."""
     linked: list[Phase] = []
     for phase in phases:
         linked.append(_judge_by(linked[-1], phase, limits) if linked else phase)
@@ -582,7 +608,7 @@ def _link_rising(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
 
 
 def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
-    """The same phase, whose memory is judged by that of one with fewer requests."""
+    """Return the phase with an estimate of its memory from a phase with fewer requests."""
     fewer, is_eager = smaller.bound.requests, phase.kind is PhaseKind.EAGER_DECODE
     may_go = limits.default_requests and is_eager and fewer >= limits.penalized
     times = max(1.0, phase.bound.requests / fewer)
@@ -595,12 +621,12 @@ def _may_go(phase: Phase) -> bool:
 
 
 def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
-    """The largest decode with one request that is long; none where there is no room for both.
+    """Return the largest decode with one long request; nothing if the KV cache has no room for it.
 
-    :param decodes: those without.
+    :param decodes: decodes without a long request.
     """
     short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
-    half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
+    half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long request has the other half
     wanted = LONG_PROMPT_NEW_TOKENS + _decoded_meanwhile(limits.requests, limits)
     new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
     beside = limits.beside_prompt(new)
@@ -613,10 +639,10 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         short,
         kind=PhaseKind.LONG_AMONG_SHORT,
         name=f"decode of one long request among {limits.batch - 1} short ones",
-        # Of several batches that of the long one.
+        # A pipeline has several batches; the batch of the long request counts.
         bound=Bound(DECODES, requests=limits.batch, longest=longest if limits.stages > 1 else 0),
-        # What the cache has of it needs not be computed, which can take minutes. As many behind that as a short one has
-        # leave the ends of chunks where they are.
+        # The prefix cache has all but the end of the long prompt, which saves minutes. The end is as long as a short
+        # prompt, so chunks end where they ended before.
         prompts=[Prompt(longest - limits.short_prompt_tokens, limits.short_prompt_tokens), *short.prompts[1:]],
         new_tokens=new,
         growth=0.0 if limits.radix_cache else 1.0,
@@ -635,31 +661,31 @@ def _penalized_decode(requests: int, limits: Limits) -> Phase:
         _decode(PhaseKind.PENALTIES, name, requests, limits),
         bound=Bound(DECODES, requests=requests),
         sampling=sampling,
-        # With speculation each release computes log-probabilities in another way.
+        # With speculation, each release computes log-probabilities in another way.
         output_logprobs=not limits.draft_tokens,
     )
 
 
 def _in_step(phase: Phase, limits: Limits) -> Phase:
-    """The same, seen only where every data-parallel rank is at the bound in the same forward."""
-    # The engine counts a request that is verified as its draft tokens.
-    each = phase.bound.tokens or phase.bound.requests * max(1, limits.draft_tokens)
-    all_ranks = limits.gathered * each if limits.gathered > 1 else 0
+    """Return the phase with a bound that every data-parallel rank must meet in the same forward pass."""
+    # In a verification, the engine counts the draft tokens of a request.
+    rank_tokens = phase.bound.tokens or phase.bound.requests * max(1, limits.draft_tokens)
+    all_ranks = limits.gathered * rank_tokens if limits.gathered > 1 else 0
     return replace(phase, bound=replace(phase.bound, all_ranks=all_ranks))
 
 
 def growing_lengths(chunk: int) -> list[int]:
-    """Lengths of prompts up to a chunk, each longer than the one before."""
+    """Return rising lengths of prompts up to a chunk."""
     return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
 
 
 def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
-    """Lengths of the prompts by which the prefix grows up to the longest.
+    """Return the lengths of the prompts in which the prefix grows to the longest.
 
-    Each adds a chunk at least, and at most as much as there was before and :data:`MAX_PART_FRACTION` of the longest.
-    With sliding windows the last holds a window and hardly more. The cache keeps the windows of a prefix in use by the
-    parts in which it came to know it: a larger last part, or one that is smaller than a window and has a large one
-    before it, would leave no room for a chunk behind it.
+    Each prompt adds at least a chunk. It adds at most as many tokens as there were before, and at most
+    :data:`MAX_PART_FRACTION` of the longest. With sliding windows the last part is hardly longer than a window. The
+    cache keeps the windows of a prefix in use by the parts in which it was computed. A longer last part, or a short one
+    behind a long one, would leave no room for a chunk behind the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest
@@ -670,23 +696,23 @@ def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
 
 
 def _behind(before: int, chunk: int, limits: Limits) -> list[Prompt]:
-    """A part of the prefix and then all of it, with a chunk of other tokens behind it; or what the cache is to have
-    of it first."""
+    """Return the prompts that put a chunk behind the longest prefix: first a part, or parts for the cache, then all."""
     if limits.plants:
         parts = [Prompt(int(before * FIRST_PART_FRACTION) // limits.page * limits.page, chunk)]
     elif limits.radix_cache:
         parts = [Prompt(length, 0) for length in _parts(before, chunk, limits)]
     else:
-        # Whole chunks, and so many that the whole takes no longer than the square of the fraction says.
+        # Whole chunks, so many that the whole takes no longer than the square of the fraction predicts.
         parts = [Prompt(math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk, 0)]
     return [*parts, Prompt(before, chunk)]
 
 
 def _varied(chunk: int, limits: Limits) -> list[Prompt]:
-    """Prompts of any length to one and a half chunks.
+    """Return prompts of many lengths up to one and a half chunks.
 
-    Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
-    As many whatever the KV cache holds: a server with a larger one must not be the first to see them.
+    Forward passes of many sizes split the allocator's blocks in many ways. The allocator then keeps more memory than
+    the largest forward pass alone needs. The number of prompts does not depend on the size of the KV cache, because a
+    server with a larger one must rehearse them, too.
     """
     longest, draw = min(chunk + chunk // 2, limits.input_tokens), random.Random("varied")
     lengths = [longest, *(draw.randint(1, longest) for _ in range(VARIED_PROMPTS - 1))]
@@ -694,13 +720,13 @@ def _varied(chunk: int, limits: Limits) -> list[Prompt]:
 
 
 def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
-    # The largest batch is there once all that can run at once do: before, several may share them. Each batch of a
-    # pipeline keeps what its penalties take.
+    # The largest batch needs all requests that can run at once: with fewer, several batches may share them. Each batch
+    # of a pipeline keeps the memory of its penalties.
     put = limits.requests if requests == limits.batch else requests
     if kind is PhaseKind.PENALTIES:
         put = min(limits.requests, requests * limits.stages)
-    # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
-    # speculation nothing is aborted: after an abort a release was seen to answer no more.
+    # Enough new tokens that the first requests still run when the last ones arrive. They are aborted when all ran in
+    # one batch. With speculation they are not aborted: one release answered no more after an abort.
     new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _decoded_meanwhile(put, limits)
     return Phase(
         kind,
@@ -712,18 +738,18 @@ def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
 
 
 def _decoded_meanwhile(requests: int, limits: Limits) -> int:
-    """Tokens that the first of these requests has decoded when the last one is admitted."""
+    """Return the tokens that the first request has decoded when the last one is admitted."""
     if not (limits.mixed and limits.prefill_requests):
-        return 0  # what waits goes before what decodes
+        return 0  # prefills come before decodes
     return -(-requests // limits.prefill_requests) * max(1, limits.draft_tokens)
 
 
 def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
-    """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
+    """Return the new tokens with which so many short requests are all admitted, beside a chunk of others."""
     caches = [limits.cache_tokens]
     windows = requests * (limits.window + WINDOW_OVERHANG_TOKENS + 2 * limits.page)
     if limits.window_tokens and windows > limits.window_tokens - 2 * limits.largest:
-        caches.append(limits.window_tokens)  # which has no whole window for each
-    each = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
-    new = each - SHORT_PROMPT_TOKENS - limits.beside_prompt()
+        caches.append(limits.window_tokens)  # the cache has no whole window for each request
+    request_tokens = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
+    new = request_tokens - SHORT_PROMPT_TOKENS - limits.beside_prompt()
     return max(2, min(wanted, new, limits.input_tokens - SHORT_PROMPT_TOKENS))

@@ -328,7 +328,7 @@ class LoadDriver:
         """A forward has run."""
         if self._phase is None:
             return
-        self._reached = self._reached or self._phase.bound.met(batch)
+        self._reached = self._reached or self._phase.bound.is_met(batch)
         behind = batch.mode in DECODES and batch.requests >= self._phase.background
         self._decoding = self._decoding or behind
 

@@ -446,10 +446,10 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
     bound = Bound(("EXTEND",), **dict.fromkeys(SIZES, 7), graph=graph)
 
     at_it = Batch("EXTEND", **dict.fromkeys(SIZES, 7), graph=graph)
-    assert bound.met(at_it)
+    assert bound.is_met(at_it)
     assert len(SIZES) == 6
     less = [*({name: 6} for name in SIZES), {"mode": "DECODE"}, {"graph": not graph}]
-    assert not any(bound.met(replace(at_it, **changed)) for changed in less)
+    assert not any(bound.is_met(replace(at_it, **changed)) for changed in less)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
