@@ -1,4 +1,4 @@
-"""Of what the terminal, the shell and the network of whoever runs the tests say, nothing counts, nor how fast it is."""
+"""Configuration of all tests. Results must not depend on terminal, shell, network or speed of the machine."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import Patcher
 
 TERMINAL = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
-"""How wide help and tables are, and whether in colour."""
+"""Variables that set the width and the colours of printed tables and help."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-"""Every server that is asked runs here."""
+"""Variables that select a proxy. The tests unset them, because all their servers run on this machine."""
 
 for name in (*TERMINAL, *PROXIES):
     os.environ.pop(name, None)
 
-# The same cases on every machine, however long one takes there.
+# Hypothesis draws the same cases on every machine, without a time limit.
 settings.register_profile(
     "everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("everywhere")
 
-# Tests import the engine, thousands of modules of which nothing is thrown away: nobody looks whether it can be, neither
-# meanwhile nor in any later collection.
+# Tests import the engine, which has thousands of modules that stay in memory. The garbage collector is off during these
+# imports, and later collections skip the modules.
 gc.disable()
 
 
@@ -36,14 +36,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said_yet() -> None:
-    """What is said once in a process is said once in a test."""
+def _forget_logged_messages() -> None:
+    """Make ``log.once`` log each message once per test instead of once per process."""
     log._logged.clear()
 
 
 @pytest.fixture
 def patcher() -> Iterator[Patcher]:
-    """Taken back when the test has ended."""
+    """Patcher whose patches are undone at the end of the test."""
     made = Patcher()
     yield made
     made.undo()

@@ -1,8 +1,8 @@
-"""Engine tests: the real engine, on the CPU, with the reference kernels.
+"""Configuration of the engine tests, which run the real engine on the CPU with the reference kernels.
 
-On the default release every test runs, on the others those marked ``every_release``: they show what differs between
-releases. What is marked ``product`` (further cases of a kind that has one already) waits for `make test-all`, and what
-is marked ``ci`` (the longest) for `.ci/run`.
+All tests run on the default release. Tests with the mark ``every_release`` run on the other releases, too, because they
+test behaviour that differs between releases. `make test-all` also runs the tests with the mark ``product``, further
+cases of a kind that other tests cover. `.ci/run` also runs the tests with the mark ``ci``, the longest ones.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import pytest
 from patching import patched_by
 from releases import DEFAULT
 
-# The in-process tests patch and restore by hand; servers they start choose for themselves.
+# In-process tests install changes themselves. Tests that start a server set this variable for the server.
 os.environ["SGLANG_MOE_PATCHES"] = "none"
 RELEASE = metadata.version("sglang")
 DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
-    RELEASE != DEFAULT, reason="the same code path on every release, or one that the others have not"
+    RELEASE != DEFAULT, reason="all releases run the same code here, or other releases lack it"
 )
 LONGEST = (
     "test_kv_sizing.py",
@@ -56,15 +56,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(outside)
         if item.path.name == "test_kv_sizing.py":
             item.add_marker(pytest.mark.long("most of its tests start servers of their own, and see how they start"))
-    # Two workers take file after file: those that take longest first, so that both end at about the same time. The
-    # others go by name, whatever their folder: on one worker a test meets what the files before it left in the engine.
+    # Two workers run one file after another. The longest files come first, so that both workers end at about the same
+    # time. The other files are sorted by name, so that the tests of one worker always run in the same order: they share
+    # an engine.
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.name, len(LONGEST)), item.path.name))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a tiny checkpoint, once for each set of options: a ``ModelSpec``'s, and ``quantized``."""
+    """Function that writes a tiny checkpoint and returns its folder. It writes one checkpoint per set of options.
+
+    The options are ``quantized`` and those of ``ModelSpec``.
+    """
     from sglang_moe_reference.model import ModelSpec, make_model
 
     made: dict[tuple, Path] = {}
@@ -82,6 +86,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[..., Path]) -> Any:
+    """The engine's model runner in the test's process."""
     from common.in_process import InProcess
 
     return InProcess(checkpoint())
@@ -89,6 +94,7 @@ def engine(checkpoint: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Recorder of the calls of the reference MoE kernels."""
     from harness import Kernels
 
     return Kernels(monkeypatch, tmp_path)
@@ -96,9 +102,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @contextmanager
 def installed(*changes: Any) -> Iterator[None]:
-    """Within the block, the engine is patched with ``changes`` (those that apply to it).
+    """Install ``changes`` in the engine while the block runs. Changes without an installer are left out.
 
-    None may be *unsupported*: a test that has wrapped a hook point itself would compare stock with stock.
+    No change may be *unsupported*. Otherwise a test that has wrapped a hook point itself would compare stock with
+    stock.
     """
     from sglang_moe_patches.core.patch import Status, probe
 
@@ -113,7 +120,7 @@ def installed(*changes: Any) -> Iterator[None]:
 
 @contextmanager
 def without_buffer() -> Iterator[None]:
-    """The stock engine, and where it has a buffer of its own, with that switched off: what every answer must be."""
+    """Run the stock engine without its own output buffer. Its answers are the expected answers of all tests."""
     from sglang.srt.layers.moe.moe_runner import base
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What the engine's modules and classes hold, before and after."""
+"""Snapshots of the engine's modules and classes. A test compares a snapshot with a later state."""
 
 from __future__ import annotations
 
@@ -7,47 +7,46 @@ from types import ModuleType
 from typing import Any
 
 PACKAGES = ("sglang", "flashinfer")
-Contents = dict[str, tuple[Any, dict[str, Any]]]
-"""By dotted name: a module or class, and what it held."""
+Snapshot = dict[str, tuple[Any, dict[str, Any]]]
+"""A snapshot: each dotted name maps to a module or class, and to a copy of its attributes."""
 
 
-def contents() -> Contents:
-    """Every module of the engine and of FlashInfer that is loaded, and every class that one defines: what it is, and
-    what it holds right now."""
-    found: Contents = {}
+def take_snapshot() -> Snapshot:
+    """Take a snapshot of all loaded modules of the engine and of FlashInfer, and of the classes that they define."""
+    found: Snapshot = {}
     for name, module in list(sys.modules.items()):
         if module is None or name.partition(".")[0] not in PACKAGES:
             continue
-        held = dict(vars(module))
-        found[name] = (module, held)
-        for value in held.values():
-            # type(), not isinstance(): asking a lazy proxy for its __class__ runs code of its own.
+        attributes = dict(vars(module))
+        found[name] = (module, attributes)
+        for value in attributes.values():
+            # type() instead of isinstance(), because a lazy proxy runs code when its __class__ is read.
             if issubclass(type(value), type) and value.__module__ == name:
                 found[f"{name}.{value.__qualname__}"] = (value, dict(vars(value)))
     return found
 
 
-def differences(before: Contents) -> list[str]:
-    """The dotted names that hold something else now, or nothing, or did not hold anything ``before``.
+def find_differences(before: Snapshot) -> list[str]:
+    """Return the dotted names of all attributes that were changed, added or removed since a snapshot.
 
-    What was imported in between counts only if it replaced something.
+    An attribute that a later import has added, a submodule, does not count.
     """
     absent, found = object(), []
-    for place, (owner, held) in before.items():
+    for place, (owner, attributes) in before.items():
         now = vars(owner)
-        for name in held.keys() | now.keys():
-            then, value = held.get(name, absent), now.get(name, absent)
+        for name in attributes.keys() | now.keys():
+            then, value = attributes.get(name, absent), now.get(name, absent)
             if then is not value and not (then is absent and isinstance(value, ModuleType)):
                 found.append(f"{place}.{name}")
     return sorted(found)
 
 
-def put_back(before: Contents) -> None:
-    """Every module and class holds again what it held ``before``."""
-    for dotted in differences(before):
+def restore(before: Snapshot) -> None:
+    """Restore the attributes of all modules and classes from a snapshot."""
+    for dotted in find_differences(before):
         place, _, name = dotted.rpartition(".")
-        owner, held = before[place]
-        if name in held:
-            setattr(owner, name, held[name])
+        owner, attributes = before[place]
+        if name in attributes:
+            setattr(owner, name, attributes[name])
         else:
             delattr(owner, name)

@@ -1,4 +1,4 @@
-"""Unit tests: no engine process. Which of them differ between engine releases."""
+"""Configuration of the unit tests, which start no engine process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import processor_time
 import pytest
 
-if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":  # else for the engine tests beside these
+if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":  # with 1, engine tests run in the same session
     for variable in [name for name in os.environ if name.startswith("SGLANG")]:
-        del os.environ[variable]  # a test says which it wants
+        del os.environ[variable]  # each test sets the variables that it needs
 
 EVERY_RELEASE = (
     "test_deferred_shared_experts.py",
@@ -22,9 +22,10 @@ EVERY_RELEASE = (
     "test_reference_cutedsl.py",
     "test_reference_kernels.py",
 )
-"""They look at the engine's functions or FlashInfer's, or ask its torch to compile something."""
+"""Files of tests that run on every engine release. They inspect functions of the engine or FlashInfer, or compile with
+the release's torch."""
 ONCE = ("test_the_triton_kernels_work_in_the_interpreter",)
-"""Of those: half a minute of kernels of our own, the same on every release."""
+"""Tests in these files that run on the default release alone: half a minute of this package's own kernels."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def symmetric_memory() -> SimpleNamespace:
-    """In the place of the engine's module of NCCL symmetric memory: off, with nothing in its pool."""
+    """Stand-in for the engine's module for NCCL symmetric memory. It is disabled, and its pool is empty."""
     return SimpleNamespace(
         _active_symmetric_memory_context=None,
         is_symmetric_memory_enabled=lambda: False,

@@ -1,4 +1,4 @@
-"""What the engine's processes see of us: nothing imported, nothing swallowed."""
+"""Tests of the entry point that the engine calls in each process."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ for missing in sys.argv[1:]:
             os._exit(0)
         os.wait()
 """
-"""What the engine's loading of plugins comes to without each module of ours: lenient, then strict. The engine, whose
-import takes long, is imported once."""
+"""Program that loads the engine's plugins while one module is missing. It prints the result without and with
+``SGLANG_MOE_PATCHES_STRICT=1``. It tries each module in a fork, so that the engine is imported only once."""
 
 
 @pytest.mark.every_release
 def test_if_this_package_fails_to_import_a_strict_server_does_not_start():
-    """The engine logs what fails while it loads a plugin, and goes on."""
+    """The engine itself logs a plugin's exception and starts without the plugin."""
     missing = ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
     done = python(IN_FORKS, *missing)
     said = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,8 +1,9 @@
-"""The dead input of every architecture with experts that the engine can build here: stock and patched answers equal.
+"""Tests of the dead input on every architecture with routed experts that the engine can build on the CPU.
 
-Decoder layers, their norms and the loop over them are the engine's own. In the place of attention's and the experts'
-kernels stands little arithmetic, since not all of them run on the CPU: the experts first spoil what is on offer, as
-nobody may read it any more, and then write their output into it.
+Stock and patched answers must be equal. The decoder layers, their norms and the loop over them are the engine's own.
+Simple arithmetic replaces the kernels of attention and of the experts, because not all of them run on the CPU. The
+replaced experts first fill an offered buffer with NaN, because no code may read it any more, and then write their
+output into it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ MUST_OFFER = {
     *("qwen3-moe", "qwen3-next", "gpt-oss", "llama4", "glm4-moe-lite", "glm4.6v", "qwen3-vl-moe", "kimi-k2.5"),
     *("bailing-moe", "mimo-v2", "step3.5", "sarvam-moe"),
 }
-"""The architectures that offer on every release."""
+"""Architectures whose layers must offer their dead input on every release."""
 
 
 def attention(self: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    """What has the shape of attention's output, in memory of its own."""
+    """Replace attention: return a new tensor with the shape of attention's output."""
     return torch.tanh(q.reshape(len(q), self.tp_q_head_num, -1)[..., : self.v_head_dim]).flatten(1)
 
 
@@ -62,17 +63,17 @@ def experts(self: Any, dispatch_output: Any) -> Any:
 
 
 TAKEN: list[bool] = []
-"""Of each run of routed experts, whether something was on offer that fits."""
+"""One entry for each run of routed experts: whether an offered buffer fitted."""
 
 
 @pytest.fixture(scope="module")
-def by_source() -> dict[str, str]:
+def reasons_by_family() -> dict[str, str]:
     return family_scan.scan(family_scan.models_folder())
 
 
 @pytest.fixture
 def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Builds a model by its configuration, and gives its greedy tokens and logits."""
+    """Function that builds a model from its configuration, and returns its greedy tokens and logits."""
     from sglang.srt.configs import load_config
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.layers import layernorm, radix_attention
@@ -106,7 +107,7 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         for module in model.modules():
             if getattr(module, "is_mrope_enabled", False):
                 module.is_mrope_enabled = False
-            # A class of 0.5.12.post1's lacks it, where its shared experts are not fused, as on the CPU.
+            # A class of 0.5.12.post1 lacks this attribute if its shared experts are not fused, as on the CPU.
             if hasattr(module, "shared_experts") and not hasattr(module, "_shared_expert_tp1"):
                 module._shared_expert_tp1 = False
         generator = torch.Generator().manual_seed(0)
@@ -123,7 +124,7 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def run(name: str) -> tuple[list[list[int]], torch.Tensor]:
         TAKEN.clear()
         model = load(name)
-        with monkeypatch.context() as patch:  # not before: a model is proved by the engine's own code
+        with monkeypatch.context() as patch:  # only now, because the proofs need the engine's own code
             for module in list(sys.modules.values()):
                 for kind in LINEAR:
                     if (getattr(module, "__name__", "") or "").startswith(families.MODELS) and hasattr(module, kind):
@@ -141,8 +142,11 @@ def has_experts(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def buildable(name: str) -> Any:
-    """Skips an architecture that this release has not. The default one has them all: there a misspelt name fails."""
+def skip_if_missing(name: str) -> Any:
+    """Skip the test if this release lacks an architecture.
+
+    The default release has all architectures, so a misspelt name fails there.
+    """
     try:
         yield
     except ValueError as error:
@@ -152,13 +156,15 @@ def buildable(name: str) -> Any:
         raise
     except RuntimeError as error:
         if "0 active drivers" in str(error) or "Index tensor must have the same" in str(error):
-            pytest.skip("this architecture needs a GPU's kernel here, of its own or of its routing")
+            pytest.skip("this architecture needs a kernel that runs only on a GPU")
         raise
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(name, run, by_source, monkeypatch, caplog):
-    with without_buffer(), buildable(name):
+def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(
+    name, run, reasons_by_family, monkeypatch, caplog
+):
+    with without_buffer(), skip_if_missing(name):
         stock = run(name)
     assert stock[1].isfinite().all()
     assert stock[1].unique().numel() > 100
@@ -167,7 +173,7 @@ def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(name, r
     assert len(stacks) == 1, [type(module).__name__ for module in run.load(name).modules()]
     ((stack, dead),) = stacks
     family = type(stack).__module__.rpartition(".")[2]
-    assert dead.skip_reasons == [by_source[family]] if by_source[family] else dead.skip_reasons == []
+    assert dead.skip_reasons == [reasons_by_family[family]] if reasons_by_family[family] else dead.skip_reasons == []
     assert (len(dead.layers) == len(stack.layers) - 1) == (not dead.skip_reasons)
     assert name not in MUST_OFFER or dead.layers
 
@@ -177,13 +183,13 @@ def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(name, r
         patched = run(name)
     assert same(patched, stock)
     offering = [layer for layer, _, _ in dead.layers]
-    of_one_forward = [layer in offering for layer in stack.layers if has_experts(layer)]
-    assert of_one_forward * (STEPS + 1) == TAKEN
+    offers_per_layer = [layer in offering for layer in stack.layers if has_experts(layer)]
+    assert offers_per_layer * (STEPS + 1) == TAKEN
     assert all(reason in caplog.text for reason in dead.skip_reasons)
     if dead.skip_reasons or not has_experts(stack.layers[0]):
         return
 
-    # The guard removed: the first layer offers its input, which becomes the residual.
+    # Without the guard, the first layer offers its input, which becomes the residual.
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: isinstance(hidden_states, torch.Tensor))
     monkeypatch.setattr(offer, "residual_of_stream", lambda *given: None)
     for kind in {type(layer) for layer in stack.layers}:

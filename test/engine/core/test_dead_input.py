@@ -1,5 +1,7 @@
-"""The dead input of other families' layers, on the engine's own models: same answers, one buffer, each guard seen to
-matter."""
+"""Tests of the dead input on the engine's own models, for all families but DeepSeek's.
+
+They check that answers are unchanged, that a layer writes its output over its input, and that each guard is needed.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,19 @@ pytestmark = pytest.mark.every_release
 
 PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
 STEPS = 4
-FAMILIES = [name for name in tiny.FAMILIES if name != "deepseek-v3"]  # which test_output_buffer.py is about
+FAMILIES = [name for name in tiny.FAMILIES if name != "deepseek-v3"]  # test_output_buffer.py tests DeepSeek's family
 
 
-def further(*case):
-    """One more of a kind that CI has."""
+def product_only(*case):
+    """Return a case that only `make test-all` runs, because CI runs a similar one."""
     return pytest.param(*case, marks=pytest.mark.product)
 
 
-ONE_IN_CI = ["qwen3-moe", *(further(family) for family in FAMILIES if family != "qwen3-moe")]
+FAMILIES_ONE_IN_CI = ["qwen3-moe", *(product_only(family) for family in FAMILIES if family != "qwen3-moe")]
 
 
-def all_moe(family):
-    """The option that leaves a tiny model no dense layer, where it may have some."""
+def without_dense_layers(family):
+    """Return the options that make all layers of a family's tiny model MoE layers."""
     return {} if tiny.FAMILIES[family].dense_layers is None else {"dense_layers": 0}
 
 
@@ -51,19 +53,23 @@ def family(request):
 
 @pytest.fixture
 def path(family, checkpoint):
-    """A model of which every layer is MoE, the first one too."""
-    return checkpoint(family=family, **all_moe(family))
+    """Checkpoint of a model whose layers are all MoE layers."""
+    return checkpoint(family=family, **without_dense_layers(family))
 
 
 @pytest.fixture(scope="session")
 def bf16(tmp_path_factory):
-    """Writes a checkpoint of a family without quantization, all layers MoE."""
+    """Function that writes an unquantized checkpoint of a family whose layers are all MoE layers."""
     made = {}
 
     def make(family):
         if family not in made:
             made[family] = tmp_path_factory.mktemp("bf16") / "tiny"
-            make_model(made[family], ModelSpec(family=family, top_k=3, hidden=512, **all_moe(family)), quantized=False)
+            make_model(
+                made[family],
+                ModelSpec(family=family, top_k=3, hidden=512, **without_dense_layers(family)),
+                quantized=False,
+            )
         return made[family]
 
     return make
@@ -71,7 +77,8 @@ def bf16(tmp_path_factory):
 
 @pytest.fixture
 def run(engine):
-    """Builds a model, patched or without any buffer, and gives its greedy tokens and logits."""
+    """Function that builds a model with changes, or stock without any changes, and returns its greedy tokens and
+    logits."""
 
     def run(path, *changes):
         with installed(*changes) if changes else without_buffer():
@@ -82,12 +89,12 @@ def run(engine):
 
 @pytest.fixture(scope="module")
 def stock_qwen3(engine, checkpoint):
-    """What the stock engine answers from Qwen3's tiny model, whatever runs around its kernels."""
+    """Greedy tokens and logits of the stock engine with the tiny Qwen3 model."""
     with without_buffer():
         return engine.generate(engine.load(checkpoint(family="qwen3-moe")), PROMPTS, STEPS)
 
 
-def unreadable():
+def raise_os_error():
     raise OSError("source code not available")
 
 
@@ -97,7 +104,7 @@ def unreadable():
         ("input_dies", bool, "Qwen3MoeDecoderLayer may read its input after the first norm"),
         ("attention_lets_go", bool, "Qwen3MoeDecoderLayer may read attention's input after attention"),
         ("captures_sums_alone", bool, "Qwen3MoeDecoderLayer may keep captured hidden states"),
-        ("input_dies", unreadable, "OSError: source code not available"),
+        ("input_dies", raise_os_error, "OSError: source code not available"),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3-moe"])
@@ -114,7 +121,7 @@ def test_a_family_whose_proof_fails_is_unpatched_and_the_reason_is_logged(
 
 
 class CannotBeImported:
-    """Finds one module, whose code fails."""
+    """Import finder for one module whose import raises an exception."""
 
     def __init__(self, name):
         self.name = name
@@ -133,7 +140,7 @@ class CannotBeImported:
 def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
     engine, path, stock_qwen3, kernels, monkeypatch
 ):
-    """The engine passes over such a module, and serves the others."""
+    """The engine itself ignores a model module that cannot be imported, and serves other models."""
     name = "sglang.srt.models.deepseek_v2"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [CannotBeImported(name), *sys.meta_path])
@@ -144,11 +151,11 @@ def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
     with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
         model = engine.load(path)
         assert same(engine.generate(model, PROMPTS, STEPS), stock_qwen3)
-        assert written_over(engine, model, kernels) == [False, True, True, True]
+        assert find_overwritten_inputs(engine, model, kernels) == [False, True, True, True]
 
 
-def written_over(engine, model, kernels):
-    """Of each MoE kernel of one forward, whether it writes its output over its layer's input."""
+def find_overwritten_inputs(engine, model, kernels):
+    """Run one forward pass. Return for each MoE kernel whether it wrote its output over its layer's input."""
     inputs = []
     for layer in model.model.layers:
         watch(layer, lambda given, result: inputs.append(given["hidden_states"]))
@@ -163,7 +170,8 @@ def written_over(engine, model, kernels):
 def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
     engine, path, checkpoint, kernels, run, monkeypatch
 ):
-    """The others keep theirs, and what the engine itself offers in that layer is still withheld."""
+    """Layers of other families still offer their input, and the engine's own offer stays disabled in DeepSeek's
+    layer."""
     layer = layer_class("deepseek-v3")
     paths = (path, checkpoint(dense_layers=0))
     original, expected = layer.forward, [run(each) for each in paths]
@@ -175,20 +183,22 @@ def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
         for each, stock, over in zip(paths, expected, ([False, True, True, True], [False] * 4), strict=True):
             model = engine.load(each)
             assert same(engine.generate(model, PROMPTS, STEPS), stock)
-            assert written_over(engine, model, kernels) == over
+            assert find_overwritten_inputs(engine, model, kernels) == over
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
-    """Nor does the one after it. The engine registers those of --forward-hooks once the model is built."""
+    """The next layer offers nothing either. The engine registers the hooks of --forward-hooks after it has built a
+    model."""
     with installed(output_buffer.CHANGE):
         model = engine.load(path)
         model.model.layers[1].self_attn.qkv_proj.register_forward_hook(lambda module, given, result: None)
-        assert written_over(engine, model, kernels) == [False, False, False, True]
+        assert find_overwritten_inputs(engine, model, kernels) == [False, False, False, True]
 
 
 def keep_layers_results(model, keeper):
-    """Norms that are not in place leave them as they are (``--enable-deterministic-inference``)."""
+    """Keep the layers' results. Norms that do not work in place leave them intact
+    (``--enable-deterministic-inference``)."""
     for layer in model.model.layers[:-1]:
         layer.register_forward_hook(lambda module, given, result: keeper(result))
 
@@ -248,15 +258,19 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
         *(("flashinfer_trtllm_routed", family) for family in FAMILIES),
         ("flashinfer_trtllm", "qwen3-moe"),
         # The reference kernel does not route as MiniMax-M2 does.
-        *(further("flashinfer_trtllm", family) for family in FAMILIES if family not in ("qwen3-moe", "minimax-m2")),
+        *(
+            product_only("flashinfer_trtllm", family)
+            for family in FAMILIES
+            if family not in ("qwen3-moe", "minimax-m2")
+        ),
     ],
 )
 def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_input(backend, engine, path, kernels):
-    """Every output is NaN before its kernel writes it, so that whoever still reads the dead input answers NaN."""
+    """The kernel fills its output with NaN before it writes it, so code that still reads the dead input answers NaN."""
 
     def answers():
         model = engine.load(path)
-        return engine.generate(model, PROMPTS, STEPS), written_over(engine, model, kernels)
+        return engine.generate(model, PROMPTS, STEPS), find_overwritten_inputs(engine, model, kernels)
 
     with engine.arguments(moe_runner_backend=backend):
         with without_buffer():
@@ -276,12 +290,12 @@ def layer_class(family):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", ["deepseek-v3", *ONE_IN_CI])
+@pytest.mark.parametrize("family", ["deepseek-v3", *FAMILIES_ONE_IN_CI])
 def test_offering_the_residual_changes_a_familys_answers(family, path, run, monkeypatch):
-    """The guard removed: the first layer offers its input, which becomes the residual."""
+    """Without the guard, the first layer offers its input, which becomes the residual."""
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
-    assert same(run(path, output_buffer.CHANGE), stock)  # the residual is looked at in every forward
+    assert same(run(path, output_buffer.CHANGE), stock)  # the residual is checked in every forward pass
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same(run(path, output_buffer.CHANGE), stock)
 
@@ -312,7 +326,7 @@ def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine,
     assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
 
 
-@pytest.mark.parametrize("family", ONE_IN_CI)
+@pytest.mark.parametrize("family", FAMILIES_ONE_IN_CI)
 def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, path, run, monkeypatch):
     if probe(cutedsl_sizing.CHANGE).install is None:
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
@@ -329,27 +343,27 @@ def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, pa
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monkeypatch):
-    """A model with a loop of its own around the same layers: it may keep what it likes."""
+    """The loop over the layers is replaced by code without a proof, which may keep a layer's input."""
     with installed(output_buffer.CHANGE):
         stack = engine_code.module("sglang.srt.models.qwen3_moe").Qwen3MoeModel
         loop = stack.forward
         monkeypatch.setattr(stack, "forward", lambda self, *args, **kwargs: loop(self, *args, **kwargs))
-        assert written_over(engine, engine.load(path), kernels) == [False] * 4
+        assert find_overwritten_inputs(engine, engine.load(path), kernels) == [False] * 4
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, path, kernels, monkeypatch):
-    """The engine's own runner asks for each buffer on offer whether it lies in the pool. Without an offer it asks for
-    none, and so it must with ours, once the addresses are known."""
+    """The engine's runner searches the pool for each offered buffer. Once the addresses are cached, it searches no
+    more."""
     pool = Pool(monkeypatch)
 
     def walks(*changes):
         with installed(*changes):
             model = engine.load(path)
             engine.generate(model, PROMPTS, STEPS)
-            assert written_over(engine, model, kernels) == [False, *[bool(changes)] * 3]
+            assert find_overwritten_inputs(engine, model, kernels) == [False, *[bool(changes)] * 3]
             pool.walks = 0
-            written_over(engine, model, kernels)
+            find_overwritten_inputs(engine, model, kernels)
             return pool.walks
 
     assert walks() == 0
@@ -361,7 +375,7 @@ def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, p
 
 @pytest.fixture
 def triton(engine, monkeypatch):
-    """BF16 models run the engine's Triton sequence, in columns whatever its size."""
+    """Make BF16 models run the engine's Triton kernels, in column slices even if the tensor is small."""
     triton_runner(monkeypatch)
     for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
         monkeypatch.setattr(column_slices, name, value)
@@ -373,7 +387,7 @@ def triton(engine, monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """What runners took for their output or as scratch memory, in order; it is NaN before it is written."""
+    """List of ``output`` and ``scratch``, one for each buffer that a runner took. Taken buffers are filled with NaN."""
     found = []
 
     def watch(name, label):
@@ -393,14 +407,13 @@ def taken(monkeypatch):
     return found
 
 
-TRITON = {
+TRITON_CHANGES = {
     "all": (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE),
     "output-buffer": (output_buffer.CHANGE,),
     "deferred-shared-experts": (deferred_shared_experts.CHANGE,),
     "moe-workspace": (moe_workspace.CHANGE,),
 }
-#: What the last three of four layers take: an output in every forward; scratch memory in the prefill alone, since
-#: decodes are left alone.
+#: Buffers that the last three of four layers take: an output in each forward pass, scratch memory only in the prefill.
 OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
 
 
@@ -415,7 +428,7 @@ OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
         ("deepseek-v3", "moe-workspace", SCRATCH),
         ("qwen3-moe", "deferred-shared-experts", []),
         ("qwen3-moe", "all", SCRATCH),
-        *(further(family, "all", SCRATCH) for family in FAMILIES if family != "qwen3-moe"),
+        *(product_only(family, "all", SCRATCH) for family in FAMILIES if family != "qwen3-moe"),
     ],
 )
 def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
@@ -425,18 +438,18 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
     stock = run(path)
     assert stock[1].isfinite().all()
     assert taken == []
-    assert same(run(path, *TRITON[selected]), stock)
+    assert same(run(path, *TRITON_CHANGES[selected]), stock)
     assert taken == expected
 
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("triton")
 def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
-    """Of four layers, the input of the first is never dead."""
-    applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON["all"]]
+    """The model has four layers. The first layer's input is never dead."""
+    applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
     tally = acted.Tally([count for counts in acted.active_counts(applied).values() for count in counts])
     tally.install(patcher)
-    run(bf16("qwen3-moe"), *TRITON["all"])
+    run(bf16("qwen3-moe"), *TRITON_CHANGES["all"])
     assert acted.sentences(applied, tally.acted) == [
         "output-buffer: offered the dead input in 3 of 4 MoE layers",
         "deferred-shared-experts: did nothing",
@@ -453,25 +466,25 @@ def test_offering_the_residual_to_triton_changes_the_answers(family, selected, b
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
-    assert not same(run(path, *TRITON[selected]), stock)
+    assert not same(run(path, *TRITON_CHANGES[selected]), stock)
 
 
 @pytest.fixture
-def in_no_pool():
-    """Releases up to 0.5.15.post1. Later ones make Triton's output in the pool themselves."""
+def without_own_pool():
+    """Skip releases after 0.5.15.post1, which allocate Triton's output in the pool themselves."""
     if engine_code.mentions(fused_moe_call.probe()[1], "use_symmetric_memory"):
         pytest.skip("this engine release asks for the pool itself")
 
 
 @pytest.fixture
-def deferred():
+def our_deferral():
     if probe(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release traces its own deferral")
 
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """Of each run of routed experts: the output, and whether it lies where their input does."""
+    """List with one entry for each run of routed experts: the output, and whether it shares memory with the input."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     found, original = [], FusedMoE.run_moe_core
@@ -486,28 +499,32 @@ def outputs(monkeypatch):
     return found
 
 
-@pytest.mark.usefixtures("in_no_pool", "triton")
-@pytest.mark.parametrize(("selected", "pays"), [("deferred-shared-experts", True), ("all", True), ("all", False)])
+@pytest.mark.usefixtures("without_own_pool", "triton")
+@pytest.mark.parametrize(
+    ("selected", "columns_pay"), [("deferred-shared-experts", True), ("all", True), ("all", False)]
+)
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
-    selected, pays, bf16, engine, run, outputs, monkeypatch
+    selected, columns_pay, bf16, engine, run, outputs, monkeypatch
 ):
-    """Stock writes it over an input that lies there. The first of four layers offers nothing, and where columns do not
-    pay nothing else is changed in it."""
-    if not pays:
+    """The stock runner writes its output over its input, which lies in the pool.
+
+    The first of four layers offers nothing. If column slices do not pay, nothing else is patched in this layer.
+    """
+    if not columns_pay:
         monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", 0)
     path = bf16("deepseek-v3")
     stock = run(path)
     assert [in_place for _, in_place in outputs] == [True] * 4 * (STEPS + 1)
     outputs.clear()
     pool = Pool(monkeypatch)
-    assert same(run(path, *TRITON[selected]), stock)
+    assert same(run(path, *TRITON_CHANGES[selected]), stock)
     assert [(pool.holds(made), in_place) for made, in_place in outputs] == [(True, False)] * 4 * (STEPS + 1)
 
 
-@pytest.mark.usefixtures("deferred", "triton")
+@pytest.mark.usefixtures("our_deferral", "triton")
 def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(bf16, engine, outputs):
-    """A traced prefill graph runs the routed experts alone. Where it was traced with the shared experts before them,
-    another output would be one tensor more."""
+    """A traced prefill graph runs only the routed experts, after the shared experts. A new output would then be an
+    additional tensor."""
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(bf16("deepseek-v3")).model.layers[1].mlp
         hidden = torch.randn(5, 512).bfloat16()
@@ -526,5 +543,5 @@ def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken, monkeypat
     path = bf16("deepseek-v3")
     stock = run(path)
     monkeypatch.setattr(deferred_shared_experts.runners, "serves_lora", lambda: True)
-    assert same(run(path, *TRITON["all"]), stock)
+    assert same(run(path, *TRITON_CHANGES["all"]), stock)
     assert taken == SCRATCH

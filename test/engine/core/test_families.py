@@ -1,4 +1,4 @@
-"""Each model family: the engine loads its tiny checkpoint and answers, in the environment of the reference kernels."""
+"""Tests that the engine loads and runs the tiny checkpoint of each model family, on the reference kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness import load_unquantized
 from safetensors.torch import load_file, save_file
 from sglang_moe_reference.families import FAMILIES
 
-OTHERS = [name for name in FAMILIES if name != "deepseek-v3"]  # which all other files are about
+OTHER_FAMILIES = [name for name in FAMILIES if name != "deepseek-v3"]  # DeepSeek's family is tested in all other files
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (9, 130, 1)]
 STEPS = 4
@@ -25,14 +25,17 @@ def moe_layer(model: Any, family: str) -> Any:
     return getattr(model.model.layers[-1], FAMILIES[family].moe)
 
 
-def kind_of(name: str) -> str:
-    """A tensor's name without its layer and expert. Gate and up projection share their scales: the engine reads one."""
+def strip_numbers(name: str) -> str:
+    """Return a tensor's name without the numbers of its layer and expert.
+
+    The gate and up projections have the same name for their scales, because the engine reads only one of the two.
+    """
     anywhere = re.sub(r"\.\d+\.", ".*.", name)
     return re.sub(r"(gate_proj|up_proj|w1|w3)(?=\.(weight_scale_2|input_scale)$)", "gate_up", anywhere)
 
 
 @pytest.mark.every_release
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_answers_depend_on_the_checkpoint_and_are_deterministic(engine, checkpoint, family):
     model, other = (engine.load(checkpoint(family=family, seed=seed)) for seed in (0, 1))
     normed = []
@@ -48,7 +51,7 @@ def test_answers_depend_on_the_checkpoint_and_are_deterministic(engine, checkpoi
     assert torch.isfinite(logits).all()
     assert all(len(set(answer)) > STEPS // 2 for answer in tokens)  # no loop
     assert all(a != b for a, b in zip(tokens, engine.generate(other, PROMPTS, STEPS)[0], strict=True))
-    # Like DeepSeek's, the layer's add-norm works in place, as on a GPU: aliasing shows.
+    # The norm after the addition works in place, as on a GPU, so that an aliasing fault changes the answers.
     assert normed == [True] * (STEPS + 1)
 
 
@@ -56,30 +59,32 @@ def test_answers_depend_on_the_checkpoint_and_are_deterministic(engine, checkpoi
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_the_checkpoint_reaches_the_model(engine, checkpoint, family, tmp_path):
-    """The engine's loaders pass over names that they do not know, and what is not loaded is whatever memory held."""
+    """The engine's loaders ignore unknown names. A parameter that is not loaded keeps arbitrary values."""
     folder = checkpoint(family=family)
     tensors = load_file(folder / "model.safetensors")
     shutil.copytree(folder, tmp_path / "other")
 
-    def otherwise(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.uint8 or name.endswith("correction_bias"):  # where NaN cannot be, or does not show
+    def change_values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.uint8 or name.endswith(
+            "correction_bias"
+        ):  # these cannot be NaN, or a NaN would not reach the logits
             return tensor.flip(0).contiguous()
         return torch.full(tensor.shape, float("nan")).to(tensor.dtype)
 
     def logits(changed: str) -> torch.Tensor:
-        made = {name: otherwise(name, t) if kind_of(name) == changed else t for name, t in tensors.items()}
+        made = {name: change_values(name, t) if strip_numbers(name) == changed else t for name, t in tensors.items()}
         save_file(made, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
         return engine.generate(engine.load(tmp_path / "other"), PROMPTS[:1], 0)[1]
 
     expected = logits("none")
     assert torch.isfinite(expected).all()
-    passed_over = []
-    for kind in sorted(set(map(kind_of, tensors))):
+    ignored = []
+    for kind in sorted(set(map(strip_numbers, tensors))):
         found, again = logits(kind), logits(kind)
         shown = torch.isnan(found).any() or not torch.equal(found, expected)
         if not shown or not torch.equal(found.nan_to_num(), again.nan_to_num()):
-            passed_over.append(kind)
-    assert passed_over == []
+            ignored.append(kind)
+    assert ignored == []
 
 
 @pytest.mark.product
@@ -88,7 +93,7 @@ def test_the_kernel_that_routes_by_itself_routes_as_the_engine_does(engine, chec
     logits = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
     with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
         logits_of_kernel = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
-    # The kernel rounds routing weights at another place, which can change a token, and all that come after it.
+    # The kernel rounds the routing weights at another place. This can change a token, and then all later tokens.
     print(torch.nn.functional.cosine_similarity(logits, logits_of_kernel, dim=-1))
     assert torch.nn.functional.cosine_similarity(logits, logits_of_kernel, dim=-1).min() > 0.99
 
@@ -96,7 +101,7 @@ def test_the_kernel_that_routes_by_itself_routes_as_the_engine_does(engine, chec
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_minimax_with_the_kernel_that_routes_by_itself_is_refused(engine, checkpoint):
-    """The engine does not tell the kernel how MiniMax-M2 routes."""
+    """The engine does not pass MiniMax-M2's routing method to the kernel."""
     with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
         model = engine.load(checkpoint(family="minimax-m2"))
         with pytest.raises(NotImplementedError, match="routing_bias with routing_method_type=0"):
@@ -114,14 +119,15 @@ def test_the_engines_own_experts_answer_from_the_bfloat16_checkpoint(engine, che
         assert engine.generate(model, PROMPTS, STEPS)[0] == tokens
     assert torch.isfinite(logits).all()
     quantized = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
-    # The same model but for the experts' rounding, which can change a token's experts.
+    # The same model, except that the experts' weights are rounded, which can change the experts of a token.
     assert torch.nn.functional.cosine_similarity(logits[0], quantized[0]).mean() > 0.9
 
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
 def test_routed_experts_are_scaled_once(engine, checkpoint, family):
-    """On the CPU the engine multiplies NVFP4 experts' outputs by a factor that is in the routing weights already."""
+    """On the CPU the engine multiplies the output of NVFP4 experts by a factor that the routing weights already
+    contain."""
     layer = moe_layer(engine.load(checkpoint(family=family)), family)
     hidden = torch.randn(5, 256).bfloat16()
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Beside another plugin of the engine's: what it has wrapped, replaced or subclassed is left to it, with a reason.
+"""Tests with another plugin. Each change leaves functions and classes alone that another plugin has patched.
 
-The other plugin is this module, and it works as plugins do: through the engine's own hook registry, or by setting an
-attribute.
+This module plays the other plugin. It patches the engine as plugins do: through the engine's hook registry, or by
+setting attributes.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from sglang_moe_patches.core.dead_input import channel, probe
 from sglang_moe_patches.core.patch import Patcher, Status
 from sglang_moe_patches.core.variables import STRICT
 from sglang_moe_patches.registry import CHANGES
-from snapshot import PACKAGES, Contents, contents, differences, put_back
+from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapshot
 
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 BY_NAME = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""A second name for a function of the engine's: the change may go on under the first one, and leave this to whoever has
-replaced it."""
+"""Second name of an engine function. If another plugin has replaced this name, the change may still patch the first
+name."""
 LOADING = "model_runner.ModelRunner.load_model"
-"""Where moe-workspace looks at a model; where it cannot, it writes late in any model."""
+"""Method in which moe-workspace inspects the model. If another plugin has patched it, moe-workspace treats every model
+like one whose inputs another stream reads."""
 OFFERING = {
     *("DeepseekV2DecoderLayer", "DeepseekV2Model", probe.INITIALIZE),
     channel.ENGINE_OFFER,
     runners.IN_POOL,
 }
-"""What offers dead inputs: a change may do without that of one family, or without any."""
-LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED, Status.OFF}
+"""Names of the functions and classes that offer dead inputs. If another plugin has patched one, a change may work
+without the offers of one family, or without any offers."""
+INACTIVE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED, Status.OFF}
 HookPoint = tuple[Any, str]
 
 
 class Recorder(Patcher):
-    """Remembers what it replaced of the engine's. What is only added, the engine does not have; PyTorch is nobody's."""
+    """Patcher that records the replaced attributes of the engine and FlashInfer. Added attributes are not recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Recorder(Patcher):
 
 
 def hook_points_of(change: patch.Change) -> list[HookPoint]:
-    """What the change's plan replaces on this engine: (module or class, attribute)."""
+    """Return the attributes that a change replaces on this engine, as pairs of a module or class and a name."""
     plan = patch.probe(change)
     if plan.install is None:
         return []
@@ -78,7 +80,7 @@ def dotted(owner: Any, name: str = "") -> str:
     return f"{place}.{name}" if name else place
 
 
-# --- What the other plugin does --------------------------------------------------------------------------------------
+# --- Patches of the other plugin -------------------------------------------------------------------------------------
 
 
 def hook(target: str, new: Any, kind: str) -> None:
@@ -92,8 +94,8 @@ def hook(target: str, new: Any, kind: str) -> None:
         HookRegistry._patched.discard(target)
 
 
-def wraps(owner: Any, name: str) -> None:
-    """By hand, as most do."""
+def wrap(owner: Any, name: str) -> None:
+    """Wrap an attribute by assignment, as most plugins do."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -103,8 +105,8 @@ def wraps(owner: Any, name: str) -> None:
     setattr(owner, name, wrapper)
 
 
-def replaces(owner: Any, name: str) -> None:
-    """By hand, with a function that takes the same and says nothing of the one before."""
+def replace(owner: Any, name: str) -> None:
+    """Replace an attribute by a function with the same signature that does not refer to the original."""
     original = getattr(owner, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -118,73 +120,80 @@ def hook_with(around: Any, owner: Any, name: str) -> None:
     hook(dotted(owner, name), around, "AROUND")
 
 
-def hooks_around(owner: Any, name: str) -> None:
+def hook_around(owner: Any, name: str) -> None:
     hook_with(lambda original, *args, **kwargs: original(*args, **kwargs), owner, name)
 
 
-def hooks_instead(owner: Any, name: str) -> None:
+def hook_instead(owner: Any, name: str) -> None:
     original = getattr(owner, name)
     hook(dotted(owner, name), lambda *args, **kwargs: original(*args, **kwargs), "REPLACE")
 
 
-def subclasses(owner: Any, name: str) -> None:
-    """The class by one that inherits everything. What belongs to a module has no class."""
+def subclass(owner: Any, name: str) -> None:
+    """Replace a class by a subclass that overrides nothing. For an attribute of a module, do nothing."""
     if isinstance(owner, type):
         hook(dotted(owner), type(owner)(owner.__name__, (owner,), {"__module__": __name__}), "REPLACE")
 
 
-TAKEOVERS = [wraps, replaces, hooks_around, hooks_instead, subclasses]
-BY_HOOKS = [hooks_around, hooks_instead]
-"""They end in the same assignment as the others: for one change with two hook points that is seen every time."""
+FOREIGN_PATCHES = [wrap, replace, hook_around, hook_instead, subclass]
+BY_HOOKS = [hook_around, hook_instead]
+"""Patches through the hook registry. They end in the same assignment as the other patches, so CI tests them with one
+change."""
 
 
 @contextmanager
 def another_plugin(
-    takeover: Callable[[Any, str], None], *hook_points: HookPoint, stock: Contents | None = None
+    foreign_patch: Callable[[Any, str], None], *hook_points: HookPoint, stock: Snapshot | None = None
 ) -> Iterator[None]:
-    """:param stock: what the engine holds without it, where that is known."""
-    before = contents() if stock is None else stock
+    """Patch ``hook_points`` while the block runs, and restore the engine afterwards.
+
+    :param stock: a snapshot of the stock engine. If it is ``None``, a snapshot is taken.
+    """
+    before = take_snapshot() if stock is None else stock
     try:
         for owner, name in hook_points:
-            takeover(owner, name)
+            foreign_patch(owner, name)
         yield
     finally:
-        put_back(before)
+        restore(before)
 
 
-# --- What we then do -------------------------------------------------------------------------------------------------
+# --- Behaviour of the changes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "takeover"),
+    ("change", "foreign_patch"),
     [
         pytest.param(
             change,
-            takeover,
-            id=f"{change.name}-{takeover.__name__}",
-            marks=[pytest.mark.product] if takeover in BY_HOOKS and change.name != "fp4-weights" else [],
+            foreign_patch,
+            id=f"{change.name}-{foreign_patch.__name__}",
+            marks=[pytest.mark.product] if foreign_patch in BY_HOOKS and change.name != "fp4-weights" else [],
         )
         for change in CHANGES
-        for takeover in TAKEOVERS
+        for foreign_patch in FOREIGN_PATCHES
     ],
 )
-def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, takeover):
-    """One hook point after another: a single one is enough for the change to do nothing at all, rather than half of it.
-    Where dead inputs are offered, what the change does without is named."""
+def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_patch):
+    """The other plugin patches one hook point at a time. The change then does nothing at all.
+
+    If the hook point only offers dead inputs, the change may act without these offers, and its reason names the hook
+    point.
+    """
     hook_points = hook_points_of(change)
-    if takeover is subclasses:
+    if foreign_patch is subclass:
         hook_points = [hook_point for hook_point in hook_points if isinstance(hook_point[0], type)]
     if not hook_points:
-        pytest.skip(f"{change.name} replaces nothing of the kind on this engine release")
-    taken, stock = [], contents()
+        pytest.skip(f"{change.name} replaces no class on this engine release")
+    taken, stock = [], take_snapshot()
     for owner, name in hook_points:
-        with another_plugin(takeover, (owner, name), stock=stock):
+        with another_plugin(foreign_patch, (owner, name), stock=stock):
             outcome, patcher = patch.probe(change), Recorder()
             if outcome.install is not None:
                 outcome.install(patcher)
             patcher.undo()
             if outcome.install is not None and (offering := {owner.__name__, name} & OFFERING):
-                # A hook stands where the function is defined, whichever module has it.
+                # The other plugin's hook patches the defining module. The same function may be imported elsewhere.
                 left = any(word in outcome.reason for word in offering) and dotted(owner, name) not in patcher.touched
             else:
                 left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and outcome.install is None
@@ -192,7 +201,7 @@ def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, takeover
                 left = left or dotted(owner, name) not in patcher.touched
             if not left:
                 taken.append(f"{dotted(owner, name)}: {outcome}; touched {patcher.touched}")
-    assert patch.probe(change).install is not None  # what the other plugin did is undone
+    assert patch.probe(change).install is not None  # the other plugin's patches were undone
     assert taken == []
 
 
@@ -202,15 +211,15 @@ def layer_of(family: str) -> Any:
     return layer
 
 
-def plans(*names: str) -> dict[str, patch.Plan]:
+def probe_changes(*names: str) -> dict[str, patch.Plan]:
     return {change.name: patch.probe(change) for change in CHANGES if change.name in names}
 
 
 def test_a_family_that_another_plugin_patches_is_left_out_and_the_changes_apply():
     layer = layer_of("qwen3_moe")
     assert probe.probe_layer(layer).family == "qwen3_moe"
-    with another_plugin(replaces, (layer, "forward")):
-        for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
+    with another_plugin(replace, (layer, "forward")):
+        for name, plan in probe_changes("output-buffer", "deferred-shared-experts", "moe-workspace").items():
             assert plan.install is not None, name
         with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
             probe.probe_layer(layer)
@@ -219,40 +228,41 @@ def test_a_family_that_another_plugin_patches_is_left_out_and_the_changes_apply(
         probe.probe_layer(somebody_elses)
 
 
-@pytest.mark.parametrize("takeover", [wraps, replaces, subclasses], ids=lambda takeover: takeover.__name__)
-def test_without_deepseeks_layer_columns_apply_and_shared_experts_are_not_deferred(takeover):
+@pytest.mark.parametrize("foreign_patch", [wrap, replace, subclass], ids=lambda foreign_patch: foreign_patch.__name__)
+def test_without_deepseeks_layer_columns_apply_and_shared_experts_are_not_deferred(foreign_patch):
     layer = layer_of("deepseek_v2")
-    with another_plugin(takeover, (layer, "forward")):
-        found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
+    with another_plugin(foreign_patch, (layer, "forward")):
+        found = probe_changes("output-buffer", "deferred-shared-experts", "moe-workspace")
         assert found["deferred-shared-experts"].status is Status.UNSUPPORTED
         assert found["output-buffer"].install is not None
         assert found["moe-workspace"].status is Status.APPLIED
         assert all("DeepseekV2DecoderLayer" in plan.reason for plan in found.values())
 
 
-def ends(layer: Any) -> HookPoint:
+def find_layer_end(layer: Any) -> HookPoint:
     boundary = getattr(layer, "ffn_boundary", None)
     return (type(layer.layer_communicator), "postprocess_layer") if boundary is None else (type(boundary), "finish")
 
 
-KEPT: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
-    "its norm's result": (lambda layer: (type(layer.input_layernorm), "forward"), "result", True),
-    "its norm's kernel's result": (lambda layer: (type(layer.input_layernorm), "forward_native"), "result", True),
-    "what it projects": (lambda layer: (type(layer.self_attn.qkv_proj), "forward"), "given", True),
-    "the result of its experts": (lambda layer: (type(layer.mlp.experts), "forward"), "result", False),
-    "the kernels' result": (lambda layer: (type(layer.mlp.experts.quant_method), "apply"), "result", False),
-    "what ends it is given": (ends, "given", False),
-    "what it ends with": (ends, "result", False),
+KEPT_TENSORS: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
+    "the norm's result": (lambda layer: (type(layer.input_layernorm), "forward"), "result", True),
+    "the norm kernel's result": (lambda layer: (type(layer.input_layernorm), "forward_native"), "result", True),
+    "the input of the projection": (lambda layer: (type(layer.self_attn.qkv_proj), "forward"), "given", True),
+    "the experts' result": (lambda layer: (type(layer.mlp.experts), "forward"), "result", False),
+    "the expert kernels' result": (lambda layer: (type(layer.mlp.experts.quant_method), "apply"), "result", False),
+    "the input of the last step": (find_layer_end, "given", False),
+    "the result of the last step": (find_layer_end, "result", False),
 }
-"""Of a layer's parts: one whose method another plugin wraps, what it keeps of it, and whether norms are in place."""
+"""Tensors that another plugin keeps. Each name maps to the method that the plugin wraps, to ``given`` or ``result`` for
+the kept tensors, and to whether the norms work in place."""
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", KEPT_TENSORS)
 def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, checkpoint, monkeypatch):
     path = checkpoint(family="qwen3-moe")
-    find, keeps, in_place = KEPT[kept]
+    find, keeps, in_place = KEPT_TENSORS[kept]
     owner, method = find(engine.load(path).model.layers[1])
-    if not in_place:  # else the next layer's norm writes over it
+    if not in_place:  # an in-place norm of the next layer would overwrite the kept tensor
         norms_out_of_place(monkeypatch)
 
     def tensors(arguments: Any) -> Iterator[torch.Tensor]:
@@ -271,8 +281,8 @@ def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, che
     answers, intact = [], []
     for change in (None, output_buffer.CHANGE):
         keeper = Keeper()
-        takeover = functools.partial(hook_with, keep)
-        with another_plugin(takeover, (owner, method)), installed(change) if change else without_buffer():
+        foreign_patch = functools.partial(hook_with, keep)
+        with another_plugin(foreign_patch, (owner, method)), installed(change) if change else without_buffer():
             answers.append(engine.generate(engine.load(path), PROMPTS, 1))
         intact.append(keeper.intact())
     assert any(intact[0])
@@ -281,14 +291,14 @@ def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, che
 
 
 @pytest.fixture
-def everything_is_somebody_elses() -> Iterator[None]:
-    with another_plugin(hooks_around, *(hook_point for change in CHANGES for hook_point in hook_points_of(change))):
+def all_hook_points_patched() -> Iterator[None]:
+    with another_plugin(hook_around, *(hook_point for change in CHANGES for hook_point in hook_points_of(change))):
         yield
 
 
 @pytest.fixture
 def fresh_process(monkeypatch) -> None:
-    """Nothing was activated in it, and all changes are selected."""
+    """Make this process look new: no change is applied, and all changes are selected."""
     monkeypatch.setattr(plugin, "_plans", None)
     monkeypatch.delenv(patch.SELECT_VARIABLE)
     monkeypatch.delenv(STRICT.name, raising=False)
@@ -298,22 +308,22 @@ def fresh_process(monkeypatch) -> None:
 @pytest.mark.usefixtures("fresh_process")
 def test_a_server_with_another_plugin_starts_and_answers_as_without_this_package(engine, checkpoint, request, caplog):
     stock = engine.generate(engine.load(checkpoint()), PROMPTS, 2)
-    request.getfixturevalue("everything_is_somebody_elses")
-    before = contents()
+    request.getfixturevalue("all_hook_points_patched")
+    before = take_snapshot()
     plans = plugin.activate(engine.server_args)
-    assert {plan.status for plan in plans.values()} <= LEFT_ALONE
+    assert {plan.status for plan in plans.values()} <= INACTIVE
     assert plans["output-buffer"].status is Status.UNSUPPORTED
-    assert differences(before) == []
+    assert find_differences(before) == []
     assert caplog.text.count("output-buffer: unsupported, because") == 1
     tokens, logits = engine.generate(engine.load(checkpoint()), PROMPTS, 2)
     assert tokens == stock[0]
     assert torch.equal(logits, stock[1])
 
 
-@pytest.mark.usefixtures("fresh_process", "everything_is_somebody_elses")
+@pytest.mark.usefixtures("fresh_process", "all_hook_points_patched")
 def test_a_strict_server_with_another_plugin_does_not_start(engine, monkeypatch):
     monkeypatch.setitem(os.environ, STRICT.name, "1")
-    before = contents()
+    before = take_snapshot()
     with pytest.raises(patch.PatchError, match="output-buffer: unsupported, because"):
         plugin.activate(engine.server_args)
-    assert differences(before) == []
+    assert find_differences(before) == []

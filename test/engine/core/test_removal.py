@@ -1,4 +1,4 @@
-"""Without this package the engine is the stock engine: nothing stays behind, and not being asked changes nothing."""
+"""Tests that probing changes nothing, and that undoing all changes restores the stock engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import torch
 from conftest import installed
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.registry import CHANGES
-from snapshot import contents, differences
+from snapshot import find_differences, take_snapshot
 
 pytestmark = pytest.mark.every_release
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 
 
 def install_all(patcher: patch.Patcher) -> list[str]:
-    """All changes, with what they do in the launcher: the names of those that install anything on this release."""
+    """Install all changes and their launcher hooks.
+
+    :returns: names of the changes that have an installer on this release.
+    """
     plans = {change.name: patch.probe(change) for change in CHANGES}
     for change in CHANGES:
         for module, hook in change.launcher_hooks:
@@ -31,20 +34,20 @@ def install_all(patcher: patch.Patcher) -> list[str]:
 
 @pytest.mark.usefixtures("engine")
 def test_probing_and_undoing_all_changes_leave_every_module_and_class_unchanged():
-    """Not only what the patcher remembers: everything that the engine and FlashInfer hold, name by name."""
+    """The test compares all modules and classes of the engine and FlashInfer, not only the patcher's records."""
     for change in CHANGES:
-        patch.probe(change)  # imports what it looks at
+        patch.probe(change)  # probing imports engine modules, which must be in the snapshot
         for module, _ in change.launcher_hooks:
             importlib.import_module(module)
-    before = contents()
+    before = take_snapshot()
     for change in CHANGES:
         patch.probe(change)
-    assert differences(before) == []
+    assert find_differences(before) == []
     patcher = patch.Patcher()
     assert install_all(patcher)
-    assert differences(before)
+    assert find_differences(before)
     patcher.undo()
-    assert differences(before) == []
+    assert find_differences(before) == []
 
 
 def test_undoing_all_changes_restores_the_answers(engine, checkpoint):
@@ -58,7 +61,7 @@ def test_undoing_all_changes_restores_the_answers(engine, checkpoint):
 
 
 def test_an_engine_whose_plugin_list_leaves_this_plugin_out_loads_no_module_of_it():
-    """Whatever patches the engine later on is ours, and would be loaded by then."""
+    """A module of this package must be loaded before it can patch the engine, so no loaded module means no patch."""
     code = (
         "import sys; from sglang.srt.plugins import load_plugins; load_plugins(); "
         "print([n for n in sys.modules if n.startswith('sglang_moe_patches')])"

@@ -1,4 +1,4 @@
-"""The language in which changes look at the engine: what will run, and whose it is."""
+"""Tests of the functions that probe the engine: ``core/engine.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_moe_patches.core.engine import Unsupported
 
 
 def of_module(function, name):
-    """``function`` as if ``name`` were the module that defines it."""
+    """Return a copy of ``function`` that seems to be defined by the module ``name``."""
     return types.FunctionType(function.__code__, {**function.__globals__, "__name__": name})
 
 
@@ -62,7 +62,11 @@ OURS = "sglang_moe_patches.changes.first"
     ids=["ours", "the engine's and PyTorch's", "another plugin's", "ours around it", "ours around a hook"],
 )
 def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers, own):
-    """:param own: after how many wrappers it is the engine's own, or who has wrapped it."""
+    """``require_unpatched`` looks through known wrappers only.
+
+    :param wrappers: modules that wrap the engine's function, one after another.
+    :param own: number of wrappers that belong to the result, or the wrapper that the error names.
+    """
     functions = [module.run]
     for name in wrappers:
         functions.append(wrapped_by(name, functions[-1]))

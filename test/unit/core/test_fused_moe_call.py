@@ -1,5 +1,5 @@
-"""The one wrapper around the engine's sequence of Triton kernels: which function gets a call, and what is left when a
-change is taken back."""
+"""Tests of the wrapper around the engine's fused-MoE function: which function receives a call, and how a change is
+undone."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from sglang_moe_patches.core.patch import Patcher
 CALL = ("hidden", "w1", "w2", "weights", "ids")
 
 
-def sequence_of_the_engine(hidden_states, w1, w2, topk_weights, topk_ids, config=None, *, inplace, hooks=None):
+def engine_fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, config=None, *, inplace, hooks=None):
     return "the engine's", hidden_states, w1, w2, topk_weights, topk_ids, config, inplace, hooks
 
 
 @pytest.fixture
 def module(monkeypatch):
     module = ModuleType(fused_moe_call.MODULE)
-    setattr(module, fused_moe_call.NAME, sequence_of_the_engine)
+    setattr(module, fused_moe_call.NAME, engine_fused_moe)
     monkeypatch.setattr(engine, "module", lambda name: module)
     return module
 
 
-def a_route(name, takes=lambda how: True):
+def make_route(name, accepts=lambda how: True):
     def replacement(*args, **kwargs):
-        return name, *sequence_of_the_engine(*args, **kwargs)[1:]
+        return name, *engine_fused_moe(*args, **kwargs)[1:]
 
-    return lambda hidden_states, topk_ids, how: replacement if takes(how) else None
+    return lambda hidden_states, topk_ids, how: replacement if accepts(how) else None
 
 
-IN_PLACE = a_route("in place", lambda how: how["inplace"])
-HOOKED = a_route("hooked", lambda how: how.get("hooks"))
+IN_PLACE = make_route("in place", lambda how: how["inplace"])
+HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""As two changes add them: which one is asked first."""
+"""Value of ``first`` with which two changes add these routes."""
 
 
-def answerer(module, **how):
+def find_answerer(module, **how):
     name, *operands = getattr(module, fused_moe_call.NAME)(*CALL, 7, **how)
     assert operands == [*CALL, 7, how["inplace"], how.get("hooks")]
     return name
@@ -51,16 +51,16 @@ def test_two_changes_share_one_wrapper_in_any_order(module, order):
     for route in order:
         patchers.append(Patcher())
         fused_moe_call.add_route(patchers[-1], route, first=FIRST[route])
-    assert getattr(module, fused_moe_call.NAME).__wrapped__ is sequence_of_the_engine
-    assert answerer(module, inplace=False) == "the engine's"
-    assert answerer(module, inplace=True) == "in place"
-    assert answerer(module, inplace=True, hooks="hooks") == "in place"
-    assert answerer(module, inplace=False, hooks="hooks") == "hooked"
+    assert getattr(module, fused_moe_call.NAME).__wrapped__ is engine_fused_moe
+    assert find_answerer(module, inplace=False) == "the engine's"
+    assert find_answerer(module, inplace=True) == "in place"
+    assert find_answerer(module, inplace=True, hooks="hooks") == "in place"
+    assert find_answerer(module, inplace=False, hooks="hooks") == "hooked"
     patchers[1].undo()
-    assert answerer(module, inplace=True, hooks="hooks") == ("in place" if order[0] is IN_PLACE else "hooked")
-    assert answerer(module, inplace=order[0] is HOOKED) == "the engine's"
+    assert find_answerer(module, inplace=True, hooks="hooks") == ("in place" if order[0] is IN_PLACE else "hooked")
+    assert find_answerer(module, inplace=order[0] is HOOKED) == "the engine's"
     patchers[0].undo()
-    assert getattr(module, fused_moe_call.NAME) is sequence_of_the_engine
+    assert getattr(module, fused_moe_call.NAME) is engine_fused_moe
 
 
 def test_undoing_changes_in_another_order_leaves_no_wrapper(module):
@@ -69,9 +69,9 @@ def test_undoing_changes_in_another_order_leaves_no_wrapper(module):
         fused_moe_call.add_route(patcher, route)
     for patcher in patchers:
         patcher.undo()
-    assert getattr(module, fused_moe_call.NAME) is sequence_of_the_engine
+    assert getattr(module, fused_moe_call.NAME) is engine_fused_moe
     fused_moe_call.add_route(Patcher(), HOOKED)
-    assert answerer(module, inplace=True) == "the engine's"
+    assert find_answerer(module, inplace=True) == "the engine's"
 
 
 @pytest.mark.parametrize("by_place", range(6))
@@ -86,7 +86,7 @@ def test_arguments_may_be_keywords(module, by_place):
 
 
 def test_no_route_is_called_while_tracing():
-    """Graphs must not depend on what is on offer, and the tracer knows no ContextVar."""
+    """A traced graph must not depend on an offered buffer, and ``torch.compile`` cannot trace a ``ContextVar``."""
 
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
         return hidden_states * 2

@@ -1,4 +1,4 @@
-"""What is said once in a process."""
+"""Tests of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selecting, probing, applying and undoing changes."""
+"""Tests of selecting, probing, applying and undoing changes."""
 
 from __future__ import annotations
 
