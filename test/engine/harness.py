@@ -16,7 +16,7 @@ import torch
 from sglang_moe_patches.lab.observers import forwards
 
 
-def watch(layer: Any, see: Any) -> None:
+def watch_forwards(layer: Any, see: Any) -> None:
     """Until ``del layer.forward``: ``see(arguments, result)`` of each forward. With a hook a layer offers nothing."""
     original = layer.forward
     signature = inspect.signature(original)
@@ -30,7 +30,7 @@ def watch(layer: Any, see: Any) -> None:
     layer.forward = forward
 
 
-def same(a: Any, b: Any) -> bool:
+def same_answers(a: Any, b: Any) -> bool:
     """Whether two answers, (greedy tokens, logits), are the same to the bit."""
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
@@ -50,7 +50,7 @@ class Keeper:
         return [torch.equal(tensor, before) for tensor, before in self.kept]
 
 
-def experts_of(model: Any) -> Any:
+def find_experts(model: Any) -> Any:
     """The routed experts of a model's first layer that has some."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -207,7 +207,7 @@ def load_unquantized(patch: Any) -> None:
     patch.setattr(ModelConfig, "from_server_args", unquantized)
 
 
-def padded_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:
+def pad_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:
     """Tokens of each data-parallel rank as the engine's own preparation of a forward pads them.
 
     :param counts: tokens that each rank's scheduler brings.

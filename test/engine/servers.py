@@ -43,7 +43,7 @@ QUESTIONS = ROOT / "benchmark" / "gsm8k" / "test.jsonl"
 ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
-ASKED, LONGEST = 24, 64
+QUESTION_COUNT, MAX_ANSWER_TOKENS = 24, 64
 """Of the questions with the shortest answers, and how many tokens those have at most: each costs a forward."""
 REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
@@ -65,7 +65,7 @@ def _has_native_buffer() -> bool:
 NATIVE_BUFFER = _has_native_buffer()
 
 
-def shortest(questions: int = ASKED) -> list[str]:
+def shortest_questions(questions: int = QUESTION_COUNT) -> list[str]:
     """Of the shipped model's held-out questions, as lines of JSON."""
     lines = (SHIPPED / "test.jsonl").read_text().splitlines()
     return sorted(lines, key=lambda line: len(json.loads(line)["answer"]))[:questions]
@@ -76,7 +76,7 @@ def child_environment(**more: str) -> dict[str, str]:
     return {**kept, **environment.variables(kept), **more}
 
 
-def on_path(*folders: str) -> str:
+def prepend_to_path(*folders: str) -> str:
     """PYTHONPATH with these folders in front."""
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -91,7 +91,9 @@ def regress(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-def server(name: str, model: Path, folder: Path, *arguments: str, backend: str = ROUTED, **variables: str) -> Server:
+def make_server(
+    name: str, model: Path, folder: Path, *arguments: str, backend: str = ROUTED, **variables: str
+) -> Server:
     """Not started yet. It records what it uses in ``folder / name``, and its log is ``folder / name.log``."""
     (folder / name).mkdir()
     # Several start at once, those of another worker too: each has its own ports.
@@ -107,7 +109,7 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
 
 
 @contextmanager
-def started(*servers: Server) -> Iterator[tuple[Server, ...]]:
+def start_servers(*servers: Server) -> Iterator[tuple[Server, ...]]:
     """All at once: a start mostly waits for imports on one core."""
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:
@@ -122,7 +124,7 @@ def generate(url: str, prompt: list[int] | str, tokens: int = TOKENS) -> list[in
     return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE).raise_for_status().json()["output_ids"]
 
 
-def answers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[list[int]]]:
+def ask_servers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[list[int]]]:
     """What each server says to the prompts, asked one after the other."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda server: [generate(server.url, prompt) for prompt in prompts], servers))
@@ -134,7 +136,7 @@ def answers_in_process(engine: Any, model: Any, prompts: list[list[int]] = PROMP
     return [engine.generate(model, [prompt], TOKENS - 1)[0][0] for prompt in prompts]
 
 
-def figures(server: Server) -> events.Process:
+def read_observations(server: Server) -> events.Process:
     """What the server has recorded of itself."""
     return events.collect(server.log.with_suffix(""))
 

@@ -19,27 +19,27 @@ LIMITS = Limits(chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=3
 SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captured=0, vocabulary=5000)
 
 
-def of_kind(limits, kind):
+def find_phase(limits, kind):
     """The largest phase of a kind; ``None``: there is none."""
     return next((phase for phase in reversed(phases.derive_phases(limits)) if phase.kind is kind), None)
 
 
-def at_its_bound(phase):
+def largest_batch(phase):
     """A batch that is as large as any phase asks for."""
     return Batch(phase.bound.modes[0], **dict.fromkeys(SIZES, 10**9), graph=bool(phase.bound.graph))
 
 
-def a_pool(name, *bases, **has):
+def make_pool(name, *bases, **has):
     """In the place of a pool of the engine's, which is known by its class."""
     return type(name, bases or (object,), has)()
 
 
 ROWS = {"req_to_token": torch.zeros(3, 0, dtype=torch.int32), "free_slots": [1, 2]}
-PLAIN_TABLE, STATE_TABLE = a_pool("ReqToTokenPool", **ROWS), a_pool("HybridReqToTokenPool", **ROWS)
+PLAIN_TABLE, STATE_TABLE = make_pool("ReqToTokenPool", **ROWS), make_pool("HybridReqToTokenPool", **ROWS)
 CONFIG = SimpleNamespace(context_len=1000, vocab_size=5000)
 
 
-def a_runner(pool, table=PLAIN_TABLE, **more):
+def make_runner(pool, table=PLAIN_TABLE, **more):
     """In the place of a model runner, as far as its pools are asked about."""
     has = {"token_to_kv_pool": pool, "req_to_token_pool": table, "model_config": CONFIG, "max_total_num_tokens": 900}
     return SimpleNamespace(**{**has, **more})
@@ -131,12 +131,12 @@ class Scheduler:
             elif each != "abort":
                 if each.phase.name:
                     self.did.phases.append(each.phase.name)
-                self.tp_worker.model_runner.forward(at_its_bound(each.phase))
+                self.tp_worker.model_runner.forward(largest_batch(each.phase))
                 answer = SimpleNamespace(rids=[each.name], finished_reasons=[{"type": "length"}])
                 self.send_to_detokenizer.send_output(answer)
 
 
-def state_of(scheduler):
+def snapshot_state(scheduler):
     """All that a rehearsal may change, to compare."""
     boxes = scheduler.send_to_tokenizer, scheduler.send_to_detokenizer
     owners = [
@@ -178,13 +178,13 @@ class OneRank:
 def rehearse(scheduler, low=lambda: False, **more):
     """To its end: the result; nothing of it is left in the scheduler."""
     results: list[rehearsal.Measured] = []
-    before = state_of(scheduler)
+    before = snapshot_state(scheduler)
     one = OneRank(scheduler, results.append, low=low, **more)
     one.begin()
     for _ in range(3000):
         scheduler.turn()
         if results:
             one.orders.close()
-            assert state_of(scheduler) == before
+            assert snapshot_state(scheduler) == before
             return results[0]
     raise AssertionError("it never ends")

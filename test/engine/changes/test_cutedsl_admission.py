@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import graph_arguments, padded_tokens
+from harness import graph_arguments, pad_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, forward_limits
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
@@ -279,7 +279,7 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
     for _ in range(1_000):
         ranks, attn_tp, bound = pick.choice([2, 4, 8]), pick.choice([1, 2, 4]), pick.randrange(1, 50)
         counts = [pick.choice([0, bound, pick.randrange(bound + 1)]) for _ in range(ranks)]
-        padded = padded_tokens(monkeypatch, counts, attn_tp, extend)
+        padded = pad_tokens(monkeypatch, counts, attn_tp, extend)
         to_the_longest.add(len(set(padded)) == 1 < len(set(counts)))
         rank_tokens = max_forward_tokens(ForwardLimits(max_prefill_tokens=bound, padding=attn_tp))
         assert sum(padded) <= wrapper_tokens(rank_tokens, ranks, None, 1)

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from conftest import installed
-from harness import graph_arguments, same
+from harness import graph_arguments, same_answers
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits, sized_by_engine
@@ -101,8 +101,8 @@ def test_one_wrapper_serves_all_layers_with_the_answers_of_one_wrapper_per_layer
     with poisoned(monkeypatch):
         patched = run(engine, path, *CHANGES)
     (shared,) = wrappers(patched[2])
-    assert same(right, patched)
-    assert same(right, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
+    assert same_answers(right, patched)
+    assert same_answers(right, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
     # Less than one layer's: the output is none of the buffers.
     assert 0 < (4 - dense_layers) * workspace_bytes({shared._wrapper}) < workspace_bytes(wrappers(right[2]))
 
@@ -160,7 +160,7 @@ def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, ch
     with engine.arguments(**large_enough()), installed(*CHANGES), poisoned(monkeypatch):
         models = [engine.load(checkpoint(**options)) for options in target_and_draft]
         for turn in (0, 1, 0):
-            assert same(engine.generate(models[turn], PROMPTS, STEPS), alone[turn])
+            assert same_answers(engine.generate(models[turn], PROMPTS, STEPS), alone[turn])
         assert len(wrappers(models[0]) | wrappers(models[1])) == 1
     assert alone[0][0] != alone[1][0]
 
@@ -195,7 +195,7 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, st
     with caplog.at_level(logging.WARNING, "sglang.srt.moe_patches"):
         patched = run(engine, path, *CHANGES, **small())
     assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
-    assert same(stock(dense_layers=0), patched)
+    assert same_answers(stock(dense_layers=0), patched)
     told = [record.message for record in caplog.records if "cutedsl-sizing" in record.message]
     assert len(told) == 1
     assert f"{TOKENS} tokens" in told[0]

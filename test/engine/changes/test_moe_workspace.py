@@ -13,7 +13,7 @@ import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed
-from harness import experts_of, load_unquantized, run_experts
+from harness import find_experts, load_unquantized, run_experts
 from patching import patched_by
 from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace
 from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
@@ -87,7 +87,7 @@ def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
 @pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
 def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_triton(engine, checkpoint, backend):
     with engine.arguments(quantization=None, moe_runner_backend=backend):
-        assert runners.runner_of(experts_of(engine.load(checkpoint(quantized=False)))) == "triton"
+        assert runners.runner_of(find_experts(engine.load(checkpoint(quantized=False)))) == "triton"
     asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
     assert moe_workspace.CHANGE.skip(asked) is None
 
@@ -98,7 +98,7 @@ def test_with_a_top_k_of_1_the_factor_scales_what_was_written(engine, checkpoint
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)
     with engine.arguments(moe_runner_backend="triton"):
-        experts = experts_of(engine.load(checkpoint(quantized=False, top_k=1)))
+        experts = find_experts(engine.load(checkpoint(quantized=False, top_k=1)))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, experts.hidden_size, generator=generator).bfloat16()
     ids = torch.randint(experts.num_experts, (40, 1), generator=generator)

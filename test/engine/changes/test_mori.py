@@ -19,7 +19,7 @@ import mori_kernels as reference
 import pytest
 import torch
 from conftest import installed
-from harness import padded_tokens
+from harness import pad_tokens
 from sglang_moe_patches.changes import mori_input_truncation as mori
 from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
@@ -279,7 +279,7 @@ def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]
 @pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
 def test_the_engines_forward_gives_the_same_with_a_quarter_of_the_rows(make_layers, kernel, monkeypatch, mode, dtype):
     """Normal and low-latency dispatch, bf16, FP8 and FP4 rows."""
-    padded = padded_tokens(monkeypatch, [4, 2, 4, 3], 1, extend=False)
+    padded = pad_tokens(monkeypatch, [4, 2, 4, 3], 1, extend=False)
     assert padded == [4, 4, 4, 4]
     sent = random_inputs(padded, 1, seed=1)
     stock = forward(make_layers(mode, dtype), sent)
@@ -439,7 +439,7 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
             counts[0] = 1
         padded = [-(-count // attn_tp) * attn_tp for count in counts]
         if hasattr(layers[0], hooks._ENGINE_LIMIT):  # later releases prepare a forward otherwise
-            padded = padded_tokens(monkeypatch, counts, attn_tp, extend=draw.random() < 0.5)
+            padded = pad_tokens(monkeypatch, counts, attn_tp, extend=draw.random() < 0.5)
         sent = random_inputs(padded, attn_tp, seed, skewed=draw.random() < 0.5)
         exchange = Exchange(sent, draw.choice(output_types()), kernel, seed)
         set_limit(layers, 0)

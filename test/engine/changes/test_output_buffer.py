@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed, without_buffer
-from harness import Pool, same, watch
+from harness import Pool, same_answers, watch_forwards
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, offer, takers
@@ -72,7 +72,7 @@ def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
     with installed(*CHANGES):
         model = engine.load(path)
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, 1)
-        assert same(engine.generate(model, PROMPTS, STEPS), stock(path))
+        assert same_answers(engine.generate(model, PROMPTS, STEPS), stock(path))
 
 
 @pytest.mark.compatibility
@@ -83,10 +83,10 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(
     """``first_k_dense_replace: 0``: the first layer is MoE and has no residual. Only there is the engine wrong."""
     first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
     engines = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
-    assert same(engines[first_is_dense], stock(first_is_dense))
+    assert same_answers(engines[first_is_dense], stock(first_is_dense))
     assert engines[first_is_moe][0] != stock(first_is_moe)[0]
     for path in (first_is_dense, first_is_moe):
-        assert same(patched(engine, path), stock(path))
+        assert same_answers(patched(engine, path), stock(path))
     # The guard removed: the engine's own offer stands beside ours.
     monkeypatch.setattr(offer, "make_empty_offer", lambda original: original)
     assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
@@ -165,7 +165,9 @@ def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, 
         for index, layer in enumerate(model.model.layers):
             fuse = index == 1
             layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer = lambda batch, fuse=fuse: fuse
-            watch(layer, lambda given, result: returned.append(hasattr(result[0], "_sglang_needs_allreduce_fusion")))
+            watch_forwards(
+                layer, lambda given, result: returned.append(hasattr(result[0], "_sglang_needs_allreduce_fusion"))
+            )
         kernels.marked.clear()
         engine.generate(model, PROMPTS[:1], 0)
         return returned, list(kernels.marked)
@@ -234,7 +236,7 @@ def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, che
     kernels.at_entry = lambda: outputs.append(kernels.calls[-1] in pool.addresses)
     with installed(*CHANGES):
         model = engine.load(checkpoint())
-        assert same(engine.generate(model, PROMPTS, STEPS), right)
+        assert same_answers(engine.generate(model, PROMPTS, STEPS), right)
         # The dense layer's output is outside the pool: the first MoE layer allocates, the others reuse.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (3, 1)
     assert outputs == [True] * 3 * (STEPS + 2)
@@ -267,7 +269,7 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, stock, monkeypatch):
         return forward
 
     monkeypatch.setattr(offer, "make_layer_forward", offer_fewer_tokens)
-    assert same(patched(engine, checkpoint()), right)
+    assert same_answers(patched(engine, checkpoint()), right)
     monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
         patched(engine, checkpoint())
@@ -287,6 +289,6 @@ def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, m
             return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
-    assert same(patched(engine, checkpoint()), right)
+    assert same_answers(patched(engine, checkpoint()), right)
     monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
-    assert not same(patched(engine, checkpoint()), right)
+    assert not same_answers(patched(engine, checkpoint()), right)

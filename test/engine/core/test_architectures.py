@@ -21,7 +21,7 @@ import pytest
 import torch
 from architectures import CONFIGS, unknown_to_transformers
 from conftest import RELEASE, installed, without_buffer
-from harness import load_unquantized, same
+from harness import load_unquantized, same_answers
 from releases import DEFAULT
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import log
@@ -181,7 +181,7 @@ def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(
     monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
     with installed(output_buffer.CHANGE), caplog.at_level("INFO"):
         patched = run(name)
-    assert same(patched, stock)
+    assert same_answers(patched, stock)
     offering = [layer for layer, _, _ in dead.layers]
     offers_per_layer = [layer in offering for layer in stack.layers if has_experts(layer)]
     assert offers_per_layer * (STEPS + 1) == TAKEN
@@ -195,5 +195,5 @@ def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(
     for kind in {type(layer) for layer in stack.layers}:
         monkeypatch.setattr(kind, offer._MIN_OFFER_BYTES, 0, raising=False)
     with installed(output_buffer.CHANGE):
-        assert not same(run(name), stock)
+        assert not same_answers(run(name), stock)
     assert TAKEN[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
-from harness import Keeper, Pool, norms_out_of_place, same, watch
+from harness import Keeper, Pool, norms_out_of_place, same_answers, watch_forwards
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
@@ -116,7 +116,7 @@ def test_a_family_whose_proof_fails_is_unpatched_and_the_reason_is_logged(
         proofs, proof, lambda code, *more: refuse() if "Qwen3" in code.__qualname__ else original(code, *more)
     )
     with caplog.at_level("INFO"):
-        assert same(run(path, output_buffer.CHANGE), stock_qwen3)
+        assert same_answers(run(path, output_buffer.CHANGE), stock_qwen3)
     assert caplog.text.count(f"layers of Qwen3MoeModel do not offer their dead input: {reason}") == 1
 
 
@@ -150,7 +150,7 @@ def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
         assert probe(change).reason.startswith(f"some models stay unpatched: {reason}")
     with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
         model = engine.load(path)
-        assert same(engine.generate(model, PROMPTS, STEPS), stock_qwen3)
+        assert same_answers(engine.generate(model, PROMPTS, STEPS), stock_qwen3)
         assert find_overwritten_inputs(engine, model, kernels) == [False, True, True, True]
 
 
@@ -158,7 +158,7 @@ def find_overwritten_inputs(engine, model, kernels):
     """Run one forward pass. Return for each MoE kernel whether it wrote its output over its layer's input."""
     inputs = []
     for layer in model.model.layers:
-        watch(layer, lambda given, result: inputs.append(given["hidden_states"]))
+        watch_forwards(layer, lambda given, result: inputs.append(given["hidden_states"]))
     kernels.calls.clear()
     engine.generate(model, PROMPTS[:1], 0)
     for layer in model.model.layers:
@@ -182,7 +182,7 @@ def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
     with installed(output_buffer.CHANGE):
         for each, stock, over in zip(paths, expected, ([False, True, True, True], [False] * 4), strict=True):
             model = engine.load(each)
-            assert same(engine.generate(model, PROMPTS, STEPS), stock)
+            assert same_answers(engine.generate(model, PROMPTS, STEPS), stock)
             assert find_overwritten_inputs(engine, model, kernels) == over
 
 
@@ -278,7 +278,7 @@ def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_in
         with installed(output_buffer.CHANGE):
             patched, patched_over = answers()
     assert stock[1].isfinite().all()
-    assert same(patched, stock)
+    assert same_answers(patched, stock)
     assert stock_over == [False] * 4
     assert patched_over == [False, True, True, True]  # the first layer's input becomes the residual
 
@@ -295,9 +295,9 @@ def test_offering_the_residual_changes_a_familys_answers(family, path, run, monk
     """Without the guard, the first layer offers its input, which becomes the residual."""
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
-    assert same(run(path, output_buffer.CHANGE), stock)  # the residual is checked in every forward pass
+    assert same_answers(run(path, output_buffer.CHANGE), stock)  # the residual is checked in every forward pass
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
-    assert not same(run(path, output_buffer.CHANGE), stock)
+    assert not same_answers(run(path, output_buffer.CHANGE), stock)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -335,7 +335,7 @@ def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, pa
     with engine.arguments(moe_runner_backend="flashinfer_cutedsl"):
         stock = run(path)
         assert taken == []
-        assert same(run(path, output_buffer.CHANGE, cutedsl_sizing.CHANGE), stock)
+        assert same_answers(run(path, output_buffer.CHANGE, cutedsl_sizing.CHANGE), stock)
     forwards = len(taken) // 4
     assert forwards == STEPS + 1
     assert [buffer is None for buffer in taken] == [True, False, False, False] * forwards
@@ -390,7 +390,7 @@ def taken(monkeypatch):
     """List of ``output`` and ``scratch``, one for each buffer that a runner took. Taken buffers are filled with NaN."""
     found = []
 
-    def watch(name, label):
+    def record(name, label):
         original = getattr(channel, name)
 
         def poisoned(*args, **kwargs):
@@ -402,8 +402,8 @@ def taken(monkeypatch):
 
         monkeypatch.setattr(channel, name, poisoned)
 
-    watch("take_output", "output")
-    watch("take_scratch", "scratch")
+    record("take_output", "output")
+    record("take_scratch", "scratch")
     return found
 
 
@@ -438,7 +438,7 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
     stock = run(path)
     assert stock[1].isfinite().all()
     assert taken == []
-    assert same(run(path, *TRITON_CHANGES[selected]), stock)
+    assert same_answers(run(path, *TRITON_CHANGES[selected]), stock)
     assert taken == expected
 
 
@@ -466,7 +466,7 @@ def test_offering_the_residual_to_triton_changes_the_answers(family, selected, b
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
-    assert not same(run(path, *TRITON_CHANGES[selected]), stock)
+    assert not same_answers(run(path, *TRITON_CHANGES[selected]), stock)
 
 
 @pytest.fixture
@@ -517,7 +517,7 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
     assert [in_place for _, in_place in outputs] == [True] * 4 * (STEPS + 1)
     outputs.clear()
     pool = Pool(monkeypatch)
-    assert same(run(path, *TRITON_CHANGES[selected]), stock)
+    assert same_answers(run(path, *TRITON_CHANGES[selected]), stock)
     assert [(pool.holds(made), in_place) for made, in_place in outputs] == [(True, False)] * 4 * (STEPS + 1)
 
 
@@ -543,5 +543,5 @@ def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken, monkeypat
     path = bf16("deepseek-v3")
     stock = run(path)
     monkeypatch.setattr(deferred_shared_experts.runners, "serves_lora", lambda: True)
-    assert same(run(path, *TRITON_CHANGES["all"]), stock)
+    assert same_answers(run(path, *TRITON_CHANGES["all"]), stock)
     assert taken == SCRATCH

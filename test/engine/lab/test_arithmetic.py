@@ -9,17 +9,17 @@ import pytest
 from conftest import RELEASE
 from releases import DEFAULT
 from servers import (
-    ASKED,
-    LONGEST,
+    MAX_ANSWER_TOKENS,
     NATIVE_BUFFER,
     PRELOADED,
+    QUESTION_COUNT,
     ROUTED,
     SERVER,
     SHIPPED,
     check_figures,
-    on_path,
+    prepend_to_path,
     regress,
-    shortest,
+    shortest_questions,
 )
 from sglang_moe_patches.lab.observers import events
 
@@ -34,12 +34,12 @@ def arithmetic(tmp_path_factory) -> Path:
     """Folder with the report of ``regress`` about the tiny model."""
     folder = tmp_path_factory.mktemp("arithmetic")
     output, data = folder / "report", folder / "test.jsonl"
-    data.write_text("\n".join(shortest(ASKED + 1)) + "\n")
-    evaluation = ["--data-path", str(data), "--num-questions", str(ASKED), "--num-shots", "1"]
-    evaluation += ["--max-new-tokens", str(LONGEST)]
+    data.write_text("\n".join(shortest_questions(QUESTION_COUNT + 1)) + "\n")
+    evaluation = ["--data-path", str(data), "--num-questions", str(QUESTION_COUNT), "--num-shots", "1"]
+    evaluation += ["--max-new-tokens", str(MAX_ANSWER_TOKENS)]
     servers = ["--model", str(SHIPPED / "model"), *evaluation, "--output", str(output), "--", *SERVER, ROUTED]
     # On the default release, servers spawn their processes, as a user's servers do.
-    done = regress(*servers, **({} if RELEASE == DEFAULT else {"PYTHONPATH": on_path(PRELOADED)}))
+    done = regress(*servers, **({} if RELEASE == DEFAULT else {"PYTHONPATH": prepend_to_path(PRELOADED)}))
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
@@ -61,7 +61,7 @@ def test_the_report_has_answers_memory_and_changes_of_both_servers(arithmetic):
     report = json.loads((arithmetic / "report.json").read_text())
     stock, patched = report["runs"]["stock"], report["runs"]["patched"]
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
-    assert len(stock["answers"]) == ASKED
+    assert len(stock["answers"]) == QUESTION_COUNT
     names = ("changes", "memory", "acted")
     processes = (events.parse_process({name: run[name] for name in names}) for run in (stock, patched))
     check_figures(*processes, moe_layers=3)

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from common import plugins
 from releases import ROOT
-from servers import ROUTED, SERVER, TRTLLM, answers, check_doctor, figures, on_path, server, started
+from servers import (
+    ROUTED,
+    SERVER,
+    TRTLLM,
+    ask_servers,
+    check_doctor,
+    make_server,
+    prepend_to_path,
+    read_observations,
+    start_servers,
+)
 from sglang_moe_patches.lab.predict import model_report
 from sglang_moe_patches.memory.kv_sizing import eligibility
 
@@ -36,13 +46,13 @@ def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, check
     model = checkpoint(**options)
     plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())
     variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: "200"}
-    path = on_path(str(tmp_path / "plugin"))
-    asked = server("asked", model, tmp_path, *FLAGS, backend=backend, **variables, PYTHONPATH=path)
+    path = prepend_to_path(str(tmp_path / "plugin"))
+    asked = make_server("asked", model, tmp_path, *FLAGS, backend=backend, **variables, PYTHONPATH=path)
     limit = asked._arguments.index("--max-total-tokens")
     del asked._arguments[limit : limit + 2]
-    with started(asked) as (running,):
-        answers(running, prompts=[PROMPT])
-        ran, log = figures(running), running.log_text()
+    with start_servers(asked) as (running,):
+        ask_servers(running, prompts=[PROMPT])
+        ran, log = read_observations(running), running.log_text()
     for variable, value in {"SGLANG_MOE_PATCHES": "all", **variables}.items():
         monkeypatch.setenv(variable, value)
     report = model_report.examine(str(model), [*SERVER, backend, *FLAGS], "b200")  # has NVFP4

@@ -12,7 +12,7 @@ import unsized_servers
 from common import doctor_answers, plugins
 from conftest import RELEASE
 from releases import DEFAULT, ROOT
-from servers import ROUTED, Server, figures, on_path, server, started
+from servers import ROUTED, Server, make_server, prepend_to_path, read_observations, start_servers
 from sglang_moe_patches.lab.predict import config, model_report
 from sglang_moe_patches.memory.kv_sizing import eligibility
 from unsized_servers import ATTENTION, EAGLE
@@ -162,7 +162,7 @@ def test_each_row_of_the_page_has_a_server_or_a_reason():
 
 def decision_reason(running: Server, log: str) -> str:
     """Reason why a server uses the engine's fraction, from the status of kv-sizing or from the log."""
-    (reason,) = {reason for name, _, reason in figures(running).changes if name == "kv-sizing"}
+    (reason,) = {reason for name, _, reason in read_observations(running).changes if name == "kv-sizing"}
     logged = re.findall(r"kv-sizing: using the engine's default fraction \S+ because (.+)", log)
     return reason or logged[0]
 
@@ -187,16 +187,16 @@ def test_a_started_server_decides_as_doctor_predicts(name, tmp_path: Path, check
     sizing |= {eligibility.KV_MARGIN.name: eligibility.KV_MARGIN.default}  # the stand-in reads it
     for stand_in in ("tells_memory", *case.stand_ins):
         plugins.write_module(tmp_path / "plugin", stand_in, (ROOT / f"test/standins/{stand_in}.py").read_text())
-    environment = {"PYTHONPATH": on_path(str(tmp_path / "plugin"))}
+    environment = {"PYTHONPATH": prepend_to_path(str(tmp_path / "plugin"))}
     flags = case.flags.split()
     if not case.runs:
         flags.append("--skip-server-warmup")
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     model = checkpoint(**case.model)
-    process = server("asked", model, tmp_path, *flags, backend=case.backend, **sizing, **environment)
+    process = make_server("asked", model, tmp_path, *flags, backend=case.backend, **sizing, **environment)
     for argument in case.removed.split():
         process._arguments.remove(argument)
-    with started(process) as (running,):
+    with start_servers(process) as (running,):
         reason = decision_reason(running, running.log_text())
     for variable, value in {"SGLANG_MOE_PATCHES": "all", **sizing}.items():
         monkeypatch.setenv(variable, value)

@@ -16,14 +16,14 @@ from servers import (
     REGRESS,
     ROUTED,
     SERVER,
-    answers,
     answers_in_process,
+    ask_servers,
     check_patched,
     child_environment,
-    figures,
-    on_path,
-    server,
-    started,
+    make_server,
+    prepend_to_path,
+    read_observations,
+    start_servers,
 )
 from sglang_moe_patches.lab.observers.forwards import workspace_bytes
 from sglang_moe_patches.lab.servers.server import ServerFailed
@@ -43,11 +43,11 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer
         stock = engine.load(path)
         expected = answers_in_process(engine, stock)
     layer_wrapper = stock.model.layers[0].mlp.experts._cutedsl_wrapper
-    with started(server("patched", path, tmp_path, *limits, backend=backend)) as (patched,):
-        assert answers(patched) == [expected]
-    check_patched(figures(patched), moe_layers=4, backend=backend)
+    with start_servers(make_server("patched", path, tmp_path, *limits, backend=backend)) as (patched,):
+        assert ask_servers(patched) == [expected]
+    check_patched(read_observations(patched), moe_layers=4, backend=backend)
     # All layers together keep less than one stock layer, because the shared buffers have no output buffer.
-    assert 0 < figures(patched).memory.kernel_buffer_bytes < workspace_bytes({layer_wrapper})
+    assert 0 < read_observations(patched).memory.kernel_buffer_bytes < workspace_bytes({layer_wrapper})
     assert patched.log_text().count("cutedsl-sizing: one set of buffers") == 1
     assert "runs in slices" not in patched.log_text()
 
@@ -121,8 +121,8 @@ HookRegistry.register(
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_strict_mode_ends_the_start_beside_a_plugin_that_wraps_the_same_function(checkpoint, tmp_path):
-    path = on_path(plugin(tmp_path, ANOTHER_PLUGIN))
-    strict = server("strict", checkpoint(), tmp_path, PYTHONPATH=path, SGLANG_MOE_PATCHES_STRICT="1")
+    path = prepend_to_path(plugin(tmp_path, ANOTHER_PLUGIN))
+    strict = make_server("strict", checkpoint(), tmp_path, PYTHONPATH=path, SGLANG_MOE_PATCHES_STRICT="1")
     with pytest.raises(ServerFailed, match="SGLANG_MOE_PATCHES_STRICT=1 and a change cannot be applied"), strict:
         pass
     assert "deferred-shared-experts: unsupported, because" in strict.log_text()
@@ -131,7 +131,7 @@ def test_strict_mode_ends_the_start_beside_a_plugin_that_wraps_the_same_function
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_an_unknown_change_ends_the_start(checkpoint, tmp_path):
-    unknown = server("unknown", checkpoint(), tmp_path, SGLANG_MOE_PATCHES="output-bufer")
+    unknown = make_server("unknown", checkpoint(), tmp_path, SGLANG_MOE_PATCHES="output-bufer")
     with (
         pytest.raises(ServerFailed, match=r"(?s)exit code 1.*unknown change 'output-bufer'; valid: all, none"),
         unknown,

@@ -25,16 +25,16 @@ from servers import (
     QUESTIONS,
     SERVER,
     TRTLLM,
-    answers,
     answers_in_process,
+    ask_servers,
     check_doctor,
     check_figures,
-    figures,
     generate,
-    on_path,
+    make_server,
+    prepend_to_path,
+    read_observations,
     regress,
-    server,
-    started,
+    start_servers,
 )
 from sglang_moe_patches.lab.predict import model_report
 from sglang_moe_patches.lab.servers.server import Server
@@ -61,29 +61,29 @@ def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     model, folder = checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair")
     source = f'import sys\n"sglang_moe_patches.plugin" in sys.modules or print("{FIRST}")\n{REGISTER}\n'
     first = plugins.write_module(folder / "plugin", environment.PLUGIN_NAME, source)
-    stock = server("stock", model, folder, *RANKS, backend=TRTLLM, SGLANG_MOE_PATCHES="none")
-    patched = server("patched", model, folder, *RANKS, backend=TRTLLM, PYTHONPATH=on_path(str(first)))
-    with started(stock, patched) as running:
+    stock = make_server("stock", model, folder, *RANKS, backend=TRTLLM, SGLANG_MOE_PATCHES="none")
+    patched = make_server("patched", model, folder, *RANKS, backend=TRTLLM, PYTHONPATH=prepend_to_path(str(first)))
+    with start_servers(stock, patched) as running:
         yield running
 
 
 @DEFAULT_ENGINE_ONLY
 def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
-    stock, patched = answers(*pair)
+    stock, patched = ask_servers(*pair)
     assert stock == patched
-    check_figures(*map(figures, pair), moe_layers=4)
+    check_figures(*map(read_observations, pair), moe_layers=4)
     assert FIRST in pair[1].log.read_text(errors="replace")
 
 
 @DEFAULT_ENGINE_ONLY
 def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatch):
     """`test_doctor_servers.py` has servers of other kinds."""
-    answers(pair[1])
+    ask_servers(pair[1])
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
     report = model_report.examine(
         str(checkpoint(dense_layers=0)), [*SERVER, TRTLLM, *RANKS], "b200"
     )  # a GPU with NVFP4
-    check_doctor(report, figures(pair[1]), TRTLLM)
+    check_doctor(report, read_observations(pair[1]), TRTLLM)
 
 
 @pytest.mark.every_release
@@ -99,8 +99,8 @@ def test_the_patched_server_answers_correctly_where_the_native_buffer_does_not(e
     with without_buffer():
         expected = ask_in_process()
     assert ask_in_process() != expected
-    with started(server("patched", checkpoint(dense_layers=0), tmp_path, backend=TRTLLM)) as (patched,):
-        assert answers(patched) == [expected]
+    with start_servers(make_server("patched", checkpoint(dense_layers=0), tmp_path, backend=TRTLLM)) as (patched,):
+        assert ask_servers(patched) == [expected]
 
 
 def update_weights(server: Server, path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY, installed
-from servers import LONGEST, shortest
+from servers import MAX_ANSWER_TOKENS, shortest_questions
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.lab.regress import report
 from sglang_moe_patches.lab.regress.compare import Answer, Run, compare
@@ -46,7 +46,7 @@ def ask(engine, model, questions: list[str], longest: int) -> Run:
 
 def ask_shortest(engine) -> Run:
     """Ask the questions with the shortest answers."""
-    return ask(engine, engine.load(SHIPPED / "model"), shortest(), LONGEST)
+    return ask(engine, engine.load(SHIPPED / "model"), shortest_questions(), MAX_ANSWER_TOKENS)
 
 
 def ask_first(engine) -> Run:

@@ -14,7 +14,7 @@ import releases
 from common import plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed
 from releases import DEFAULT
-from servers import answers, on_path, server, started
+from servers import ask_servers, make_server, prepend_to_path, start_servers
 from sglang_moe_patches.memory import activation_segments
 from sglang_moe_patches.memory.activation_segments import eligibility, switch
 
@@ -69,7 +69,7 @@ def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tup
     """What the processes of such a server do, each in its order, while it starts and answers; and its log."""
     plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
     written = tmp_path / "turned"
-    patched = server(
+    patched = make_server(
         "patched",
         checkpoint(),
         tmp_path,
@@ -77,11 +77,11 @@ def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tup
         SGLANG_MOE_PATCHES="activation-segments",
         SGLANG_MOE_PATCHES_SEGMENTS="on",
         TURNED=str(written),
-        PYTHONPATH=on_path(str(tmp_path / "plugin")),
+        PYTHONPATH=prepend_to_path(str(tmp_path / "plugin")),
         **variables,
     )
-    with started(patched):
-        answers(patched, prompts=[[7, 8, 9]])
+    with start_servers(patched):
+        ask_servers(patched, prompts=[[7, 8, 9]])
     did: dict[int, list[str]] = {}
     for process, what in map(json.loads, written.read_text().splitlines()):
         did.setdefault(process, []).append(what)

@@ -27,7 +27,16 @@ import unsized_servers
 from common import dummy_models, dummy_weights, plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
-from servers import PATIENCE, ROUTED, Server, answers, answers_in_process, on_path, server, started
+from servers import (
+    PATIENCE,
+    ROUTED,
+    Server,
+    answers_in_process,
+    ask_servers,
+    make_server,
+    prepend_to_path,
+    start_servers,
+)
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
 from sglang_moe_patches.memory.kv_sizing import eligibility, phases, pools, rehearsal, serving
@@ -201,8 +210,8 @@ def sized(name: str, model: Path, folder: Path, *arguments: str, limited: bool =
     :param limited: it has the test servers' own ``--max-total-tokens``.
     """
     given = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN_MB}
-    path = {"PYTHONPATH": on_path(str(folder.parent / "plugin"))}
-    made = server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
+    path = {"PYTHONPATH": prepend_to_path(str(folder.parent / "plugin"))}
+    made = make_server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
     made._arguments.remove("--disable-radix-cache")
     if not limited:
         leave_out(made, "--max-total-tokens")
@@ -286,10 +295,10 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
     servers = [
         sized(name, checkpoint(), place, *more, limited=True, **counted, **each) for name, each in variables.items()
     ]
-    with started(*servers):
+    with start_servers(*servers):
         return {
             each.name: SimpleNamespace(answers=answered, tells=everything(each), said=said(each))
-            for each, answered in zip(servers, answers(*servers), strict=True)
+            for each, answered in zip(servers, ask_servers(*servers), strict=True)
         }
 
 
@@ -346,7 +355,7 @@ LONG = [[token % 600 + 3 for token in range(start, start + 280)] for start in (0
 def at_once(running: Server, prompts: list[list[int]]) -> list[list[int]]:
     """What a server answers to prompts that it is asked together."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda prompt: answers(running, prompts=[prompt])[0][0], prompts))
+        return list(pool.map(lambda prompt: ask_servers(running, prompts=[prompt])[0][0], prompts))
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -369,7 +378,7 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
     variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan), "TUNES": str(tunes)}
     grown = sized("grown", checkpoint(), place, "--enable-metrics", **variables)
     answered = watched(grown)
-    with started(grown):
+    with start_servers(grown):
         log = grown.log_text()
         assert log.index("rehearsed in") < log.index("The server is fired up")
         assert {answer for answer, text in answered if "rehearsed in" not in text} <= {"ConnectError", "503"}
@@ -379,7 +388,7 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         left = [line for line in scan.read_text().splitlines() if not STAYS.search(line)]
         assert left == []
         assert re.fullmatch(r"(maps\n)+(tunes\n)+(maps\n)+", tunes.read_text())
-        assert answers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
+        assert ask_servers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
         assert at_once(grown, LONG) == expected[2:]
         shown = dict(samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
         numbers = {name.split("{")[0]: float(value) for name, value in shown.items()}
@@ -391,10 +400,10 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         wait_for(lambda: "memory was short" in said(grown)[-1])
         (less,) = capacities(grown)
         assert rule < less < now
-        assert answers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
+        assert ask_servers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
         assert at_once(grown, LONG[:2]) == expected[2:4]
         httpx.post(f"{grown.url}/flush_cache", timeout=PATIENCE).raise_for_status()
-        assert answers(grown, prompts=PROMPTS)[0] == expected[:2]
+        assert ask_servers(grown, prompts=PROMPTS)[0] == expected[:2]
 
 
 @DEFAULT_ENGINE_ONLY
@@ -417,7 +426,7 @@ def test_memory_that_is_short_ends_no_prompt_that_is_computed_in_parts_and_starv
         return list(answer.json()["output_ids"])
 
     asked = [(LONG[0], 100), (half[0], 10), (half[1], 50)]  # the last one has room when another has ended
-    with started(grown), ThreadPoolExecutor() as pool:
+    with start_servers(grown), ThreadPoolExecutor() as pool:
         expected = [ask(*each) for each in asked]
         (before,) = capacities(grown)
         httpx.post(f"{grown.url}/flush_cache", timeout=PATIENCE).raise_for_status()
@@ -467,8 +476,8 @@ STAYS = re.compile(
 @DEFAULT_ENGINE_ONLY
 def test_where_the_rule_leaves_nothing_a_server_starts_all_the_same(place: Path, checkpoint):
     grown = sized("grown", checkpoint(), place, CACHE="-1000000", GAIN="30000000")
-    with started(grown):
-        assert answers(grown, prompts=[LONG[0]]) == answers(grown, prompts=[LONG[0]])
+    with start_servers(grown):
+        assert ask_servers(grown, prompts=[LONG[0]]) == ask_servers(grown, prompts=[LONG[0]])
         now, rule, _ = sizing(grown)
         assert tokens(grown) == now > 1000
         assert rule == 0
@@ -481,8 +490,8 @@ def test_a_given_fraction_is_left_alone_or_is_where_the_cache_begins(place: Path
     by_hand = ("--mem-fraction-static", "0.91")
     alone = sized("alone", checkpoint(), place, *by_hand, GIVEN="0.91")
     shrinks = sized("shrinks", checkpoint(), place, *by_hand, GAIN="-60000000", SGLANG_MOE_PATCHES_KV_SIZING="always")
-    with started(alone, shrinks):
-        assert answers(alone, prompts=PROMPTS) == answers(shrinks, prompts=PROMPTS)
+    with start_servers(alone, shrinks):
+        assert ask_servers(alone, prompts=PROMPTS) == ask_servers(shrinks, prompts=PROMPTS)
         less, rule, fraction = sizing(shrinks)
         assert (tokens(alone), tokens(shrinks)) == (rule, less)
     assert said(alone) == [
@@ -504,7 +513,7 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
     grown = sized("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
     leave_out(grown, "--max-running-requests")
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
-    with started(grown):
+    with start_servers(grown):
         assert not any("not reached" in line for line in said(grown))
         told = re.match(r"(\d+) requests run at once, 256 where one has penalties", said(grown)[-1])
         assert told is not None
@@ -528,7 +537,7 @@ def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_t
     leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
     grown = sized("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
     leave_out(grown, "--max-running-requests")
-    with started(grown):
+    with start_servers(grown):
         sizing, told = said(grown)[-2:]
         assert [line for line in said(grown) if line.startswith("rehearses again with 256 requests at once")]
     assert told.startswith("256 requests run at once, 256 where one has penalties")
@@ -553,10 +562,10 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
     model = checkpoint(family="qwen3-moe")  # the engine refuses deterministic DeepSeek beside this attention
     grown = sized("grown", model, place, *flags, SHORT=str(short), **variables)
     stock = sized("stock", model, place, *flags, limited=True, SGLANG_MOE_PATCHES="none", **variables)
-    with started(grown, stock):
+    with start_servers(grown, stock):
         assert not any("not reached" in line for line in said(grown))
-        expected = answers(stock, prompts=PROMPTS)
-        assert answers(grown, prompts=PROMPTS) == expected
+        expected = ask_servers(stock, prompts=PROMPTS)
+        assert ask_servers(grown, prompts=PROMPTS) == expected
         if kind == "grammar":
             assert in_words(grown) == in_words(stock)
         now, rule, _ = sizing(grown)
@@ -564,7 +573,7 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
         wait_for(lambda: "memory was short" in said(grown)[-1])
         assert capacities(grown).pop() < now
-        assert answers(grown, prompts=PROMPTS) == expected
+        assert ask_servers(grown, prompts=PROMPTS) == expected
         assert httpx.get(f"{grown.url}/health", timeout=PATIENCE).status_code == 200
 
 
@@ -598,7 +607,7 @@ def test_a_server_that_is_ended_while_it_rehearses_leaves_no_process(who: str, p
             (were[0].terminate if who == "launcher" else schedulers_of(ended)[1].kill)()
 
     ended.progress = end
-    with pytest.raises(ServerFailed), started(ended):
+    with pytest.raises(ServerFailed), start_servers(ended):
         pytest.fail("it serves")
     assert len(were) > 2
     assert psutil.wait_procs(were, timeout=PATIENCE)[1] == []
@@ -609,8 +618,8 @@ def test_a_server_that_is_ended_while_it_rehearses_leaves_no_process(who: str, p
 def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place: Path, checkpoint):
     short = place / "short"
     ended = sized("ended", checkpoint(), place, "--tp", "2", SHORT=str(short), SERVER_NAME="ended")
-    with started(ended):
-        answers(ended, prompts=PROMPTS)
+    with start_servers(ended):
+        ask_servers(ended, prompts=PROMPTS)
         were = processes_of(ended)
         short.write_text("110000000")
         schedulers_of(ended)[1].kill()
@@ -632,8 +641,8 @@ def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(p
     sleepy = sized("sleepy", checkpoint(), place, SLEEPS="1")
     awake = sized("awake", checkpoint(), place, SLEEPS="1")
     awake._arguments.remove("--sleep-on-idle")  # which the other has for the processors of a machine of tests
-    with started(sleepy, awake):
-        assert answers(sleepy, prompts=PROMPTS) == answers(awake, prompts=PROMPTS)
+    with start_servers(sleepy, awake):
+        assert ask_servers(sleepy, prompts=PROMPTS) == ask_servers(awake, prompts=PROMPTS)
         assert tokens(sleepy) == tokens(awake) > sizing(awake)[1]
         wait_for(lambda: "a scheduler sleeps" in sleepy.log_text())
     before, line, _ = sleepy.log_text().partition(" KV tokens instead of ")
@@ -651,8 +660,8 @@ def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_ser
         raises = sized("raises", checkpoint(), place, RAISES="3 all")
     else:
         raises = of_ranks(kind, "raises", checkpoint(), place, RAISES="3 all")
-    with started(raises):
-        told = answers(raises, prompts=[*PROMPTS, *PROMPTS])[0]
+    with start_servers(raises):
+        told = ask_servers(raises, prompts=[*PROMPTS, *PROMPTS])[0]
         assert told[:2] == told[2:]
         as_by_the_rule = re.match(r"([\d,]+) KV tokens, as by the rule; ", said(raises)[-1])
         assert as_by_the_rule is not None
@@ -720,7 +729,7 @@ def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_an
     folder: Path, place: Path
 ):
     model, weights = image_model.write(place / "model"), dummy_weights.write_plugin(place / "weights")
-    path = on_path(*map(str, [folder / "plugin", *weights]))
+    path = prepend_to_path(*map(str, [folder / "plugin", *weights]))
 
     def taking_images(name: str, *, limited: bool = False, **variables: str) -> Server:
         made = sized(name, model, place, "--load-format", "dummy", limited=limited, PYTHONPATH=path, **variables)
@@ -732,7 +741,7 @@ def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_an
     stock = taking_images("stock", limited=True, SGLANG_MOE_PATCHES="none")
     # As much more is free as images may take.
     kept = taking_images("kept", GAIN="5000000000")
-    with started(stock, kept):
+    with start_servers(stock, kept):
         expected = asked_about_images(stock)
         assert asked_about_images(stock) == asked_about_images(kept) == expected
     assert expected[0] != expected[1]
@@ -760,8 +769,8 @@ if RELEASE == DEFAULT:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path, checkpoint):
     running = sized("grown", checkpoint(family="qwen3-moe"), place, *KINDS[kind], POOLS=kind.split()[0])
-    with started(running):
-        assert answers(running, prompts=PROMPTS) == answers(running, prompts=PROMPTS)
+    with start_servers(running):
+        assert ask_servers(running, prompts=PROMPTS) == ask_servers(running, prompts=PROMPTS)
         now = info(running)["max_total_num_tokens"]
     ((told, rule, _),) = sizes_told(running)
     assert now == told > rule
@@ -774,8 +783,8 @@ def test_a_prefix_keeps_no_more_windows_than_leave_room_for_a_chunk_behind_it(pl
     """The cache counts windows by the parts in which it learned a prefix, of which the last would be less than one."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized("grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60")
-    with started(running):
-        answers(running, prompts=PROMPTS[:1])
+    with start_servers(running):
+        ask_servers(running, prompts=PROMPTS[:1])
     (line,) = [line for line in said(running) if line.startswith("rehearsed in ")]
     assert "prefill chunk behind the longest prefix" in line
     assert "not reached" not in line
@@ -790,7 +799,7 @@ def of_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) 
     """Two ranks; what each ran is in ``folder / name``."""
     plugins.write_module(folder / name / "gathers", "gathers_on_cpu", STAND_INS["gathers_on_cpu"])
     (folder / name / "steps").mkdir()
-    path = on_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
+    path = prepend_to_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
     variables |= {"PYTHONPATH": path, "STEPS": str(folder / name / "steps")}
     return sized(name, model, folder / name, *RANKS[kind], **variables)
 
@@ -818,14 +827,14 @@ def test_ranks_rehearse_in_step_and_grow_alike_and_where_one_cannot_none_does(ki
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
     servers = {name: of_ranks(kind, name, checkpoint(), place, **variables) for name, variables in given.items()}
-    with started(*servers.values()):
-        told = {name: answers(each, prompts=PROMPTS) for name, each in servers.items()}
+    with start_servers(*servers.values()):
+        told = {name: ask_servers(each, prompts=PROMPTS) for name, each in servers.items()}
         sizes = {name: tokens(each) for name, each in servers.items()}
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
         wait_for(lambda: "memory was short" in said(servers["grown"])[-1])
         wait_for(lambda: len(capacities(servers["grown"])) == 1)
         assert capacities(servers["grown"]).pop() < sizes["grown"]
-        assert answers(servers["grown"], prompts=PROMPTS)[0] == told["grown"][0]
+        assert ask_servers(servers["grown"], prompts=PROMPTS)[0] == told["grown"][0]
     assert told["grown"] == told["fails"] == told["maps"]
     assert sizes["grown"] > sizes["fails"] == sizes["maps"]
     one, other = ran(place / "grown")
@@ -842,9 +851,9 @@ def test_ranks_rehearse_in_step_and_grow_alike_and_where_one_cannot_none_does(ki
 @pytest.mark.every_release
 def test_replicas_rehearse_and_grow_each_for_itself(place: Path, checkpoint):
     grown = sized("grown", checkpoint(), place, "--dp-size", "2")
-    stock = server("stock", checkpoint(), place, *SMALL, "--dp-size", "2", SGLANG_MOE_PATCHES="none")
-    with started(grown, stock):
-        assert answers(grown, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
+    stock = make_server("stock", checkpoint(), place, *SMALL, "--dp-size", "2", SGLANG_MOE_PATCHES="none")
+    with start_servers(grown, stock):
+        assert ask_servers(grown, prompts=PROMPTS) == ask_servers(stock, prompts=PROMPTS)
         now = tokens(grown)
     assert [told for told, *_ in sizes_told(grown)] == [now, now]
 
@@ -864,8 +873,8 @@ def test_machines_grow_together_and_where_one_does_not_take_part_nobody_waits_fo
     machines = of_two_machines(checkpoint(), place)
     if without:
         machines[int(without)].environment[eligibility.KV_SIZING.name] = "off"
-    with started(*machines):
-        answers(machines[0], prompts=PROMPTS)
+    with start_servers(*machines):
+        ask_servers(machines[0], prompts=PROMPTS)
     told = ["\n".join(said(each)) for each in machines]
     if not without:
         assert " KV tokens instead of " in told[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import LIMITS, at_its_bound, of_kind
+from kv_servers import LIMITS, find_phase, largest_batch
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind, Plant
 from sglang_moe_patches.memory.kv_sizing.rehearsal import ATTEMPTS_PER_PHASE, LoadDriver
@@ -67,7 +67,7 @@ class Server:
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
             small = Batch(phase.bound.modes[0], tokens=1, requests=1)
-            self.driver.saw(small if phase.name in self.refuses else at_its_bound(phase))
+            self.driver.saw(small if phase.name in self.refuses else largest_batch(phase))
         self.answer([each for each in requests if each.phase.name not in self.loses])
 
     def answer(self, requests):
@@ -127,7 +127,7 @@ def test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else(vo
 def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
-    server.driver.saw(at_its_bound(prefix.phase))  # one of its own chunks
+    server.driver.saw(largest_batch(prefix.phase))  # one of its own chunks
     assert (server.step(), server.aborts) == ([], 0)
     server.answer([prefix])
     (behind,) = server.step()
@@ -314,7 +314,7 @@ def test_a_stages_forwards_have_their_share_of_fewer_requests():
     ],
 )
 def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
-    too_large = of_kind(replace(LIMITS, **changed), kind)
+    too_large = find_phase(replace(LIMITS, **changed), kind)
     server = Server(fits=lambda estimate: estimate != too_large.estimate, **changed)
     driver = server.run()
     assert next(iter(driver.missed)) == too_large.name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_servers import GB, PLAIN_TABLE, a_pool
+from kv_servers import GB, PLAIN_TABLE, make_pool
 from sglang_moe_patches.memory.kv_sizing import hooks, sizing
 from sglang_moe_patches.memory.kv_sizing.phases import Limits, PhaseKind
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
@@ -445,9 +445,9 @@ def test_the_pools_of_a_draft_follow_the_models():
 
     def init_pools(maker, **arguments):
         keys = torch.zeros((maker.max_total_num_tokens + 64, 4, 8), dtype=torch.bfloat16, device="cpu")
-        maker.token_to_kv_pool = a_pool("MHATokenToKVPool", k_buffer=[keys], mem_usage=0.0)
+        maker.token_to_kv_pool = make_pool("MHATokenToKVPool", k_buffer=[keys], mem_usage=0.0)
         maker.req_to_token_pool = PLAIN_TABLE
-        maker.token_to_kv_pool_allocator = a_pool("TokenToKVPoolAllocator", page_size=64, size=0, clear=list)
+        maker.token_to_kv_pool_allocator = make_pool("TokenToKVPoolAllocator", page_size=64, size=0, clear=list)
 
     makers = [SimpleNamespace(is_draft_worker=is_draft, max_total_num_tokens=640, device="cpu") for is_draft in (0, 1)]
     for maker in makers:

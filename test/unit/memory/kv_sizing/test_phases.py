@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_servers import LIMITS, of_kind
+from kv_servers import LIMITS, find_phase
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import SIZES, Batch, Bound, Limits, PhaseKind
 
@@ -116,7 +116,7 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
     info |= {} if default else {"max_running_requests": requests}
     numbers = {"cache_tokens": tokens, "requests": requests, "input_tokens": 40_953}
     limits = limits_of(info, replace(FACTS, captured=256), **numbers)
-    long = of_kind(limits, PhaseKind.LONG_AMONG_SHORT)
+    long = find_phase(limits, PhaseKind.LONG_AMONG_SHORT)
     assert sum(lengths(long)) + len(lengths(long)) * (long.new_tokens + 2 * limits.page) <= 0.9 * tokens
 
 
@@ -137,7 +137,7 @@ def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100), (64, 40_000)])
 def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page, context):
     c = replace(LIMITS, page=page, input_tokens=context)
-    phase = of_kind(c, PhaseKind.BEHIND_PREFIX)
+    phase = find_phase(c, PhaseKind.BEHIND_PREFIX)
     *grown, prompt = phase.prompts
     prefix = grown[-1].shared
     assert {each.fresh for each in grown} == {0}
@@ -152,7 +152,7 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     assert phase.bound.longest_prefix == prefix
     assert context - page < sum(prompt) <= context
     # Without the cache a prompt comes in whole chunks.
-    alone = of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
+    alone = find_phase(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
     first, whole = lengths(alone)
     assert (first, whole) == (3 * c.chunk, 9 * c.chunk)
     assert whole**2 <= alone.growth * first**2
@@ -162,7 +162,7 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_of_a_prefix_that_is_planted_nothing_is_computed_but_what_comes_behind_it(page, context, draft_tokens):
     c = replace(LIMITS, page=page, input_tokens=context, draft_tokens=draft_tokens)
-    computed, planted = (of_kind(replace(c, plants=plants), PhaseKind.BEHIND_PREFIX) for plants in (False, True))
+    computed, planted = (find_phase(replace(c, plants=plants), PhaseKind.BEHIND_PREFIX) for plants in (False, True))
     assert planted.bound == computed.bound
     (part, behind_part), (prefix, behind) = planted.prompts
     assert prefix == planted.shared
@@ -173,9 +173,9 @@ def test_of_a_prefix_that_is_planted_nothing_is_computed_but_what_comes_behind_i
     # What shares the prefix, or is as long, is not computed either.
     own = phases.SHORT_PROMPT_TOKENS
     for kind, behind in ((PhaseKind.SHARED_PREFIX, c.chunk), (PhaseKind.LONG_AMONG_SHORT, own)):
-        if phase := of_kind(replace(c, plants=True), kind):
+        if phase := find_phase(replace(c, plants=True), kind):
             assert 0 <= max(lengths(phase)) - phase.shared <= behind
-            assert phase.prompts == of_kind(c, kind).prompts
+            assert phase.prompts == find_phase(c, kind).prompts
     others = [phase.kind for phase in phases.derive_phases(replace(c, plants=True)) if not phase.shared]
     assert {PhaseKind.PREFILL, PhaseKind.PENALTIES, PhaseKind.VARIED} <= set(others)
 
@@ -217,10 +217,10 @@ def test_what_was_missed_is_tried_again_with_the_number_of_requests_that_there_i
 
 @pytest.mark.parametrize("page", [1, 64, 96])
 def test_a_prefix_ends_where_a_state_is_kept(page):
-    before = of_kind(replace(LIMITS, states=True, page=page), PhaseKind.BEHIND_PREFIX).bound.longest_prefix
+    before = find_phase(replace(LIMITS, states=True, page=page), PhaseKind.BEHIND_PREFIX).bound.longest_prefix
     assert before % phases.STATE_INTERVAL_TOKENS == before % page == 0
     assert 0 <= LIMITS.input_tokens - LIMITS.chunk - before < phases.STATE_INTERVAL_TOKENS * page
-    alone = of_kind(replace(LIMITS, states=True, chunk=1000, radix_cache=False), PhaseKind.BEHIND_PREFIX)
+    alone = find_phase(replace(LIMITS, states=True, chunk=1000, radix_cache=False), PhaseKind.BEHIND_PREFIX)
     assert alone.bound.longest_prefix == 9 * 1000  # where a chunk ended
 
 
@@ -236,7 +236,7 @@ def test_a_prefix_ends_where_a_state_is_kept(page):
     ids=str,
 )
 def test_as_many_share_a_prefix_as_run_at_once(changed, sharers):
-    phase = of_kind(replace(LIMITS, **changed), PhaseKind.SHARED_PREFIX)
+    phase = find_phase(replace(LIMITS, **changed), PhaseKind.SHARED_PREFIX)
     assert (phase and phase.bound.requests) == sharers
     if phase:
         new = [length - phase.bound.prefix // sharers for length in lengths(phase)]
@@ -269,7 +269,7 @@ def test_as_many_share_a_prefix_as_run_at_once(changed, sharers):
 )
 def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed, count, packed):
     c = replace(LIMITS, **changed)
-    several = of_kind(c, PhaseKind.TOGETHER)
+    several = find_phase(c, PhaseKind.TOGETHER)
     assert (c.together, c.packed, several is None) == (count, packed, count == 1)
     if several is not None:
         assert lengths(several) == [c.largest] * count
@@ -331,13 +331,13 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     whole, c = (limits_of({**info, "pp_size": stages}, **numbers) for stages in (1, 2))
     assert (whole.batch, c.batch) == (20, 10)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
-        assert (of_kind(c, kind).bound.requests, len(of_kind(c, kind).prompts)) == (10, 20)
-    long = of_kind(c, PhaseKind.LONG_AMONG_SHORT)
+        assert (find_phase(c, kind).bound.requests, len(find_phase(c, kind).prompts)) == (10, 20)
+    long = find_phase(c, PhaseKind.LONG_AMONG_SHORT)
     assert long.bound.longest == lengths(long)[0] > 2000
     assert {phase.bound.longest for phase in phases.derive_phases(whole)} == {0}
-    captured = of_kind(replace(c, captured=4), PhaseKind.CAPTURED_DECODE)
+    captured = find_phase(replace(c, captured=4), PhaseKind.CAPTURED_DECODE)
     assert captured.bound.requests == len(captured.prompts) == 4
-    assert of_kind(replace(c, captured=4, page=32), PhaseKind.CAPTURED_DECODE) is None
+    assert find_phase(replace(c, captured=4, page=32), PhaseKind.CAPTURED_DECODE) is None
     assert limits_of({**info, "pp_size": 2, "pp_max_micro_batch_size": 3}, **numbers).batch == 3
 
 
@@ -362,12 +362,12 @@ def test_captured_decodes_are_read_from_every_release_s_words(info, largest, cap
 
 
 def test_the_largest_decode_asks_for_all_that_sampling_may_take():
-    asked = of_kind(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
+    asked = find_phase(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
     assert asked.output_logprobs
     penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end of sequence a request with min_new_tokens ends the server.
-    assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
+    assert "min_new_tokens" not in find_phase(LIMITS, PhaseKind.PENALTIES).sampling
     assert asked.sampling["logit_bias"] == {"1000": -1.0}
 
 
@@ -376,21 +376,21 @@ def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_s
     """The sampler asserts that it has no seed."""
     without: dict[str, object] = {}
     for arguments in (without, argument):
-        sampling = of_kind(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
+        sampling = find_phase(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
         assert ("min_p" in sampling) == (arguments is without)
 
 
 def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
-    asked = of_kind(replace(LIMITS, vocabulary=500), PhaseKind.PENALTIES)
+    asked = find_phase(replace(LIMITS, vocabulary=500), PhaseKind.PENALTIES)
     assert asked.sampling["logit_bias"] == {"499": -1.0}
 
 
 def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
     """Computing it takes minutes where the context is long: 262,144 tokens, Triton's attention."""
-    long, *short = of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
+    long, *short = find_phase(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
     assert short == [(0, phases.SHORT_PROMPT_TOKENS)] * (LIMITS.requests - 1)
     assert sum(long) > 0.9 * LIMITS.input_tokens
-    prefix = of_kind(LIMITS, PhaseKind.BEHIND_PREFIX).shared
+    prefix = find_phase(LIMITS, PhaseKind.BEHIND_PREFIX).shared
     assert 0 < long.shared - prefix <= sum(long) - prefix <= LIMITS.chunk
 
 
@@ -402,7 +402,7 @@ def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, rad
     c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
         ends = 0
-        for prompt in of_kind(c, kind).prompts:
+        for prompt in find_phase(c, kind).prompts:
             # Of what the radix cache has of a prompt the last token is computed all the same.
             computed = max(1, prompt.fresh) if radix_cache else sum(prompt)
             assert prompt.shared or ends // chunk == (ends + computed - 1) // chunk
@@ -471,7 +471,7 @@ def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_on
 
 def test_a_decode_of_all_requests_stays_in_the_windows_pool():
     plain, each, few = (
-        of_kind(replace(LIMITS, window=window, window_tokens=tokens), PhaseKind.EAGER_DECODE).new_tokens
+        find_phase(replace(LIMITS, window=window, window_tokens=tokens), PhaseKind.EAGER_DECODE).new_tokens
         for window, tokens in ((0, 0), (16, 46_500), (4096, 20_000))
     )
     assert each == plain  # a window for each
@@ -482,10 +482,10 @@ def test_a_decode_of_all_requests_stays_in_the_windows_pool():
 def test_penalized_requests_are_limited_alone_and_only_if_fewer_run_then():
     limited = LIMITS.with_fewer_penalized()
     assert limited is not None
-    assert [of_kind(limited, kind).bound.requests for kind in (PhaseKind.PENALTIES, PhaseKind.EAGER_DECODE)] == [
+    assert [find_phase(limited, kind).bound.requests for kind in (PhaseKind.PENALTIES, PhaseKind.EAGER_DECODE)] == [
         64,
         300,
     ]
-    assert of_kind(LIMITS, PhaseKind.PENALTIES).bound.requests == 300
+    assert find_phase(LIMITS, PhaseKind.PENALTIES).bound.requests == 300
     assert limited.with_fewer_penalized() is None
     assert replace(LIMITS, requests=64).with_fewer_penalized() is None

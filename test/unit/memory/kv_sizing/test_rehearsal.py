@@ -15,10 +15,10 @@ from kv_servers import (
     FlushCacheReqOutput,
     OneRank,
     Scheduler,
-    a_pool,
-    a_runner,
+    make_pool,
+    make_runner,
     rehearse,
-    state_of,
+    snapshot_state,
 )
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
@@ -270,14 +270,14 @@ def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
     made = scheduler(reads=False, free=lambda forwards: (9 - forwards) * GB)
     results: list[rehearsal.Measured] = []
-    before = state_of(made)
+    before = snapshot_state(made)
     one = OneRank(made, results.append, leads=False)
     one.begin()
     for _ in range(2):
         made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
     made.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
     one.orders.close()
-    assert state_of(made) == before
+    assert snapshot_state(made) == before
     assert [(each.lowest, each.failure) for each in results] == [(7 * GB, "")]
 
 
@@ -296,7 +296,7 @@ def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(scheduler
 def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(scheduler):
     first, other = scheduler(), scheduler()
     other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
-    before = state_of(other)[0]
+    before = snapshot_state(other)[0]
     results: list[rehearsal.Measured] = []
     ranks_of = [OneRank(rank, results.append, leads=rank is first) for rank in (first, other)]
     for one in ranks_of:
@@ -310,7 +310,7 @@ def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothin
         one.orders.close()
     assert [each.failure for each in results] == ["", ""]
     assert other.forwards == first.forwards > 0
-    assert state_of(other)[0] == before
+    assert snapshot_state(other)[0] == before
 
 
 @pytest.mark.parametrize(
@@ -327,11 +327,11 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
     if not refused:
         assert rehearse(made).missed == {}
         return
-    one, before = OneRank(made), state_of(made)
+    one, before = OneRank(made), snapshot_state(made)
     with pytest.raises(RuntimeError, match=f"^{refused}$"):
         one.begin()
     one.end()
-    assert state_of(made) == before
+    assert snapshot_state(made) == before
 
 
 def owner_of(scheduler, name):
@@ -404,11 +404,11 @@ def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again(scheduler)
     assert list(count()) == all_counted
 
 
-PLAIN = a_pool("MHATokenToKVPool", mem_usage=2)
-WINDOWS = a_pool("SWAKVPool", size_swa=70_000, mem_usage=2)  # addresses, most of which have no memory
-TABLE = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+PLAIN = make_pool("MHATokenToKVPool", mem_usage=2)
+WINDOWS = make_pool("SWAKVPool", size_swa=70_000, mem_usage=2)  # addresses, most of which have no memory
+TABLE = make_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
 NUMBERS = {"cache_tokens": 20_000, "requests": 300, "input_tokens": 9999}
-STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
+STATES = make_pool("HybridLinearKVPool", mem_usage=2), TABLE
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
 )
 def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
     allocator = SimpleNamespace(**({"size_swa": 700} if pools[0] is WINDOWS else {}))
-    told = rehearsal.server_facts(a_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator))
+    told = rehearsal.server_facts(make_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator))
     assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
     limits = phases.derive_limits({}, told, **NUMBERS)
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
@@ -430,7 +430,7 @@ def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
 @pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
 def test_the_largest_captured_decode_is_of_what_was_captured(name):
     for graphs, captured in ((SimpleNamespace(max_bs=144), 144), (None, None)):
-        assert rehearsal.server_facts(a_runner(PLAIN, **{name: graphs})).captured == captured
+        assert rehearsal.server_facts(make_runner(PLAIN, **{name: graphs})).captured == captured
 
 
 def test_graphs_took_what_the_engine_says():
