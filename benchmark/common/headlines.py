@@ -53,9 +53,9 @@ def launched(load: Load) -> str:
         )
     header = ("server, requests at once", "KV tokens", "tokens/s", "ms per token")
     note = (
-        "Random weights, one run each. Bold tokens/s: the load did not fit stock's KV cache. DeepSeek-R1 has a "
-        "published `--mem-fraction-static 0.82` and `SGLANG_MOE_PATCHES_KV_SIZING=always`. [How this was "
-        "measured](docs/benchmarks/earlier-measurements.md#how-the-first-table-was-measured)."
+        "Random weights, one run each. Bold tokens/s: the load did not fit stock's KV cache; other differences are "
+        "noise. DeepSeek-R1 has a published `--mem-fraction-static 0.82` and `SGLANG_MOE_PATCHES_KV_SIZING=always`. "
+        "[How this was measured](docs/benchmarks/earlier-measurements.md#how-the-first-table-was-measured)."
     )
     chart = f"\n![KV cache size of servers, stock and patched](docs/images/{CHART.name})\n" if CHART.exists() else ""
     return f"{chart}\n{output.table(header, rows, left=4)}\n{note}\n"
