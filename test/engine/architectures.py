@@ -1,4 +1,4 @@
-"""config.json of a tiny model for each architecture with experts that the engine can build on the CPU."""
+"""Configurations of tiny models: one for each architecture with routed experts that the engine can build on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-"""What most of them call their sizes."""
+"""Fields that most architectures share."""
 
 
 def config(architecture: str, model_type: str, **own: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ LINEAR = {
     "linear_num_value_heads_cpu": 2,
     "linear_num_key_heads_cpu": 2,
 }
-"""Of linear attention."""
+"""Fields of linear attention."""
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 CONFIGS = {
     "qwen3-moe": config("Qwen3MoeForCausalLM", "qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[]),
@@ -263,8 +263,11 @@ CONFIGS = {
 }
 
 
-def unknown_to_transformers(model_type: str) -> None:
-    """Have transformers read a configuration of a kind that comes with the checkpoint's own code."""
+def register_config(model_type: str) -> None:
+    """Register a configuration class for a model type that transformers does not know.
+
+    The checkpoints of such models come with their own configuration code.
+    """
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,4 +1,4 @@
-"""What tests do with the engine's own model runner in their process, and with its preparation of forwards."""
+"""Helpers of the in-process engine tests: record forward passes, keep tensors, replace the pool of symmetric memory."""
 
 from __future__ import annotations
 
@@ -16,51 +16,57 @@ import torch
 from sglang_moe_patches.lab.observers import forwards
 
 
-def watch_forwards(layer: Any, see: Any) -> None:
-    """Until ``del layer.forward``: ``see(arguments, result)`` of each forward. With a hook a layer offers nothing."""
+def watch_forwards(layer: Any, record: Any) -> None:
+    """Call ``record(arguments, result)`` after each forward pass of a layer, until ``del layer.forward``.
+
+    A forward hook would not do, because a layer with a forward hook offers nothing.
+    """
     original = layer.forward
     signature = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         result = original(*args, **kwargs)
-        see(given, result)
+        record(given, result)
         return result
 
     layer.forward = forward
 
 
 def same_answers(a: Any, b: Any) -> bool:
-    """Whether two answers, (greedy tokens, logits), are the same to the bit."""
+    """Return whether two answers are bit-identical. An answer is a pair of greedy tokens and logits."""
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
 class Keeper:
-    """Somebody outside the model who keeps tensors that they see, and what was in them then."""
+    """Recorder of tensors, called from a hook. It keeps each tensor and a copy of the tensor's values."""
 
     def __init__(self) -> None:
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(self, seen: Any) -> None:
-        tensor = seen[0] if isinstance(seen, tuple) else seen
+    def __call__(self, value: Any) -> None:
+        tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, torch.Tensor):
-            self.kept.append((tensor, tensor.clone()))
+            self.tensors.append((tensor, tensor.clone()))
 
     def intact(self) -> list[bool]:
-        return [torch.equal(tensor, before) for tensor, before in self.kept]
+        """Return for each kept tensor whether its values are unchanged."""
+        return [torch.equal(tensor, before) for tensor, before in self.tensors]
 
 
 def find_experts(model: Any) -> Any:
-    """The routed experts of a model's first layer that has some."""
+    """Return the first ``FusedMoE`` module of a model."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return next(module for module in model.modules() if isinstance(module, FusedMoE))
 
 
 def run_experts(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What routed experts make of rows, which stay as they are.
+    """Run routed experts on a copy of ``rows``, and return a copy of their output.
 
-    :param rows: [tokens, hidden]. :param ids: of experts, [tokens, top-k]. :param weights: of the same shape.
+    :param rows: the input, [tokens, hidden].
+    :param ids: expert ids, [tokens, top-k].
+    :param weights: routing weights, [tokens, top-k].
     """
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -71,14 +77,18 @@ def run_experts(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: to
 
 
 def norms_out_of_place(monkeypatch: Any) -> None:
-    """From now on norms leave their input as it is, as with ``--enable-deterministic-inference``."""
+    """Make all norms leave their input unchanged, as with ``--enable-deterministic-inference``."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     monkeypatch.setattr(RMSNorm, "forward_native", inspect.unwrap(RMSNorm.forward_native))
 
 
 class Kernels:
-    """Watches FlashInfer's MoE kernels: poisons their outputs, counts allocations, runs a check at each call."""
+    """Recorder of FlashInfer's MoE kernel calls. It fills each output with NaN before the kernel runs.
+
+    ``calls`` has the address of each call's output, and ``marked`` whether the output had the engine's mark for a fused
+    all-reduce. ``at_entry`` runs at the beginning of each call.
+    """
 
     def __init__(self, monkeypatch, tmp_path):
         import flashinfer.fused_moe
@@ -97,23 +107,23 @@ class Kernels:
             self.calls.append(kwargs["output"].untyped_storage().data_ptr())
             self.marked.append(hasattr(kwargs["output"], "_sglang_needs_allreduce_fusion"))
             self.at_entry()
-            kwargs["output"].fill_(float("nan"))  # whoever still reads what was there before will show it
+            kwargs["output"].fill_(float("nan"))  # code that still reads the old values answers NaN
             return kernel(*args, **kwargs)
 
         return run
 
     def buffers_of(self, forward):
-        """(MoE kernel calls, distinct output allocations) of one forward."""
+        """Run one forward pass. Return the number of MoE kernel calls and the number of distinct output buffers."""
         self.observer.start_forward(0, cuda=False)
         forward()
         return self.observer.kernels, self.observer.buffers
 
 
 class Pool:
-    """Stands in for NCCL's symmetric memory, which needs several GPUs: a stretch of memory of its own, of which parts
-    that are given back are given out again.
+    """Stand-in for the pool of NCCL symmetric memory, which needs several GPUs.
 
-    The engine's questions are its own; ``walks`` counts how often they make a snapshot of the pool.
+    It allocates tensors from one region of memory, and reuses freed parts. The engine's own functions ask whether a
+    tensor lies in the pool. ``walks`` counts how often they take a snapshot of the pool.
     """
 
     def __init__(self, monkeypatch: Any) -> None:
@@ -172,8 +182,11 @@ class Pool:
 
 
 def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[str, Any]:
-    """Server arguments that capture decodes of up to so many requests and, unless ``None``, prefills of so many tokens,
-    in the words of the installed release."""
+    """Return the installed release's server arguments for CUDA graphs.
+
+    :param requests: largest decode batch with a graph.
+    :param piecewise_tokens: largest prefill with a graph, in tokens; ``None`` disables graphs of prefills.
+    """
     from sglang.srt.server_args import ServerArgs
 
     if "cuda_graph_config" not in ServerArgs.__dataclass_fields__:
@@ -194,7 +207,7 @@ def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[
 
 
 def load_unquantized(patch: Any) -> None:
-    """The session's engine loads models without its quantization, while ``patch`` stands."""
+    """Make the session's engine load models without quantization, until ``patch`` is undone."""
     from sglang.srt.configs.model_config import ModelConfig
 
     from_server_args = ModelConfig.from_server_args
@@ -208,10 +221,12 @@ def load_unquantized(patch: Any) -> None:
 
 
 def pad_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:
-    """Tokens of each data-parallel rank as the engine's own preparation of a forward pads them.
+    """Pad the tokens of all data-parallel ranks with the engine's own preparation of a forward pass.
 
-    :param counts: tokens that each rank's scheduler brings.
-    :param attn_tp: tensor-parallel ranks within a data-parallel one.
+    :param counts: number of tokens in each rank's batch.
+    :param attn_tp: number of tensor-parallel ranks within each data-parallel rank.
+    :param extend: the batches are prefills.
+    :returns: number of tokens of each rank after padding.
     """
     from sglang.srt.batch_overlap import two_batch_overlap
     from sglang.srt.layers import dp_attention
@@ -235,7 +250,7 @@ def pad_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) 
         patch.setattr(two_batch_overlap.TboForwardBatchPreparer, "prepare", lambda **kwargs: None)
         for name in ("get_attention_tp_size", "get_attention_dp_rank"):
             patch.setattr(forward_batch_info, name, lambda n=name: attn_tp if "tp" in n else 0)
-        # Newer releases ask for the ranks of context parallelism through another module.
+        # Newer releases read the number of context-parallel ranks through another module.
         for module in (forward_batch_info, cp_utils):
             if hasattr(module, "get_attention_cp_size"):
                 patch.setattr(module, "get_attention_cp_size", lambda: 1)

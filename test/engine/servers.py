@@ -1,4 +1,4 @@
-"""Servers of tests: started the way a user starts them, asked, and examined."""
+"""Helpers that start servers as a user does, send them prompts and check what they recorded."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
 QUESTION_COUNT, MAX_ANSWER_TOKENS = 24, 64
-"""Of the questions with the shortest answers, and how many tokens those have at most: each costs a forward."""
+"""Number of questions, and largest number of tokens in an answer. The tests use the questions with the shortest
+answers, because each token costs a forward pass."""
 REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
-"""Seconds that any request or start may take. None comes near it on a machine ten times slower than ours."""
+"""Timeout of a request or a start in seconds. It is large enough for a machine ten times slower than ours."""
 PORTS: list[int] = []
 PRELOADED = str(ROOT / "test/standins/preloaded")
 TOKENS = 8
-"""That an answer has."""
+"""Number of tokens of an answer."""
 PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for length in (9, 300, 40, 1)]
 
 
 def _has_native_buffer() -> bool:
-    """Whether this engine has an output buffer of its own. Looks without importing the engine."""
+    """Return whether this engine has an output buffer of its own. The engine is not imported."""
     where = util.find_spec("sglang")
     (root,) = where.submodule_search_locations
     return "moe_output_buffer_ctx" in (Path(root) / "srt/layers/moe/moe_runner/base.py").read_text()
@@ -66,7 +67,7 @@ NATIVE_BUFFER = _has_native_buffer()
 
 
 def shortest_questions(questions: int = QUESTION_COUNT) -> list[str]:
-    """Of the shipped model's held-out questions, as lines of JSON."""
+    """Return the questions of the shipped model's test set with the shortest answers, as lines of JSON."""
     lines = (SHIPPED / "test.jsonl").read_text().splitlines()
     return sorted(lines, key=lambda line: len(json.loads(line)["answer"]))[:questions]
 
@@ -77,7 +78,7 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def prepend_to_path(*folders: str) -> str:
-    """PYTHONPATH with these folders in front."""
+    """Return the value of ``PYTHONPATH`` with these folders in front."""
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -96,13 +97,13 @@ def make_server(
 ) -> Server:
     """Not started yet. It records what it uses in ``folder / name``, and its log is ``folder / name.log``."""
     (folder / name).mkdir()
-    # Several start at once, those of another worker too: each has its own ports.
+    # Several servers start at once, also those of another worker, so each server needs a port of its own.
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
     PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
     child = child_environment(**{OBSERVE.name: str(folder / name), **variables})
-    # A GPU cannot be used in forks of a process that has asked for one. What controls data-parallel ranks, a fork, was
-    # not seen to start them, and uvicorn cannot fork its workers.
+    # Servers with a GPU are not forked, because CUDA does not work in forks of a process that has used it. A forked
+    # controller of data-parallel ranks did not start its ranks, and uvicorn cannot fork its workers.
     if not machine.has_gpu() and not {"--dp-size", "--dp", "--tokenizer-worker-num"} & set(arguments):
         child["PYTHONPATH"] = os.pathsep.join([PRELOADED, *filter(None, [child.get("PYTHONPATH")])])
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
@@ -110,7 +111,10 @@ def make_server(
 
 @contextmanager
 def start_servers(*servers: Server) -> Iterator[tuple[Server, ...]]:
-    """All at once: a start mostly waits for imports on one core."""
+    """Start several servers at the same time, and stop them at the end of the block.
+
+    A single start uses only one core, mostly for imports.
+    """
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:
             list(pool.map(stack.enter_context, servers))
@@ -118,31 +122,35 @@ def start_servers(*servers: Server) -> Iterator[tuple[Server, ...]]:
 
 
 def generate(url: str, prompt: list[int] | str, tokens: int = TOKENS) -> list[int]:
-    """Greedy tokens."""
+    """Send a prompt to a server and return the greedy answer, as token ids."""
     asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
     body = {**asked, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
     return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE).raise_for_status().json()["output_ids"]
 
 
 def ask_servers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[list[int]]]:
-    """What each server says to the prompts, asked one after the other."""
+    """Send the prompts to each server, one after another. Return the answers of each server."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda server: [generate(server.url, prompt) for prompt in prompts], servers))
 
 
 def answers_in_process(engine: Any, model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """What a stock server says to the prompts, by the session's ``engine``: asked one after the other, too."""
-    # From 0.5.23 on an answer may depend on its batch.
+    """Return a stock server's answers to the prompts, computed by the session's ``engine`` without a server."""
+    # The prompts run one after another, because an answer may depend on its batch from 0.5.23 on.
     return [engine.generate(model, [prompt], TOKENS - 1)[0][0] for prompt in prompts]
 
 
 def read_observations(server: Server) -> events.Process:
-    """What the server has recorded of itself."""
+    """Return the observations that a server has written about itself."""
     return events.collect(server.log.with_suffix(""))
 
 
 def check_figures(stock: events.Process, patched: events.Process, moe_layers: int, backend: str = ROUTED) -> None:
-    """Stock uses a buffer for each layer, or where it has a buffer of its own one; patched always uses one."""
+    """Check the output buffers of a stock and of a patched server.
+
+    The stock server uses one buffer per layer, or a single one if the engine has a buffer of its own. The patched
+    server always uses a single one.
+    """
     stock_buffers = 1 if NATIVE_BUFFER else moe_layers
     assert (stock.memory.moe_layers, stock.memory.output_buffers) == (moe_layers, stock_buffers)
     if not NATIVE_BUFFER:
@@ -153,7 +161,11 @@ def check_figures(stock: events.Process, patched: events.Process, moe_layers: in
 
 
 def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTED) -> None:
-    """It uses one buffer, each layer but the first offers its input, and every change is what it is here."""
+    """Check the observations of a patched server.
+
+    The server uses one output buffer, all layers but the first offer their input, and each change has its expected
+    status.
+    """
     assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     inputs = (counts.OFFERED, counts.AS_OUTPUT)
     offered, taken = ({act.layer for act in acts_of(patched.acted, count.name)} for count in inputs)
@@ -162,34 +174,37 @@ def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTE
     assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
 
 
-COUNTED = {
+COUNTS_BY_EFFECT = {
     SHARED_LAST: deferred_shared_experts.DEFERS,
     SCRATCH_IN_DEAD_INPUT: counts.AS_SCRATCH,
     COLUMNS: moe_workspace.COLUMNS,
     SHARED_BUFFERS: cutedsl_sizing.CHANGE.counts[0],
 }
-"""By what doctor says of a change, what an observed server counts of it."""
+"""Counter of an observed server for each effect that doctor names."""
 NEED_CUDA = ("activation-segments", "moe-workspace")
-"""Changes that no server on a CPU applies."""
+"""Changes that need a GPU."""
 
 
 def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> None:
-    """What ``doctor --model`` says of a server is what the server became and did.
+    """Check that the report of ``doctor --model`` matches the observations of a server.
 
-    :param report: of the same model and flags, on a GPU.
+    :param report: doctor's report for the same model and flags, on a GPU.
+    :param ran: observations of the server.
     """
     assert report["server"]["runner"] == backend
     rows = {row["name"]: row for row in report["changes"]}
     for name, status, _ in ran.changes:
-        # Without its variable kv-sizing is off; doctor says what it would do.
+        # kv-sizing is off without its variable, but doctor reports what it would do.
         if name not in (*NEED_CUDA, "kv-sizing"):
             assert rows[name]["status"] == status, rows[name]
     said = "; ".join(row["does"] for row in rows.values() if row["acts"])
     if "the engine defers them by itself" in rows[deferred_shared_experts.CHANGE.name]["reason"]:
-        said += SHARED_LAST  # who defers is not counted apart
-    is_ours = not NATIVE_BUFFER or backend == "flashinfer_cutedsl"  # else the engine takes what we offer
+        said += SHARED_LAST  # the counter does not distinguish the engine's deferral from ours
+    is_ours = (
+        not NATIVE_BUFFER or backend == "flashinfer_cutedsl"
+    )  # otherwise the engine itself takes the offered buffer
     outputs = {OUTPUT_IN_DEAD_INPUT: counts.AS_OUTPUT if is_ours else counts.OFFERED}
-    for effect, count in {**COUNTED, **outputs}.items():
+    for effect, count in {**COUNTS_BY_EFFECT, **outputs}.items():
         assert (effect in said) == bool(acts_of(ran.acted, count.name)), (effect, said, ran.acted)
     shuffled = acts_of(ran.acted, fp4_weights.CHANGE.counts[0].name)
     assert rows["fp4-weights"]["acts"] == bool(shuffled), rows["fp4-weights"]
@@ -197,14 +212,18 @@ def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> N
 
 
 class _Arguments(SimpleNamespace):
-    """A server's, as far as the changes ask: what is not given is off."""
+    """Arguments of a server. An argument that is not set is ``None``."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def expected_statuses(backend: str) -> dict[str, str]:
-    """What becomes of each change in a server on the CPU: what docs/compatibility.json says, where it is needed."""
+    """Return the expected status of each change in a server on the CPU.
+
+    The status is ``not needed here`` or ``off`` if the change is skipped there, else the one in
+    docs/compatibility.json.
+    """
     recorded = json.loads(pages.FOUND.read_text())[metadata.version("sglang")]["changes"]
     asked = _Arguments(device="cpu", moe_runner_backend=backend, moe_a2a_backend="none")
     skips = {change.name: change.skip(asked) for change in CHANGES}

@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def in_this_process(name: str, folder: Path) -> dict[str, Any]:
-    from architectures import CONFIGS, unknown_to_transformers
+    from architectures import CONFIGS, register_config
     from common.in_process import InProcess
     from sglang.srt.server_args import ServerArgs
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
@@ -67,7 +67,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from sglang_moe_reference.model import _json_files, tokenizer_json
 
     config = {k: v for k, v in {**CONFIGS.get(name, {}), **WIDE, **FAMILIES[name]}.items() if not k.endswith("_cpu")}
-    unknown_to_transformers(config["model_type"])
+    register_config(config["model_type"])
     for file, content in {**_json_files(ModelSpec(), False), "config.json": config}.items():
         (folder / file).write_text(json.dumps(content))
     (folder / "tokenizer.json").write_text(tokenizer_json())

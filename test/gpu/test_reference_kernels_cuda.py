@@ -17,7 +17,7 @@ if DEVICE == "cuda" and not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
-from nvfp4_moe import answer, batch, layer, routed  # noqa: E402
+from nvfp4_moe import batch, call_kernel, layer, run_routed  # noqa: E402
 from sglang_moe_reference import flashinfer_kernels as kernels  # noqa: E402
 from sglang_moe_reference import nvfp4, nvfp4_triton  # noqa: E402
 from sglang_moe_reference.environment import WORKSPACE_MB  # noqa: E402
@@ -53,10 +53,10 @@ def plain(monkeypatch, function, *args, **kwargs):
 
 
 def in_triton(**arguments):
-    """``routed`` by the Triton kernels on whatever device."""
+    """``run_routed`` by the Triton kernels on whatever device."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernels._Layer, "has_triton_kernels", True)
-        return routed(**arguments)
+        return run_routed(**arguments)
 
 
 def peak_bytes(function):
@@ -133,7 +133,7 @@ def test_routed_experts_against_the_plain_kernel(monkeypatch, experts, hidden, i
         **layer(experts, hidden, intermediate, gated, DEVICE),
         **batch(tokens, experts, hidden, top_k, DEVICE),
     }
-    assert_close(in_triton(**arguments), plain(monkeypatch, routed, **arguments))
+    assert_close(in_triton(**arguments), plain(monkeypatch, run_routed, **arguments))
 
 
 def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
@@ -141,7 +141,7 @@ def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
     arguments |= {"num_experts": 8, "local_expert_offset": 2, "local_num_experts": 4}
     ids, _ = kernels._unpack_topk(arguments["topk_ids"])
     assert not bool(((ids >= 2) & (ids < 6)).all())
-    assert_close(in_triton(**arguments), plain(monkeypatch, routed, **arguments))
+    assert_close(in_triton(**arguments), plain(monkeypatch, run_routed, **arguments))
 
 
 def test_a_result_depends_on_the_token_alone():
@@ -186,8 +186,8 @@ def test_can_be_captured_and_replayed_with_other_routing():
     output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")
 
     def both():
-        routed(**shared, **buffers, output=output)
-        return answer(**shared, **buffers, do_finalize=False)
+        run_routed(**shared, **buffers, output=output)
+        return call_kernel(**shared, **buffers, do_finalize=False)
 
     both()
     graph = torch.cuda.CUDAGraph()
@@ -200,7 +200,7 @@ def test_can_be_captured_and_replayed_with_other_routing():
                 buffers[name].copy_(value)
         output.zero_()
         graph.replay()
-        expected = routed(**shared, **other)
+        expected = run_routed(**shared, **other)
         assert torch.equal(output, expected)
         by_hand = (rows[row_of.long()].view(40, 4, -1).float() * weights.float().unsqueeze(-1)).sum(1)
         # These rows are bfloat16, those that the kernel sums float32: each of four terms is rounded once more.
@@ -214,14 +214,14 @@ def test_scratch_is_bounded_and_no_weights_are_decoded():
     output = torch.empty(16384, 7168, dtype=torch.bfloat16, device="cuda")
     # Index lists: a few int64 per token and expert, and what the sorts of them need.
     most = nvfp4_triton.SCRATCH_BYTES + 16 * MIB
-    assert peak_bytes(lambda: routed(**shared, **arguments, output=output)) < most
+    assert peak_bytes(lambda: run_routed(**shared, **arguments, output=output)) < most
 
 
 @ON_GPU
 def test_workspace_of_a_stated_size(monkeypatch):
     monkeypatch.setenv(WORKSPACE_MB.name, "96")
     shared, arguments, before = layer(4, 256, 64), batch(4, 4, 256, 2), torch.cuda.memory_allocated()
-    assert peak_bytes(lambda: routed(**shared, **arguments)) >= 96 * MIB
+    assert peak_bytes(lambda: run_routed(**shared, **arguments)) >= 96 * MIB
     assert torch.cuda.memory_allocated() - before < 96 * MIB
 
 

@@ -1,6 +1,6 @@
-"""What the engine itself makes of a published recipe, beside what ``doctor --model`` says of it.
+"""Comparison of ``doctor --model`` with the engine: both resolve the same published recipe or server.
 
-Called in a process that answers as if it had the recipe's GPU: see :mod:`common.doctor_answers`.
+The functions run in a process that pretends to have the recipe's GPU: see :mod:`common.doctor_answers`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ from sglang_moe_patches.registry import CHANGES
 
 
 def compare(recipe: dict[str, Any]) -> dict[str, Any]:
-    """``doctor``: its answer; ``engine``: chunk, ranks, runner and quantization, as the engine resolves them."""
-    return {"doctor": doctor_answers.examine(recipe), "engine": _in_a_fork(_resolve, recipe)}
+    """Resolve a recipe twice.
+
+    :returns: under ``doctor``, doctor's answer; under ``engine``, the engine's chunk, ranks, runner and quantization.
+    """
+    return {"doctor": doctor_answers.examine(recipe), "engine": _call_in_fork(_resolve, recipe)}
 
 
 def compare_kv_sizing(server: dict[str, Any]) -> dict[str, Any]:
-    """``doctor``: its answer; ``engine``: what kv-sizing would do there, as a server's own process decides it."""
-    return {"doctor": doctor_answers.examine(server), "engine": _in_a_fork(_decide, server)}
+    """Ask twice whether kv-sizing sizes a server.
+
+    :returns: under ``doctor``, doctor's answer; under ``engine``, the decision of the code that runs in a server's
+        process.
+    """
+    return {"doctor": doctor_answers.examine(server), "engine": _call_in_fork(_decide, server)}
 
 
-def _in_a_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
-    """What the engine resolves it publishes in its globals."""
+def _call_in_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
+    """Run ``call(server)`` in a fork, because the engine stores resolved arguments in its globals."""
     with tempfile.TemporaryFile("w+") as out:
         if not (child := os.fork()):
             try:
@@ -48,7 +55,8 @@ def _in_a_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict[st
 
 
 def _decide(server: dict[str, Any]) -> dict[str, Any]:
-    """By the functions that plugin and hooks call: whether the change is installed, and what its hook gathers."""
+    """Decide as a server's process does: call the change's ``skip``, then its hook that gathers facts from all
+    ranks."""
     from sglang.srt.server_args import prepare_server_args
 
     change = next(change for change in CHANGES if change.name == "kv-sizing")
@@ -85,7 +93,7 @@ def _resolve(recipe: dict[str, Any]) -> dict[str, Any]:
             if hasattr(server_args, "resolve_once"):
                 server_args = server_args.resolve_once() or server_args
             model = ModelConfig.from_server_args(server_args)
-        except (SystemExit, Exception) as error:  # a draft that is not at hand, too
+        except (SystemExit, Exception) as error:  # for example if the draft model is missing
             return {"refused": f"{type(error).__name__}: {error}"}
     view = engine.resolve_arguments(server_args)
     return {

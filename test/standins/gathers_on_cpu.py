@@ -1,7 +1,7 @@
-"""A plugin of the engine's that has data-parallel attention run where there is no GPU.
+"""Engine plugin that makes data-parallel attention run on the CPU.
 
-Padding, gathering, scattering and the order of it all are the engine's. What some releases lack on the CPU is a copy
-and two operators that they have for GPUs alone, pinned memory, and what plain attention pads lengths with.
+Padding, gathering and scattering remain the engine's own. The plugin replaces parts that some releases have only for
+GPUs: a copy kernel, two collective operators, pinned memory, and the fill value for padded sequence lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def register():
     hooks = {
         "layers.dp_attention": copy_rows,
         "distributed.parallel_state": gather_plainly,
-        "managers.schedule_batch": pin_nothing,
+        "managers.schedule_batch": ignore_pinning,
         "layers.attention.torch_native_backend": pad_lengths,
     }
     for module, hook in hooks.items():
@@ -24,7 +24,7 @@ def register():
 
 def copy_rows(module):
     if hasattr(module, "memcpy_cpu"):
-        return  # from 0.5.2x on it has one
+        return  # newer releases have a copy function for the CPU
 
     def memcpy(dst, src, dim, offset, sz, offset_src):
         width = math.prod(src.shape[1:])
@@ -39,14 +39,14 @@ def copy_rows(module):
 
 
 def gather_plainly(module):
-    """Without an operator that is there for GPUs alone."""
+    """Replace the collective operators, which exist only for GPUs, by the methods that they call."""
     group = module.GroupCoordinator
     group.all_gather_into_tensor = group._all_gather_into_tensor
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
 
 
-def pin_nothing(module):
-    """Which needs a driver."""
+def ignore_pinning(module):
+    """Ignore requests for pinned memory, which needs a driver."""
     import torch
 
     original = torch.tensor

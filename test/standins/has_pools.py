@@ -1,8 +1,9 @@
-"""A plugin of the engine's that has a plain tiny model kept in pools of more than one kind: kv-sizing on the CPU.
+"""Engine plugin that gives a plain tiny model KV pools of several kinds, to test kv-sizing on the CPU.
 
-The pools, their allocators, the prefix cache and the scheduler are the engine's, as for gpt-oss (``POOLS=windows``) and
-Qwen3-Next (``POOLS=states``). Attention on the CPU knows of none of them: of a layer with a sliding window it gets what
-the pool has where it has it, and states are kept and copied that no layer reads.
+With ``POOLS=windows`` the model has sliding windows, as gpt-oss has. With ``POOLS=states`` it has states, as Qwen3-Next
+has. The pools, their allocators, the prefix cache and the scheduler are the engine's own. Attention on the CPU supports
+neither kind. For a layer with a sliding window, the plugin copies the pool's rows to their positions in a full cache.
+The states are allocated and copied, but no layer reads them.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ WINDOW = int(os.environ.get("WINDOW", "32"))
 
 def register():
     here = "sglang.srt."
-    windows = {here + "configs.model_config": have_windows, here + "mem_cache.swa_memory_pool": read_windows}
+    windows = {here + "configs.model_config": add_windows, here + "mem_cache.swa_memory_pool": read_windows}
     states = {
-        here + "model_executor.model_runner": have_states,
-        here + "configs.hybrid_arch": have_states,
-        here + "mem_cache.kv_cache_builder": have_states,  # has imported it by name
-        here + "layers.attention.attention_registry": attend_as_ever,
-        here + "managers.schedule_batch": pin_nothing,
+        here + "model_executor.model_runner": add_states,
+        here + "configs.hybrid_arch": add_states,
+        here + "mem_cache.kv_cache_builder": add_states,  # this module has imported the function by name
+        here + "layers.attention.attention_registry": keep_attention_backend,
+        here + "managers.schedule_batch": ignore_pinning,
     }
     for module, hook in {"windows": windows, "states": states}.get(os.environ.get("POOLS", ""), {}).items():
         wrapt.register_post_import_hook(hook, module)
 
 
-def have_windows(module):
+def add_windows(module):
     derive = module.ModelConfig._derive_hybrid_model
 
     def with_windows(self):
@@ -49,13 +50,13 @@ def read_windows(module):
     import numpy
     import torch
 
-    def by_their_places(original):
+    def spread_rows(original):
         def get(self, layer):
             found = original(self, layer)
             if not self.layers_mapping[layer][1]:
                 return found
             mapping, row = self.full_to_swa_index_mapping, found[0]
-            # There are addresses for millions of tokens: NumPy's zeros take memory only where something is written.
+            # The tensor has rows for millions of tokens. NumPy's zeros use memory only for rows that are written.
             rows = torch.from_numpy(numpy.zeros(len(mapping) * row.nbytes, numpy.uint8))
             rows = rows.view(found.dtype).view(len(mapping), *row.shape)
             there = (mapping > 0).nonzero().flatten()
@@ -65,15 +66,15 @@ def read_windows(module):
         return get
 
     pool = module.SWAKVPool
-    pool.get_key_buffer = by_their_places(pool.get_key_buffer)
-    pool.get_value_buffer = by_their_places(pool.get_value_buffer)
+    pool.get_key_buffer = spread_rows(pool.get_key_buffer)
+    pool.get_value_buffer = spread_rows(pool.get_value_buffer)
 
 
-def a_config():
+def make_state_config():
     import torch
     from sglang.srt.configs import mamba_utils
 
-    # 1 MB for each request.
+    # The state of each request takes 1 MB.
     shape = mamba_utils.Mamba2StateShape.create(
         tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=64, head_dim=32, state_size=128, conv_kernel=4
     )
@@ -82,20 +83,20 @@ def a_config():
     return SimpleNamespace(mamba2_cache_params=params, full_attention_layer_ids=list(range(64)))
 
 
-def have_states(module):
-    kept = functools.cache(a_config)
+def add_states(module):
+    kept = functools.cache(make_state_config)
     if hasattr(module, "mamba2_config"):
         module.mamba2_config = lambda model_config: kept()
     elif hasattr(getattr(module, "ModelRunner", None), "mamba2_config"):
         module.ModelRunner.mamba2_config = property(lambda runner: kept())
 
 
-def attend_as_ever(module):
+def keep_attention_backend(module):
     module.attn_backend_wrapper = lambda runner, backend, *args, **kwargs: backend
 
 
-def pin_nothing(module):
-    """Which needs a driver."""
+def ignore_pinning(module):
+    """Ignore requests for pinned memory, which needs a driver."""
     import torch
 
     original = torch.tensor

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL model with experts, and what the engine reads to take images."""
+"""Writer of a tiny Qwen3-VL model with routed experts, and of pictures to send to it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from sglang_moe_reference import model
 
 
 def write(folder: Path) -> Path:
-    """Without weights, for ``--load-format dummy``."""
+    """Write the model's configuration and tokenizer without weights, for ``--load-format dummy``.
+
+    :returns: the folder.
+    """
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_str(model.tokenizer_json())
     named = dummy_models.IMAGE_TOKENS
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in named.values()])
     own, vocabulary = CONFIGS["qwen3-vl-moe"], {"vocab_size": tokenizer.get_vocab_size()}
-    # The engine adds what the vision model's layers 0, 1 and 2 computed in the same layers of the text model.
+    # The engine adds the results of the vision model's layers 0, 1 and 2 to the same layers of the text model.
     vision = own["vision_config"] | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2], "patch_size": 16}
     vision |= {"temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 64}
     tokens = {name: tokenizer.token_to_id(word) for name, word in named.items()}
@@ -34,7 +37,7 @@ def write(folder: Path) -> Path:
 
 
 def picture(width: int, height: int) -> str:
-    """A PNG as a URL, each pixel of another colour."""
+    """Return a PNG image as a data URL. Neighbouring pixels differ in colour."""
     from PIL import Image
 
     drawn = Image.new("RGB", (width, height))

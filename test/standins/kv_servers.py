@@ -1,4 +1,4 @@
-"""What kv-sizing's unit tests run on: the limits of a server, and one rank's scheduler without an engine."""
+"""Stand-ins for kv-sizing's unit tests: limits of a server, pools, a model runner, and one rank's scheduler."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captur
 
 
 def find_phase(limits, kind):
-    """The largest phase of a kind; ``None``: there is none."""
+    """Return the largest phase of a kind, or ``None`` if the rehearsal has none."""
     return next((phase for phase in reversed(phases.derive_phases(limits)) if phase.kind is kind), None)
 
 
 def largest_batch(phase):
-    """A batch that is as large as any phase asks for."""
+    """Return a batch that is at least as large as the phase's bound in every respect."""
     return Batch(phase.bound.modes[0], **dict.fromkeys(SIZES, 10**9), graph=bool(phase.bound.graph))
 
 
 def make_pool(name, *bases, **has):
-    """In the place of a pool of the engine's, which is known by its class."""
+    """Make a stand-in for an engine pool. kv-sizing recognizes pools by the names of their classes.
+
+    :param name: name of the class.
+    :param has: attributes of the pool.
+    """
     return type(name, bases or (object,), has)()
 
 
@@ -40,13 +44,13 @@ CONFIG = SimpleNamespace(context_len=1000, vocab_size=5000)
 
 
 def make_runner(pool, table=PLAIN_TABLE, **more):
-    """In the place of a model runner, as far as its pools are asked about."""
+    """Make a stand-in for a model runner with these pools."""
     has = {"token_to_kv_pool": pool, "req_to_token_pool": table, "model_config": CONFIG, "max_total_num_tokens": 900}
     return SimpleNamespace(**{**has, **more})
 
 
 class FlushCacheReqOutput:
-    """As the engine's; it is known by its name."""
+    """Stand-in for the engine's answer to a flush. kv-sizing recognizes it by the name of its class."""
 
     def __init__(self, success):
         self.success = success
@@ -61,9 +65,9 @@ class Outbox:
 
 
 def read_inbox(scheduler, limit=10_000):
-    """Requests that a scheduler reads in one turn, as the engine reads them up to 0.5.12.post1.
+    """Read the requests of one turn of the event loop, as the engine does up to 0.5.12.post1.
 
-    :param limit: requests, as ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` sets it.
+    :param limit: largest number of requests, as ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` sets it.
     """
     read: list[object] = []
     while len(read) < limit:
@@ -75,11 +79,13 @@ def read_inbox(scheduler, limit=10_000):
 
 
 class Scheduler:
-    """One rank, as far as a rehearsal touches it: every request that is put is a forward, then an answer.
+    """Stand-in for the scheduler of one rank. It answers each request after one forward pass.
 
-    Made by the fixture ``scheduler``, which replaces what a rehearsal asks the engine for.
+    The fixture ``scheduler`` makes it, and replaces the engine's functions that a rehearsal calls.
 
-    :param free: free memory after so many forwards.
+    :param reads: the rank reads requests from the tokenizer.
+    :param free: returns the free memory in bytes after a number of forward passes.
+    :param flushes: result of a flush.
     """
 
     def __init__(self, reads=True, free=lambda forwards: 9 * GB, flushes=True, **arguments):
@@ -119,7 +125,7 @@ class Scheduler:
         return True
 
     def turn(self):
-        """One turn of its loop: what it has read."""
+        """Run one turn of the event loop. Return the requests that it has read."""
         read = read_inbox(self)
         self.process_input_requests(read)
         return read
@@ -137,7 +143,7 @@ class Scheduler:
 
 
 def snapshot_state(scheduler):
-    """All that a rehearsal may change, to compare."""
+    """Return all state of a scheduler that a rehearsal may change, and the state of the random generators."""
     boxes = scheduler.send_to_tokenizer, scheduler.send_to_detokenizer
     owners = [
         {name: copy(value) if isinstance(value, list) else value for name, value in vars(each).items()}
@@ -152,9 +158,9 @@ def snapshot_state(scheduler):
 
 
 class OneRank:
-    """A rehearsal of one rank, with the orders by which it is told what to do.
+    """A rehearsal of one rank, with the orders that control it.
 
-    :param low: whether another rank says that it has little memory left.
+    :param low: returns whether another rank reports that its memory is low.
     """
 
     def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, **more):
@@ -176,7 +182,7 @@ class OneRank:
 
 
 def rehearse(scheduler, low=lambda: False, **more):
-    """To its end: the result; nothing of it is left in the scheduler."""
+    """Run a rehearsal to its end and return its result. The scheduler's state must be the same afterwards."""
     results: list[rehearsal.Measured] = []
     before = snapshot_state(scheduler)
     one = OneRank(scheduler, results.append, low=low, **more)

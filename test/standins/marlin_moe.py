@@ -1,7 +1,7 @@
-"""In the place of the engine's compiled ``moe_wna16_marlin_gemm``: plain PyTorch at its own signature.
+"""Stand-in in plain PyTorch for the engine's compiled kernel ``moe_wna16_marlin_gemm``, with the same signature.
 
-It refuses what the kernel refuses, and reads weights, scales and biases where the kernel does: in tiles of 16 x 64,
-their columns in another order within a tile. Which order that is makes no difference to anybody here.
+It refuses the same arguments as the kernel. It reads weights, scales and biases at the kernel's addresses, in tiles of
+16 x 64. The order of the columns within a tile is not the kernel's, which makes no difference to the tests.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from types import SimpleNamespace
 import torch
 
 TILE_K, TILE_N = 16, 64
-#: Columns of a launch: multiples of the narrower one of the kernel's two shapes for many tokens.
+#: The number of columns must be a multiple of this, the width of the narrower one of the kernel's two shapes for many
+#: tokens.
 THREAD_N = 128
-#: The engine's types of weights, here by bits and bias: 4 bits with a bias of 8, 8 bits with 128, four-bit floats.
+#: Stand-ins for the engine's weight types: 4-bit integers with a bias of 8, 8-bit integers with a bias of 128, 4-bit
+#: floats.
 INT4, INT8, FP4 = (
     SimpleNamespace(id=n, size_bits=bits, zero=zero) for n, bits, zero in ((0, 4, 8), (1, 8, 128), (2, 4, None))
 )
-#: Of the GPU that is not there.
+#: Streaming multiprocessors of the simulated GPU.
 SMS = 4
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def scalar_type(bits, zero_points, scales=None, global_scale=None):
-    """The engine's ``get_scalar_type``."""
+    """Stand-in for the engine's ``get_scalar_type``."""
     if bits == 8:
         return INT8
     return FP4 if scales is not None and scales.itemsize == 1 else INT4
 
 
 def unpacked(packed, kind):
-    """[experts, k, n] of weights, float64, from [experts, k / 16, words]."""
+    """Unpack weights from [experts, k / 16, words] to float64 [experts, k, n]."""
     experts, k_tiles, words = packed.shape
     columns = words * 32 // kind.size_bits // TILE_K
     shifts = torch.arange(0, 32, kind.size_bits, device=packed.device)
@@ -43,12 +45,15 @@ def unpacked(packed, kind):
 
 
 def in_order(by_column):
-    """What is kept by column, in the order of the columns."""
+    """Return scales or biases, which are stored in the tiles' order, in the order of the columns."""
     return by_column.double().view(*by_column.shape[:-1], -1, TILE_N).flip(-1).reshape(by_column.shape)
 
 
 def compiled(dtype, is_ep=None, has_bias=None, expert_ids_are_sorted=False, zero_inactive_output=False, *more):
-    """The engine's ``_jit_moe_wna16_marlin_module``: from 0.5.23 on there is one for each of these."""
+    """Stand-in for the engine's ``_jit_moe_wna16_marlin_module``.
+
+    From 0.5.23 on, the engine compiles one module for each combination of these arguments.
+    """
     types = {kind.id: kind for kind in (INT4, INT8, FP4)}
 
     def gemm(

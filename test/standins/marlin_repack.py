@@ -1,4 +1,4 @@
-"""In the place of the compiled kernel behind the engine's ``gptq_marlin_repack``, which needs a GPU."""
+"""Stand-in for the compiled kernel of the engine's ``gptq_marlin_repack``, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-def on_cpu(monkeypatch):
-    """The engine's own function with a kernel that orders weights otherwise.
+def replace_kernel(monkeypatch):
+    """Make the engine's ``gptq_marlin_repack`` use a kernel that runs on the CPU and reorders weights in another way.
 
-    :returns: for each run of the kernel, how many results of earlier ones were still in memory of their own.
+    :returns: list with one entry for each run of the kernel: how many results of earlier runs still had memory of their
+        own.
     """
     from sglang.srt.layers.quantization import marlin_utils_fp4
 
@@ -40,13 +41,15 @@ def on_cpu(monkeypatch):
     return alive
 
 
-def of_nvfp4_on_hopper(monkeypatch):
-    """:func:`on_cpu`, where the engine takes the machine for one that runs NVFP4 experts by Marlin; skips the test if
-    the release cannot."""
+def simulate_nvfp4_on_hopper(monkeypatch):
+    """Call :func:`replace_kernel`, and make the engine run NVFP4 experts on Marlin, as on a Hopper GPU.
+
+    The test is skipped if the release cannot run NVFP4 experts on Marlin.
+    """
     from sglang.srt.layers.quantization import modelopt_quant
 
     if not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
         pytest.skip("this release runs no NVFP4 experts by Marlin")
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
     monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
-    return on_cpu(monkeypatch)
+    return replace_kernel(monkeypatch)

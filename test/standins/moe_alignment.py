@@ -1,12 +1,12 @@
-"""The engine's ``moe_align_block_size`` in plain Python."""
+"""Stand-in in plain Python for the engine's ``moe_align_block_size``."""
 
 from __future__ import annotations
 
 
 def align(topk_ids, block, experts):
-    """Rows by expert, each expert's filled up to whole blocks; expert -1 is on another rank.
+    """Sort rows by expert, and pad the rows of each expert to whole blocks. Expert -1 is on another rank.
 
-    :returns: the row numbers in order, and each block's expert.
+    :returns: the sorted row numbers, and the expert of each block.
     """
     order, owners = [], []
     flat = topk_ids.reshape(-1).tolist()

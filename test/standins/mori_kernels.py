@@ -1,9 +1,13 @@
-"""MoRI's expert-parallel dispatch and AITER's fused MoE in plain PyTorch, at the vendors' own signatures.
+"""Stand-ins in plain PyTorch for MoRI's expert-parallel dispatch and AITER's fused MoE, with the vendors' signatures.
 
-:class:`Network` moves real rows between simulated ranks. :class:`EpDispatchCombineOp` puts MoRI's Python interface in
-front of it, for ranks that are threads of one process; :func:`fused_moe` is ``aiter.fused_moe.fused_moe``. Both are as
-unhelpful as the hardware: rows beyond the received ones hold valid-looking expert ids and NaN, rows arrive in no
-particular order, outputs for rows that the kernel was not given do not exist, and combine reads every received row.
+:class:`Network` moves rows between simulated ranks. :class:`EpDispatchCombineOp` gives it MoRI's Python interface, for
+ranks that are threads of one process. :func:`fused_moe` stands in for ``aiter.fused_moe.fused_moe``. They behave as the
+hardware does, so that faults show:
+
+- Rows behind the received rows contain NaN and valid expert ids.
+- Rows arrive in random order.
+- The kernel writes no output for rows that it does not receive.
+- Combine reads every received row.
 
 Signatures: ``mori/ops/dispatch_combine.py`` of ROCm/mori, ``aiter/fused_moe.py`` of ROCm/aiter.
 """
@@ -27,10 +31,12 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass
 class Sent:
-    """What one rank sends.
+    """Rows that one rank sends.
 
-    :param rows: [n, ...] of any dtype. :param ids: experts of all ranks, [n, top-k]; -1: none (a padding row).
-    :param weights: [n, top-k] or ``None``. :param scales: [n, ...] or ``None``.
+    :param rows: [n, ...] of any dtype.
+    :param ids: expert ids, numbered over all ranks, [n, top-k]. -1 is no expert (a padding row).
+    :param weights: routing weights, [n, top-k], or ``None``.
+    :param scales: scales of quantized rows, [n, ...], or ``None``.
     """
 
     rows: torch.Tensor
@@ -41,10 +47,14 @@ class Sent:
 
 @dataclass
 class Received:
-    """One rank's receive buffer after a dispatch, and where its rows came from.
+    """Receive buffer of one rank after a dispatch.
 
-    ``rows``, ``scales`` [buffer, ...], ``ids`` int32 and ``weights`` float32 [buffer, top-k], ``count`` int32 [1];
-    ``sources``: (rank, row) of each of the first ``count`` rows, int64 [count, 2].
+    :param rows: [buffer, ...].
+    :param ids: expert ids, int32 [buffer, top-k].
+    :param weights: routing weights, float32 [buffer, top-k].
+    :param scales: [buffer, ...], or ``None``.
+    :param count: number of received rows, int32 [1].
+    :param sources: rank and row number at the sender of each received row, int64 [count, 2].
     """
 
     rows: torch.Tensor
@@ -56,12 +66,13 @@ class Received:
 
 
 class Network:
-    """The ranks of one expert-parallel group.
+    """Network of one expert-parallel group.
 
-    :param ranks: how many.
-    :param experts_per_rank: expert ``e`` lives on rank ``e // experts_per_rank``.
-    :param buffer_rows: rows of each receive buffer; by default the worst case, ``ranks * max_rows_per_rank``.
-    :param seed: for the order in which rows arrive.
+    :param ranks: number of ranks.
+    :param experts_per_rank: number of experts on each rank. Expert ``e`` is on rank ``e // experts_per_rank``.
+    :param max_rows_per_rank: largest number of rows that a rank sends.
+    :param buffer_rows: rows of each receive buffer. The default is the worst case, ``ranks * max_rows_per_rank``.
+    :param seed: seed of the order in which rows arrive.
     """
 
     def __init__(
@@ -77,13 +88,13 @@ class Network:
         self.max_rows_per_rank = max_rows_per_rank
         self.buffer_rows = buffer_rows or ranks * max_rows_per_rank
         self.lost_rows = 0
-        """Received rows for which :meth:`combine` found no output."""
+        """Number of received rows without an output in :meth:`combine`."""
         self.generator = torch.Generator().manual_seed(seed)
 
     def dispatch(self, sent: Sequence[Sent]) -> list[Received]:
-        """Send every rank's rows to the ranks of their experts, each row to a rank at most once.
+        """Send the rows of all ranks to the ranks of their experts. A rank receives a row at most once.
 
-        :raises RuntimeError: a rank sends or receives more than its buffer holds, as MoRI does.
+        :raises RuntimeError: a rank sends or receives more rows than its buffer has. MoRI raises the same error.
         """
         if too_many := [len(s.rows) for s in sent if len(s.rows) > self.max_rows_per_rank]:
             raise RuntimeError(f"a rank sends {too_many[0]} rows, its buffer holds {self.max_rows_per_rank}")
@@ -110,7 +121,7 @@ class Network:
             if everything[name] is None:
                 return None
             data, dtype = everything[name]
-            # All bits set: NaN in every float type that has one.
+            # All bits are set. This is NaN in every float type that has a NaN.
             filled = torch.full((self.buffer_rows, data.shape[1]), 0xFF, dtype=torch.uint8)
             filled[: len(arrived)] = data[arrived]
             return filled.view(dtype)
@@ -127,11 +138,11 @@ class Network:
         )
 
     def combine(self, outputs: Sequence[torch.Tensor], received: Sequence[Received]) -> list[torch.Tensor]:
-        """Send every received row's output back and add up what belongs to one row.
+        """Send the output of every received row back to its sender, and add up the outputs of each row.
 
-        :param outputs: each rank's, [at least the received rows, hidden]. Rows that are missing are counted in
-            :attr:`lost_rows` and contribute nothing; on the hardware, what lies behind the tensor would be read.
-        :returns: [``max_rows_per_rank``, hidden] for each rank, NaN where nothing came back.
+        :param outputs: output of each rank, [at least the received rows, hidden]. Missing rows are counted in
+            :attr:`lost_rows` and contribute nothing. The hardware would read the memory behind the tensor instead.
+        :returns: [``max_rows_per_rank``, hidden] for each rank. Rows without any output are NaN.
         """
         places = self.ranks * self.max_rows_per_rank
         combined = torch.zeros(places, outputs[0].shape[1], dtype=outputs[0].dtype)
@@ -147,7 +158,10 @@ class Network:
 
 
 def _gathered(tensors: list[Any], dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.dtype] | None:
-    """The ranks' tensors below one another as bytes, and their type: some types cannot be indexed."""
+    """Concatenate the ranks' tensors as bytes, because PyTorch cannot index tensors of some types.
+
+    :returns: the bytes and the tensors' type, or ``None`` if a rank has no tensor.
+    """
     if any(tensor is None for tensor in tensors):
         return None
     typed = [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
@@ -168,7 +182,10 @@ class EpDispatchCombineKernelType(Enum):
 
 @dataclass
 class EpDispatchCombineConfig:
-    """Of ``mori.ops.EpDispatchCombineConfig`` what is used here: the engine gives it the fields that it has."""
+    """Stand-in for ``mori.ops.EpDispatchCombineConfig`` with the fields that the tests use.
+
+    The engine sets only fields that the class has.
+    """
 
     rank: int
     world_size: int
@@ -179,7 +196,10 @@ class EpDispatchCombineConfig:
 
 
 class EpDispatchCombineOp:
-    """``mori.ops.EpDispatchCombineOp`` of one rank. Every rank is a thread; they meet in :class:`_Meeting`."""
+    """Stand-in for ``mori.ops.EpDispatchCombineOp`` of one rank.
+
+    Each rank is a thread. The threads exchange their rows in a :class:`_Meeting`.
+    """
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
         self.config = config
@@ -189,7 +209,10 @@ class EpDispatchCombineOp:
     def dispatch(
         self, input: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """:returns: rows, weights, scales, ids and the received count, the first four of buffer size."""
+        """Send this rank's rows and receive the rows of its experts.
+
+        :returns: rows, weights, scales and ids, which fill the receive buffer, and the number of received rows.
+        """
         sent = Sent(input, indices, weights, scales)
         mine = self._received = self._meeting.meet(self.config.rank, sent, self._meeting.network.dispatch)
         return mine.rows, mine.weights, mine.scales, mine.ids, mine.count
@@ -202,7 +225,10 @@ class EpDispatchCombineOp:
     def combine(
         self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """:returns: [``max_num_inp_token_per_rank``, hidden], and ``None`` for the weights."""
+        """Send the outputs back, and receive the sums for this rank's rows.
+
+        :returns: [``max_num_inp_token_per_rank``, hidden], and ``None`` for the weights.
+        """
         network = self._meeting.network
         mine = (input, self._received)
         return self._meeting.meet(self.config.rank, mine, lambda all: network.combine(*zip(*all, strict=True))), None
@@ -212,7 +238,7 @@ class EpDispatchCombineOp:
 
 
 class _Meeting:
-    """Where the threads that play the ranks exchange what they have."""
+    """Rendezvous of the threads that simulate the ranks of one group."""
 
     _all: dict[tuple[int, int, int], _Meeting] = {}  # noqa: RUF012
     _lock = threading.Lock()
@@ -240,12 +266,12 @@ class _Meeting:
 
 
 def networks() -> list[Network]:
-    """The networks that operations were made for since :func:`forget_networks`."""
+    """Return the networks of all operations that were created since :func:`forget_networks`."""
     return [meeting.network for meeting in _Meeting._all.values()]
 
 
 def forget_networks() -> None:
-    """Operations made from now on meet anew."""
+    """Forget all networks. Operations that are created later use new networks."""
     _Meeting._all.clear()
 
 
@@ -268,7 +294,7 @@ class ActivationType(IntEnum):
 
 
 def get_hip_quant(quant_type: QuantType) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """``aiter.get_hip_quant`` for the two ways in which MoRI's rows are quantized before they are sent."""
+    """Stand-in for ``aiter.get_hip_quant``, for the two quantizations of rows that MoRI sends."""
     return {QuantType.per_1x128: _quantize_fp8, QuantType.per_1x32: _quantize_fp4}[quant_type]
 
 
@@ -289,7 +315,7 @@ def _quantize_fp4(x: torch.Tensor, shuffle: bool = False) -> tuple[torch.Tensor,
 
 
 def dequantize(rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Rows as they were before :func:`get_hip_quant`'s functions, [n, hidden] in ``dtype``."""
+    """Undo the quantization by a function of :func:`get_hip_quant`. Return [n, hidden] in ``dtype``."""
     if rows.dtype == torch.float4_e2m1fn_x2:
         assert scales is not None
         packed = rows.view(torch.uint8).long()
@@ -317,15 +343,16 @@ def fused_moe(
     dtype: torch.dtype | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """``aiter.fused_moe.fused_moe`` with unquantized weights.
+    """Stand-in for ``aiter.fused_moe.fused_moe`` with unquantized weights.
 
-    :param hidden_states: [M, hidden]; FP8 and packed FP4 rows with their block scales in ``a1_scale``.
-    :param w1: gate and up, [local experts, 2 * intermediate, hidden]. :param w2: [local experts, hidden, intermediate].
-    :param topk_ids: experts of all ranks, [M, top-k].
-    :param expert_mask: [experts of all ranks], 1 for the local ones.
-    :param num_local_tokens: only that many rows are computed, int32 [1].
-    :param others: what is left out: scales of weights, biases, padding.
-    :returns: [M, hidden] in ``dtype``; NaN in the rows that are not computed.
+    :param hidden_states: [M, hidden]. FP8 and packed FP4 rows have their block scales in ``a1_scale``.
+    :param w1: gate and up weights, [local experts, 2 * intermediate, hidden].
+    :param w2: down weights, [local experts, hidden, intermediate].
+    :param topk_ids: expert ids, numbered over all ranks, [M, top-k].
+    :param expert_mask: [experts of all ranks], 1 for the local experts.
+    :param num_local_tokens: number of rows to compute, int32 [1].
+    :param others: scales of weights, biases and padding, which must be empty.
+    :returns: [M, hidden] in ``dtype``. Rows that are not computed are NaN.
     """
     assert not any(others.values())
     rows, dtype = topk_ids.shape[0], dtype or hidden_states.dtype
@@ -352,13 +379,13 @@ def fused_moe(
     return output
 
 
-# --- For the engine --------------------------------------------------------------------------------------------------
+# --- Modules for the engine ------------------------------------------------------------------------------------------
 
 
 def modules(fused_moe: Callable[..., torch.Tensor]) -> dict[str, ModuleType]:
-    """Modules ``mori``, ``aiter`` and ``aiter.fused_moe``, for ``sys.modules``.
+    """Make modules ``mori``, ``aiter`` and ``aiter.fused_moe`` for ``sys.modules``.
 
-    :param fused_moe: :func:`fused_moe`, or what calls it.
+    :param fused_moe: :func:`fused_moe`, or a wrapper around it.
     """
     mori, aiter, aiter_fused_moe = (ModuleType(name) for name in ("mori", "aiter", "aiter.fused_moe"))
     mori.ops = SimpleNamespace(  # type: ignore[attr-defined]

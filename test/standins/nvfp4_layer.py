@@ -1,4 +1,5 @@
-"""One NVFP4 MoE layer for the engine's own ``create_weights`` and ``process_weights_after_loading``; no model."""
+"""One NVFP4 MoE layer without a model, to test the engine's ``create_weights`` and
+``process_weights_after_loading``."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import types
 
 import torch
 
-#: What the engine's shuffle returns, in order.
+#: Names of the tensors that the engine's shuffle returns, in order.
 RESULTS = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
 
 
 def random_layer(
     experts, hidden, intermediate, is_gated=True, seed=0, *, scale_dtype=torch.float8_e4m3fn, device="cpu"
 ):
-    """Raw weights and block scales of both GEMMs, in the order of the engine's arguments: any bytes are codes."""
+    """Draw raw weights and block scales of both GEMMs, in the order of the engine's arguments. Any byte is a valid
+    code."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = (2 if is_gated else 1) * intermediate
 
@@ -29,7 +31,7 @@ def random_layer(
 
 
 def differences(got, expected):
-    """The results that are not the same tensor in shape, dtype and every byte."""
+    """Return the names of the results that differ in shape, dtype or any byte."""
     return [
         name
         for name, a, b in zip(RESULTS, got, expected, strict=True)
@@ -40,7 +42,7 @@ def differences(got, expected):
 
 
 class Layer(torch.nn.Module):
-    """What the engine's NVFP4 method needs of a FusedMoE layer."""
+    """Stand-in for a ``FusedMoE`` layer, with the attributes that the engine's NVFP4 method reads."""
 
     def __init__(self, experts, is_gated):
         super().__init__()
@@ -51,14 +53,14 @@ class Layer(torch.nn.Module):
 
 
 def nvfp4_method(modelopt, trtllm):
-    method = object.__new__(modelopt.ModelOptNvFp4FusedMoEMethod)  # its __init__ wants a Blackwell GPU
+    method = object.__new__(modelopt.ModelOptNvFp4FusedMoEMethod)  # its __init__ requires a Blackwell GPU
     method.quant_config = types.SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16)
     method.enable_flashinfer_trtllm_moe = trtllm
     return method
 
 
 def create(modelopt, monkeypatch, experts=3, hidden=256, intermediate=128, is_gated=True, trtllm=True):
-    if not torch.cuda.is_available():  # the engine's swizzle moves to the GPU
+    if not torch.cuda.is_available():  # the engine's swizzle moves tensors to the GPU
         monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
     layer = Layer(experts, is_gated)
     method = nvfp4_method(modelopt, trtllm)
@@ -77,7 +79,7 @@ def load(layer, seed):
 
 
 def choose_trtllm(monkeypatch, modelopt):
-    """Make the engine believe that it runs the TRT-LLM backend."""
+    """Make the engine choose the TRT-LLM runner."""
     backend = types.SimpleNamespace(
         is_flashinfer_trtllm=lambda: True,
         is_flashinfer_cutlass=lambda: False,

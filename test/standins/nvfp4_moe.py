@@ -1,4 +1,4 @@
-"""A random NVFP4 MoE layer in the TRT-LLM layout, with the arguments of FlashInfer's routed kernel."""
+"""Random NVFP4 MoE layers and batches in TRT-LLM's layout, as arguments of FlashInfer's routed kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_moe_reference import flashinfer_kernels, nvfp4
 
 
 def random_scales(*shape: int, device: str, generator: torch.Generator) -> torch.Tensor:
-    """E4M3 block scales of 0.25 to 2, some of them zero."""
+    """Draw E4M3 block scales between 0.25 and 2. About 5 % of them are zero."""
     scale = 0.25 + 1.75 * torch.rand(*shape, device=device, generator=generator)
     scale[torch.rand(*shape, device=device, generator=generator) < 0.05] = 0
     return scale.to(torch.float8_e4m3fn)
@@ -19,7 +19,7 @@ def random_scales(*shape: int, device: str, generator: torch.Generator) -> torch
 def layer(
     experts: int, hidden: int, intermediate: int, gated: bool = True, device: str = "cuda", seed: int = 0
 ) -> dict[str, Any]:
-    """The arguments that belong to the layer. Any bytes are E2M1 codes."""
+    """Draw the kernel arguments that describe the layer. Any byte is a valid pair of E2M1 codes."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = (2 if gated else 1) * intermediate
 
@@ -42,8 +42,8 @@ def layer(
         "gemm1_weights_scale": prepared[1],
         "gemm2_weights": prepared[2],
         "gemm2_weights_scale": prepared[3],
-        # A random dot product of length n is about 9 * sqrt(n); the activation's argument becomes about one, and the
-        # intermediate a few hundred.
+        # A random dot product of length n is about 9 * sqrt(n). With these scales the activation's argument is about 1,
+        # and the intermediate tensor has values of a few hundred.
         "output1_scale_gate_scalar": spread / (9 * hidden**0.5),
         "output1_scale_scalar": 100 * spread.flip(0) / (9 * hidden**0.5),
         "output2_scale_scalar": spread / (300 * intermediate**0.5),
@@ -58,10 +58,10 @@ def layer(
 def batch(
     tokens: int, experts: int, hidden: int, top_k: int, device: str = "cuda", seed: int = 1
 ) -> dict[str, torch.Tensor | int]:
-    """The arguments that belong to the batch: NVFP4 activations and packed routing."""
+    """Draw the kernel arguments that describe the batch: NVFP4 activations and packed routing."""
     generator = torch.Generator(device).manual_seed(seed)
     packed, scale = nvfp4.quantize(torch.randn(tokens, hidden, device=device, generator=generator), 1.0)
-    # Each token's experts are different ones, and experts have very different numbers of tokens.
+    # The experts of a token are distinct, and the number of tokens differs very much between experts.
     favour = torch.rand(tokens, experts, device=device, generator=generator) ** torch.linspace(0.2, 5, experts).to(
         device
     )
@@ -75,8 +75,8 @@ def batch(
     }
 
 
-def answer(**arguments: Any) -> list[torch.Tensor]:
-    """``trtllm_fp4_block_scale_routed_moe`` with what these arguments leave open."""
+def call_kernel(**arguments: Any) -> list[torch.Tensor]:
+    """Call ``trtllm_fp4_block_scale_routed_moe`` with ``None`` for all optional arguments that are not passed."""
     nothing = ["routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias"]
     nothing += ["n_group", "topk_group", "routed_scaling_factor"]
     found: list[torch.Tensor] = flashinfer_kernels.trtllm_fp4_block_scale_routed_moe(
@@ -85,5 +85,5 @@ def answer(**arguments: Any) -> list[torch.Tensor]:
     return found
 
 
-def routed(**arguments: Any) -> torch.Tensor:
-    return answer(**arguments)[0]
+def run_routed(**arguments: Any) -> torch.Tensor:
+    return call_kernel(**arguments)[0]

@@ -1,7 +1,7 @@
-"""A plugin of the engine's that looks for a number in everything that a scheduler holds, once its KV cache has grown.
+"""Engine plugin that searches a scheduler's objects for the old KV cache size after the KV cache has grown.
 
-It writes a line for each place that still has the number of tokens by the rule, or one of those that the engine derives
-from it (request lengths, pages), into the file ``SCAN``.
+It writes one line into the file ``SCAN`` for each attribute that still has the size of the engine's rule, in tokens, or
+a number that the engine derives from it, such as the largest request length or the number of pages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def scan_when_serving(hooks):
     def serve_and_scan(start):
         serve(start)
         rule = start.pools.first.tokens
-        found = places({rule, rule - 1, rule - 6}, start.scheduler)
+        found = find_numbers({rule, rule - 1, rule - 6}, start.scheduler)
         Path(os.environ["SCAN"]).write_text("".join(f"{each}\n" for each in found))
 
     hooks.ServerStart._serve = serve_and_scan
 
 
-def inside(value):
-    """What an object holds: name and value."""
+def list_members(value):
+    """Yield the names and values of an object's attributes, items, cells or arguments."""
     if isinstance(value, dict):
         yield from ((f"[{key!r:.40}]", each) for key, each in list(value.items())[:20_000])
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
@@ -59,7 +59,8 @@ def inside(value):
                 yield f".{name}", getattr(value, name)
 
 
-def places(wanted, scheduler):
+def find_numbers(numbers, scheduler):
+    """Return the paths of all attributes below a scheduler that equal one of these numbers."""
     import torch
 
     found, seen = [], {}
@@ -67,7 +68,7 @@ def places(wanted, scheduler):
     while queue:
         path, value, depth = queue.popleft()
         if type(value) is int:
-            if value in wanted and "sglang_moe_patches" not in path:
+            if value in numbers and "sglang_moe_patches" not in path:
                 found.append(path)
             continue
         ours = str(getattr(type(value), "__module__", "")).startswith("sglang_moe_patches")
@@ -75,7 +76,7 @@ def places(wanted, scheduler):
             continue
         seen[id(value)] = value
         try:
-            queue.extend((path + name, each, depth + 1) for name, each in inside(value))
-        except Exception:  # whatever an object of a library does not want to be asked
+            queue.extend((path + name, each, depth + 1) for name, each in list_members(value))
+        except Exception:  # an object of a library may raise any exception when its attributes are read
             continue
     return sorted(found)

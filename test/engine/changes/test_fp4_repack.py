@@ -33,7 +33,7 @@ SHAPES = {
 @pytest.fixture
 def alive(monkeypatch):
     pytest.importorskip(fp4_weights._MARLIN_UTILS, reason="this release runs no FP4 experts by Marlin")
-    return marlin_repack.on_cpu(monkeypatch)
+    return marlin_repack.replace_kernel(monkeypatch)
 
 
 @pytest.fixture(params=[MXFP4, NVFP4])

@@ -95,7 +95,7 @@ def made_kind(name, engine, monkeypatch):
     if name != "triton_kernels":
         reason = "this release runs no MXFP4 experts by Marlin"
         module = pytest.importorskip("sglang.srt.layers.quantization.mxfp4_marlin_moe", reason=reason)
-        marlin_repack.on_cpu(monkeypatch)
+        marlin_repack.replace_kernel(monkeypatch)
         monkeypatch.setattr(marlin_utils, "check_moe_marlin_supports_layer", lambda *args, **kwargs: True)
         for user in (module, mxfp4):
             monkeypatch.setattr(user, "is_sm90_supported", lambda: True, raising=False)
@@ -130,7 +130,7 @@ def made_nvfp4(name, engine, monkeypatch):
         # From 0.5.12 on the engine frees them itself.
         names = () if hasattr(modelopt_quant, "alias_or_bind_derived_param") else names
     else:
-        marlin_repack.of_nvfp4_on_hopper(monkeypatch)
+        marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
         backend, runs_on = "marlin", MoeRunnerBackend.MARLIN
     method = lambda: modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)  # noqa: E731
     return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)

@@ -107,7 +107,7 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
 @pytest.fixture
 def marlin(engine, monkeypatch):
     """The engine builds and loads as on Hopper, but for its repacking kernel, which needs a GPU."""
-    return marlin_repack.of_nvfp4_on_hopper(monkeypatch)
+    return marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["auto", "marlin"])

@@ -19,7 +19,7 @@ from typing import Any
 import family_scan
 import pytest
 import torch
-from architectures import CONFIGS, unknown_to_transformers
+from architectures import CONFIGS, register_config
 from conftest import RELEASE, installed, without_buffer
 from harness import load_unquantized, same_answers
 from releases import DEFAULT
@@ -100,7 +100,7 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def load(name: str) -> Any:
         config = CONFIGS[name]
-        unknown_to_transformers(config["model_type"])
+        register_config(config["model_type"])
         (tmp_path / "config.json").write_text(json.dumps(config))
         with engine.arguments(moe_runner_backend="auto"):
             model = engine.load(tmp_path)

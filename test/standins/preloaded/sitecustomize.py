@@ -1,9 +1,13 @@
-"""Forks the processes of a test's server from one that has imported what is neither the engine nor ours.
+"""Fork server for the servers of tests. The processes of such a server start faster, because slow packages are imported
+once.
 
-Python imports this module when it starts with this folder in ``PYTHONPATH``. A process that becomes a server imports
-``PACKAGES`` here and then, before the engine, forks what serves as ``multiprocessing``'s fork server, a process of the
-server's own family. What the engine spawns is forked from it. It differs from a spawned process in its parent, which is
-not the launcher, and in the seed of hashes, which all processes of the server share.
+Python imports this module at its start if this folder is in ``PYTHONPATH``. In a process that becomes a server's
+launcher, the module imports ``PACKAGES``, which contain neither the engine nor this project's package. It then starts
+the fork server of ``multiprocessing`` as a fork of the launcher. Every process that the engine spawns is forked from
+the fork server.
+
+A forked process differs from a spawned process in two ways: its parent is not the launcher, and all processes of a
+server have the same hash seed.
 """
 
 from __future__ import annotations
@@ -18,24 +22,28 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-PR_SET_PDEATHSIG = 1  # prctl(2): it ends with the launcher, as what is forked from it ends with it
+PR_SET_PDEATHSIG = 1  # option of prctl(2): the process is killed when its parent ends
 PACKAGES = (
     *("torch", "torch._dynamo", "torchvision", "torchao.quantization", "triton", "transformers.modeling_utils"),
     *("transformers.processing_utils", "scipy.optimize", "openai.types.responses", "aiohttp", "fastapi", "uvicorn"),
     *("xgrammar", "timm", "cutlass.cute", "flashinfer"),
 )
-"""Those of an engine process that take longest to import."""
+"""Packages of an engine process that take longest to import."""
 
 
 def fork(path: bytes, command: Sequence[str], kept: Sequence[int]) -> int:
-    """In the place of ``spawnv_passfds``: the command's code in a fork, which keeps these file descriptors alone."""
+    """Stand-in for ``spawnv_passfds``. It runs the command's code in a fork.
+
+    :param kept: file descriptors that stay open in the fork.
+    :returns: the process id of the fork.
+    """
     if process := os.fork():
         return process
     kept = sorted({0, 1, 2, *kept})
     for this, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(this + 1, following)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # With it an engine process that fails ends its parent, and means the launcher.
+    # An engine process that fails sends SIGQUIT to its parent, which should be the launcher. Pass the signal on to it.
     signal.signal(signal.SIGQUIT, lambda *received: os.kill(os.getppid(), signal.SIGQUIT))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL))
     try:
@@ -45,7 +53,10 @@ def fork(path: bytes, command: Sequence[str], kept: Sequence[int]) -> int:
 
 
 def hand_over_environment() -> None:
-    """As to a spawned process: that of its launcher when it is started, not when the fork server was."""
+    """Give each forked process the launcher's present environment, as a spawned process has it.
+
+    Without this, the process would have the environment that the launcher had when the fork server started.
+    """
     from multiprocessing import spawn
 
     get_preparation_data, prepare = spawn.get_preparation_data, spawn.prepare
@@ -60,16 +71,17 @@ def hand_over_environment() -> None:
 
 
 def serve_forks() -> None:
+    """Import the slow packages and start the fork server."""
     from multiprocessing import context, forkserver, resource_tracker, util
 
-    gc.disable()  # thousands of modules are imported, and nothing is thrown away
+    gc.disable()  # the imports create many objects, and no garbage
     for package in PACKAGES:
         with suppress(ImportError):
             importlib.import_module(package)
-    gc.freeze()  # nor looked at again, in this process or in its forks
+    gc.freeze()  # later collections skip these objects, in this process and in its forks
     gc.enable()
     hand_over_environment()
-    resource_tracker.ensure_running()  # a process of its own, not a fork
+    resource_tracker.ensure_running()  # the resource tracker is a spawned process, not a fork
     spawn, util.spawnv_passfds = util.spawnv_passfds, fork  # type: ignore[assignment]
     try:
         forkserver.ensure_running()

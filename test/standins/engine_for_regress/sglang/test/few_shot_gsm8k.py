@@ -1,4 +1,4 @@
-"""Stands in for the engine's evaluation: every answer is right and comes at once."""
+"""Stand-in for the engine's evaluation. Every answer is correct and immediate."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 INVALID = -9999999
-WRONG = os.environ.get("STANDIN", "").split(",")
+FAULTS = os.environ.get("STANDIN", "").split(",")
 
 
 class State(dict):
@@ -35,15 +35,15 @@ def dump_state_text(name, states):
 def run_eval(args):
     with Path(os.environ["STANDIN_FOLDER"], "evaluating").open("a") as asked:
         print(args.num_questions, file=asked)
-    if "slow answers" in WRONG:
+    if "slow answers" in FAULTS:
         time.sleep(3600)
-    if "no answers" in WRONG:
+    if "no answers" in FAULTS:
         sys.exit("Connection refused")
     lines = list(read_jsonl(args.data_path))[: args.num_questions]
     endpoint = RuntimeEndpoint()
     for _ in lines:
         endpoint.generate()
-    if "slow patched answers" in WRONG and (Path(os.environ["STANDIN_FOLDER"]) / "started-patched").exists():
+    if "slow patched answers" in FAULTS and (Path(os.environ["STANDIN_FOLDER"]) / "started-patched").exists():
         time.sleep(3600)
     dump_state_text("", [State(answer=line["answer"]) for line in lines])
     return {"latency": 1.0}

@@ -1,4 +1,4 @@
-"""Stands in for an engine that hangs when it is imported."""
+"""Stand-in for an engine that hangs during its import."""
 
 import time
 
