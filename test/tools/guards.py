@@ -240,14 +240,14 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_the_tokens_of_the_rule_have_memory_and_no_more": [
             ("= first, top, page, first", "= first, top, page, top")
         ],
-        "test_what_is_given_back_is_named_by_no_row_of_the_request_table_that_nobody_has": [
+        "test_free_rows_of_the_request_table_name_no_unmapped_slot": [
             ("            _forget_slots(table)\n", "            pass\n"),
             ("[0, *map(int, table.free_slots)]", "range(len(rows))"),
         ],
         "test_windows_keep_as_many_tokens_as_they_are_asked_to": [
             ("self.counts_for(number * self.page).window)", "number * self.page)")
         ],
-        "test_what_is_not_known_is_named_and_nothing_of_ours_stays": [("if fixed & ours:", "if False:")],
+        "test_an_unknown_pool_is_named_and_its_buffers_are_freed": [("if fixed & ours:", "if False:")],
     },
     OURS + "core/runners.py": {
         "test_what_was_outside_the_pool_may_be_inside_later": [
@@ -333,7 +333,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/serving.py": {
-        "test_while_memory_is_short_prefixes_let_go_of_as_much_as_is_still_to_come": [
+        "test_prefixes_are_evicted_while_memory_is_short_and_they_hold_the_tail": [
             (
                 "shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(",
                 "shortage, prefixes_hold_tail = 0, is_idle(",
@@ -342,7 +342,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed": [
             ("            if is_idle(self._scheduler):\n", "            if self._scheduler.is_fully_idle():\n")
         ],
-        "test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out": [
+        "test_slots_that_a_chunked_prompt_needs_are_not_withdrawn": [
             ("retirement.advance(spare_tokens(self._scheduler))", "retirement.advance()"),
             ("in_tail &= in_tail.cumsum(0) <= most", "pass"),
         ],
@@ -350,7 +350,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('if getattr(scheduler, "is_mixed_chunk", False):', "if False:")
         ],
         "test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it": [("if not pools.top.window:", "if True:")],
-        "test_a_driver_that_gives_nothing_back_leaves_slots_taken_out": [
+        "test_slots_stay_withdrawn_if_the_driver_cannot_unmap": [
             (
                 "        except Exception as error:  # the other ranks",
                 "        except ZeroDivisionError as error:  # the other",
@@ -362,24 +362,24 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("        if has_changed:", "        if False:"),
             ("tail.held[:] = False", "pass"),
         ],
-        "test_slots_that_are_held_come_back_later_and_a_flush_brings_all": [
+        "test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush": [
             ("any(withdrawals) or self._was_flushed", "any(withdrawals)"),
             ("self._orders.send(EvictPrefixes())", "pass"),
         ],
         "test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size": [
             ("int(held[-1]) + 1 if len(held) else 0", "len(held)")
         ],
-        "test_both_kinds_of_a_sliding_window_cache_come_back": [
+        "test_both_parts_of_a_sliding_window_cache_are_withdrawn": [
             (
                 "[tail.withdraw(spare) for tail in self._tails.values()]",
                 "(tail.withdraw(spare) for tail in self._tails.values())",
             )
         ],
-        "test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it": [
+        "test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it": [
             ("if free < LOW_MARGIN_FRACTION * self.margin else", "if free < self.margin else")
         ],
         "test_the_tail_goes_until_the_margin_is_free_again": [("if not self._order_is_pending and (", "if (")],
-        "test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs": [
+        "test_prefixes_of_another_rank_are_flushed_when_it_is_idle": [
             ("if self._retirement is None:  # another", "if False:  # another"),
             ("prefixes_hold_tail or self._board.is_raised(held_report)", "prefixes_hold_tail"),
             (" {self._evict_orders}", ""),
@@ -402,10 +402,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('"grammar_queue", ()', '"no_queue", ()'),
             ("if self._goal < self._pools.counts.tokens:  #", "if False:  #"),
         ],
-        "test_what_is_ordered_meanwhile_comes_after_what_is_under_way": [
+        "test_a_second_order_is_obeyed_after_the_first": [
             ("if self._retirement is None and self._goal", "if self._goal")
         ],
-        "test_the_first_rank_orders_once_what_another_one_lacks": [
+        "test_rank_0_orders_once_if_another_rank_is_short": [
             ("max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))", "shortage"),
             (
                 "self._order_is_pending, self._retire_orders = False, self._retire_orders + 1",
@@ -413,7 +413,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ),
             ("frees or repeat:", "frees:"),
         ],
-        "test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server": [
+        "test_a_driver_that_does_not_answer_ends_the_watch_alone": [
             ("self._failures.add(failure)", "pass"),
             ("if failure in self._failures:", "if self._failures:"),
         ],
@@ -578,9 +578,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))", "min(short.new_tokens, wanted)"),
             ("limits.cache_tokens // 2, left)", "limits.cache_tokens // 2)"),
         ],
-        "test_what_was_missed_is_tried_again_with_the_number_of_requests_that_there_is_room_for_now": [
-            (" or phase.kind in missed", "")
-        ],
+        "test_missed_phases_are_tried_again_with_the_requests_that_fit_now": [(" or phase.kind in missed", "")],
     },
     OURS + "memory/kv_sizing/address_space.py": {
         "test_addresses_and_values_stay_while_the_tail_comes_and_goes_and_new_memory_is_zero": [
@@ -598,7 +596,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_an_allocator_that_has_its_size_is_not_cleared": [
             ("    if any(each.size != getattr(counts, part) for part, each in parts_of(allocator)):", "    if True:")
         ],
-        "test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it": [
+        "test_a_request_that_would_not_fit_at_the_goal_is_refused": [
             (" if longest_request is None else longest_request", "")
         ],
     },

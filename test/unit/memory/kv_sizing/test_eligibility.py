@@ -1,4 +1,4 @@
-"""Which servers measure what they need and which the engine's rule sizes, and whether a fraction was given."""
+"""Servers that measure their need, servers that keep the engine's rule, and given fractions."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_server_is_sized_unless_there_is_a_reason(arguments, environ, reason):
 
 
 class Resolving:
-    """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
+    """Stand-in for ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
 
     def __init__(self, fraction=None, device="cuda"):
         self.mem_fraction_static, self.device = fraction, device

@@ -1,4 +1,4 @@
-"""The phases of a rehearsal, as functions of a server's configuration: no engine."""
+"""Phases of a rehearsal as functions of a server's configuration, without an engine."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
     ],
     ids=str,
 )
-def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where_nobody_said_how_many(
-    changed, captured, eager, penalized
-):
+def test_decodes_rise_and_by_default_penalties_follow_the_largest_graph(changed, captured, eager, penalized):
     limits, ran = replace(LIMITS, **{"requests": 2048, **changed}), {}
     every = phases.derive_phases(limits)
     counts = [[phase.bound.requests for phase in every if phase.kind is kind] for kind in KINDS]
@@ -102,7 +100,7 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
             assert phase.estimate.times == phase.bound.requests / fewer <= phases.RISE
             may_stop = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             assert phase.estimate.fewer_requests == (fewer if may_stop else 0)
-            if may_stop:  # judged by what the others took
+            if may_stop:  # by the memory of the other phases
                 assert any(each.kind is PhaseKind.PENALTIES for each in ran.values())
 
 
@@ -123,13 +121,13 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
 @pytest.mark.parametrize(
     ("asked", "captured", "page", "requests"),
     [
-        (2048, 0, 1, 2048),  # somebody asked for as many
+        (2048, 0, 1, 2048),  # the user asked for so many
         (None, 0, 1, 1490),  # 12 tokens of each in nine tenths of half of the cache, less two chunks
         (None, 0, 64, 256),  # 138 tokens of each would leave room for 129
         (None, 160, 64, 160),
     ],
 )
-def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for(asked, captured, page, requests):
+def test_default_request_limit_is_what_the_cache_has_room_for(asked, captured, page, requests):
     info = {"max_running_requests": asked, "chunked_prefill_size": 1024, "cuda_graph_max_bs": captured}
     assert limits_of(info, replace(FACTS, page=page), cache_tokens=43_840, requests=2048).requests == requests
 
@@ -141,10 +139,10 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     *grown, prompt = phase.prompts
     prefix = grown[-1].shared
     assert {each.fresh for each in grown} == {0}
-    # An aborted prompt is computed to its end: what is still to be computed of each must not take minutes.
+    # The engine finishes an aborted prompt. So the rest of a prompt must not take minutes.
     computed = [longer - shorter for shorter, longer in pairwise([0, *(each.shared for each in grown)])]
     assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-prefix // 16))
-    # What a part takes is foreseen by the one before: the square of the tokens grows by so much at the most.
+    # The time of a part is predicted from the part before: the square of the tokens grows at most by this factor.
     ends = [0, *(length for length in lengths(phase) if length >= c.chunk)]
     work = [longer**2 - shorter**2 for shorter, longer in pairwise(ends)]
     assert all(later <= phase.growth * earlier for earlier, later in pairwise(work))
@@ -160,17 +158,17 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1300), (64, 40_000)])
 @pytest.mark.parametrize("draft_tokens", [0, 4])
-def test_of_a_prefix_that_is_planted_nothing_is_computed_but_what_comes_behind_it(page, context, draft_tokens):
+def test_only_tokens_behind_a_planted_prefix_are_computed(page, context, draft_tokens):
     c = replace(LIMITS, page=page, input_tokens=context, draft_tokens=draft_tokens)
     computed, planted = (find_phase(replace(c, plants=plants), PhaseKind.BEHIND_PREFIX) for plants in (False, True))
     assert planted.bound == computed.bound
     (part, behind_part), (prefix, behind) = planted.prompts
     assert prefix == planted.shared
     assert behind == behind_part == c.chunk
-    # A part of the prefix first: what the whole takes is foreseen by it.
+    # A part of the prefix comes first. It predicts the time of the whole.
     assert part % page == prefix % page == 0
     assert prefix - 4 * page < planted.growth * part <= prefix
-    # What shares the prefix, or is as long, is not computed either.
+    # Prompts that share the prefix, or are as long, are not computed either.
     own = phases.SHORT_PROMPT_TOKENS
     for kind, behind in ((PhaseKind.SHARED_PREFIX, c.chunk), (PhaseKind.LONG_AMONG_SHORT, own)):
         if phase := find_phase(replace(c, plants=True), kind):
@@ -189,16 +187,16 @@ FITS_NOW, SHORT = {"cache_tokens": 500_000}, {"input_tokens": 250}
     ("before", "after", "kinds"),
     [
         ({}, {}, []),
-        ({}, FITS_NOW, []),  # every phase was as large as it can be
+        ({}, FITS_NOW, []),  # every phase had its largest size
         ({"input_tokens": 7000, "cache_tokens": 7010}, FITS_NOW, GROWS),
         ({"cache_tokens": 15_000}, {}, [PhaseKind.LONG_AMONG_SHORT]),
-        # Not a chunk fitted, and not the prompts of one forward.
+        # Neither a chunk fitted nor the prompts of one forward pass.
         ({"input_tokens": 900, "cache_tokens": 910}, {}, [*GROWS, PhaseKind.PREFILL, PhaseKind.VARIED]),
         (SHORT | {"cache_tokens": 800}, SHORT, [PhaseKind.TOGETHER, PhaseKind.LONG_AMONG_SHORT]),
     ],
     ids=str,
 )
-def test_what_was_smaller_for_the_size_of_the_cache_is_rehearsed_once_more(before, after, kinds, plants):
+def test_phases_that_a_small_cache_limited_are_rehearsed_once_more(before, after, kinds, plants):
     of_both = {"plants": plants, "captured": 8, "requests": 20}
     small, large = (replace(LIMITS, **{**of_both, **changed}) for changed in (before, after))
     again, every = phases.derive_second_pass(small, large), phases.derive_phases(large)
@@ -206,7 +204,7 @@ def test_what_was_smaller_for_the_size_of_the_cache_is_rehearsed_once_more(befor
     assert {phase.name for phase in again} <= {phase.name for phase in every}
 
 
-def test_what_was_missed_is_tried_again_with_the_number_of_requests_that_there_is_room_for_now():
+def test_missed_phases_are_tried_again_with_the_requests_that_fit_now():
     before, after = (replace(LIMITS, requests=requests, captured=0) for requests in (1021, 871))
     tried = [
         {phase.name for phase in phases.derive_second_pass(before, after, kinds)}
@@ -356,7 +354,7 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
 )
 @pytest.mark.parametrize("captured", [None, 40])
 def test_captured_decodes_are_read_from_every_release_s_words(info, largest, captured):
-    """And where the engine has captured less than that, it counts."""
+    """If the engine has captured fewer, this number counts."""
     expected = largest if captured is None else min(largest, captured)
     assert limits_of(info, replace(FACTS, captured=captured)).captured == expected
 
@@ -366,14 +364,14 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
     assert asked.output_logprobs
     penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
-    # Without an end of sequence a request with min_new_tokens ends the server.
+    # Without an end-of-sequence token, a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in find_phase(LIMITS, PhaseKind.PENALTIES).sampling
     assert asked.sampling["logit_bias"] == {"1000": -1.0}
 
 
 @pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
 def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed(argument):
-    """The sampler asserts that it has no seed."""
+    """With min_p the sampler asserts that there is no seed."""
     without: dict[str, object] = {}
     for arguments in (without, argument):
         sampling = find_phase(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
@@ -386,7 +384,7 @@ def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
 
 
 def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
-    """Computing it takes minutes where the context is long: 262,144 tokens, Triton's attention."""
+    """Computing a long prefix takes minutes: 262,144 tokens with Triton's attention."""
     long, *short = find_phase(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
     assert short == [(0, phases.SHORT_PROMPT_TOKENS)] * (LIMITS.requests - 1)
     assert sum(long) > 0.9 * LIMITS.input_tokens
@@ -397,13 +395,13 @@ def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
 @pytest.mark.parametrize("radix_cache", [True, False])
 @pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (36, 20, 2999), (2047, 512, 40_953)])
 def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, radix_cache):
-    """Where as many run as may, the engine admits one less if a prompt is cut: the decode would never be as large."""
+    """If a prompt is cut, the engine admits one request too few, and the decode is never as large."""
     info = {"chunked_prefill_size": chunk, "max_running_requests": requests, "disable_radix_cache": not radix_cache}
     c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
         ends = 0
         for prompt in find_phase(c, kind).prompts:
-            # Of what the radix cache has of a prompt the last token is computed all the same.
+            # The engine computes the last token of a prompt also if the radix cache has it.
             computed = max(1, prompt.fresh) if radix_cache else sum(prompt)
             assert prompt.shared or ends // chunk == (ends + computed - 1) // chunk
             ends += computed
@@ -456,7 +454,7 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 @pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
 def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
-    """With mixed chunks those that run decode while others are admitted, so many at once."""
+    """Mixed chunks admit ``at_once`` requests in a turn, while others decode."""
     c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
     forwards = c.requests // at_once if mixed and at_once else 0
     decodes = [phase for phase in phases.derive_phases(c) if phase.bound.requests == c.requests]
@@ -465,7 +463,7 @@ def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_on
         assert [phase.name for phase in decodes if phase.new_tokens <= forwards] == []
     for phase in decodes:
         assert sum(lengths(phase)) + phase.new_tokens * c.requests < c.cache_tokens
-        # Of a prompt that a mixed chunk cuts the engine counts two requests, and the last is not admitted.
+        # The engine counts a prompt that a mixed chunk cuts as two requests. The last request is not admitted.
         assert {length > 1 for length in lengths(phase)[1:]} == {not mixed}
 
 

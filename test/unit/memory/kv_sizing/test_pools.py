@@ -26,7 +26,7 @@ GRANULE = HostMemory.granularity
 
 
 class Counting(HostMemory):
-    """Knows which granules are mapped, and fails where it is told to."""
+    """Memory that counts its mapped granules, and fails on request."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
-    """Pools that are made as the engine makes them, for ``top``."""
+    """Make pools for ``top`` as the engine does."""
     made = ElasticPools(HostMemory(), rule, top, page)
     rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}
     requests = a_pool(table, **{**rows, **state})
@@ -193,12 +193,12 @@ def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
         tensor = buffer.memory.tensor
         row_bytes = tensor.stride(axis) * tensor.element_size()
         planes = tensor.shape[0] if axis else 1
-        assert not tensor.narrow(axis, 0, mapped).any()  # else this process ends
+        assert not tensor.narrow(axis, 0, mapped).any()  # touching unmapped memory ends this process
         least, most = planes * mapped * row_bytes, planes * (mapped * row_bytes + 2 * HostMemory.granularity)
         assert least <= mapped_bytes(buffer) <= most
         expected += least
     assert expected <= sum(map(mapped_bytes, made._buffers)) == made.bytes_behind(RULE)
-    assert pool.mem_usage * (1 << 30) == expected  # what the engine says of as many tokens
+    assert pool.mem_usage * (1 << 30) == expected  # as the engine reports of so many tokens
 
 
 def windows(full, window):
@@ -232,7 +232,7 @@ def test_as_many_tokens_as_fit_and_not_a_page_more(now, budget):
     assert fits == TOP.tokens or made.bytes_behind(made.counts_for(fits + PAGE)) > budget
 
 
-def test_what_cannot_be_mapped_in_one_buffer_is_mapped_in_none(monkeypatch):
+def test_no_buffer_keeps_new_memory_if_one_cannot_be_mapped(monkeypatch):
     made, _ = build(mha)
     before, last = sum(map(mapped_bytes, made._buffers)), made._buffers[-1].memory
     monkeypatch.setattr(last, "map_rows", lambda rows: (_ for _ in ()).throw(OutOfMemory("no more")))
@@ -241,8 +241,8 @@ def test_what_cannot_be_mapped_in_one_buffer_is_mapped_in_none(monkeypatch):
     assert (sum(map(mapped_bytes, made._buffers)), made.counts) == (before, RULE)
 
 
-def test_what_is_given_back_is_named_by_no_row_of_the_request_table_that_nobody_has():
-    """A graph for four reads a slot of three requests, and the one that a fourth had before."""
+def test_free_rows_of_the_request_table_name_no_unmapped_slot():
+    """A graph for four requests reads the slots of three, and a slot that a fourth request had before."""
     rows = torch.arange(1, 401, dtype=torch.int32).reshape(4, 100)
     made, _ = build(mha, table="ReqToTokenPool", req_to_token=rows, free_slots=[3, 1])
     made.unmap_from(made.counts_for(3200))
@@ -251,7 +251,7 @@ def test_what_is_given_back_is_named_by_no_row_of_the_request_table_that_nobody_
 
 
 def test_a_driver_that_fails_to_unmap_leaves_the_smaller_number(monkeypatch):
-    """Whoever looks later must not take the slots for the cache's."""
+    """Later code must not use these slots."""
     made, _ = build(mha)
     monkeypatch.setattr(made._buffers[-1].memory, "unmap_from", lambda rows: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -271,7 +271,7 @@ ODD = a_pool("OddTokenToKVPool")
 
 
 def mha_and_a_table_of_as_many_rows():
-    """As many requests as pages: nothing tells a row of the one from a row of the other."""
+    """A pool and a request table with as many rows, so that their rows cannot be told apart."""
     made = mha()
     made.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
     return made
@@ -293,7 +293,7 @@ def mha_and_a_table_of_as_many_rows():
         ),
     ],
 )
-def test_what_is_not_known_is_named_and_nothing_of_ours_stays(make, more, why, monkeypatch):
+def test_an_unknown_pool_is_named_and_its_buffers_are_freed(make, more, why, monkeypatch):
     released = []
     release = module.ElasticBuffer.release
     monkeypatch.setattr(module.ElasticBuffer, "release", lambda buffer: released.append(buffer) or release(buffer))
@@ -322,7 +322,7 @@ def test_states_of_requests_host_tensors_and_small_ones_stay_as_they_are():
 
 
 class Sizes:
-    """As the engine's from 0.5.16 on: frozen."""
+    """Stand-in for the engine's sizes from 0.5.16 on; they are frozen."""
 
     __struct_fields__ = ("max_total_num_tokens", "swa_max_total_num_tokens", "max_running_requests")
 

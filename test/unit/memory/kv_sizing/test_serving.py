@@ -1,4 +1,4 @@
-"""A server with a sized KV cache while it serves: its free memory, what it gives back, how many requests it admits."""
+"""Free memory, giving back, and the limit of requests on a server whose KV cache was sized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_memory_is_read_once_a_second():
 
 
 @pytest.mark.parametrize(("free", "shortage"), [(9, 0), (1.1, 0), (1, 0), (0.9, 1.1), (0, 2)])
-def test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it(free, shortage):
+def test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it(free, shortage):
     left = [9 * GB, int(free * GB)]
     memory = FreeMemory(lambda: Memory(free=left.pop(0)), 2 * GB)
     assert memory.measure_shortage() == pytest.approx(shortage * GB)
@@ -33,7 +33,7 @@ def test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it(free, sh
 
 
 class Pools:
-    """A token takes 1 MB, and memory comes in pieces for 100 of them."""
+    """Pools whose tokens take 1 MB. Memory is mapped in pieces of 100 tokens."""
 
     page = 1
 
@@ -57,7 +57,7 @@ class Pools:
 
 
 class Allocator:
-    """As the engine's, page by page: free ones are taken from the front, and come back where ``lifo`` says."""
+    """Stand-in for the engine's allocator. Pages are taken from the front, and freed to the front if ``lifo``."""
 
     def __init__(self, size, page=1, lifo=False):
         self.size, self.page_size, self.lifo = size, page, lifo
@@ -78,7 +78,7 @@ class Allocator:
 
     def free(self, pages):
         self.free_pages = torch.cat((pages, self.free_pages) if self.lifo else (self.free_pages, pages))
-        assert self.available_size() <= self.size  # as the engine's of sliding windows
+        assert self.available_size() <= self.size  # as the engine's allocator of sliding windows asserts
 
 
 def request(prompt, new, computed=0):
@@ -89,7 +89,7 @@ def request(prompt, new, computed=0):
 
 
 BESIDE = 9
-"""Tokens that a request takes beside its own; it is admitted where more than that is free."""
+"""Tokens that a request takes beside its own. The engine admits it only if one more is free."""
 
 
 class Flags(set):
@@ -101,8 +101,8 @@ class Flags(set):
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """Makes ranks of one server that serve with 10,000 tokens, each with what is ``free`` on its GPU."""
+def make_rank(monkeypatch):
+    """Makes ranks of one server that serve with 10,000 tokens. ``free``: free memory of the rank's GPU."""
     board = Flags()
 
     def tell(scheduler, counts, longest_request):
@@ -116,10 +116,10 @@ def served(monkeypatch):
         engine.flush_cache = lambda: engine.flushes.append(allocator.clear())
         evict = lambda params: engine.evicted.append(params.num_tokens)  # noqa: E731
         engine.tree_cache = SimpleNamespace(evict=evict, evictable_size=lambda: 0)
-        made = SimpleNamespace(free=free, board=board, pools=Pools(10_000), given=[], told=engine.told)
+        made = SimpleNamespace(free=free, board=board, pools=Pools(10_000), orders=[], told=engine.told)
         made.scheduler, made.allocator = engine, allocator
         memory = FreeMemory(lambda: Memory(free=made.free), 2 * GB, lambda: next(clock))
-        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=made.given.append)
+        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=made.orders.append)
         made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, beside=BESIDE)
         return made
 
@@ -127,76 +127,76 @@ def served(monkeypatch):
     return make
 
 
-def have_obeyed(order, *ranks):
+def obey_order(order, *ranks):
     for each in ranks:
         each.one.obey(order)
         each.one.look()
 
 
-def test_the_tail_goes_until_the_margin_is_free_again(served, caplog):
-    made = served(9 * GB)
+def test_the_tail_goes_until_the_margin_is_free_again(make_rank, caplog):
+    made = make_rank(9 * GB)
     made.one.look()
-    assert made.given == []
+    assert made.orders == []
     made.free = int(0.5 * GB)
     made.one.look()
-    assert made.given == [Retire(10_000 - 1500)]
+    assert made.orders == [Retire(10_000 - 1500)]
     made.one.look()
-    assert len(made.given) == 1  # one at a time
-    made.one.obey(made.given[0])
-    assert made.told == [(10_000, 8490)]  # no longer request is taken in
+    assert len(made.orders) == 1  # one order at a time
+    made.one.obey(made.orders[0])
+    assert made.told == [(10_000, 8490)]  # longer requests are refused
     made.free = 2 * GB
     made.one.look()
     assert (made.told[1:], made.pools.unmapped, made.pools.counts.tokens) == ([(8500, 8490)], [8500], 8500)
     assert "8,500 KV tokens instead of 10,000; 1,500 MB given back" in caplog.text
     assert made.allocator.size == 8500
     made.one.look()
-    assert len(made.given) == 1
+    assert len(made.orders) == 1
 
 
-def test_slots_that_are_held_come_back_later_and_a_flush_brings_all(served):
-    made = served(int(0.5 * GB))
+def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank):
+    made = make_rank(int(0.5 * GB))
     held, made.allocator.free_pages = made.allocator.free_pages[8000:], made.allocator.free_pages[:8000]
     made.one.look()
-    have_obeyed(made.given.pop(), made)
+    obey_order(made.orders.pop(), made)
     assert made.pools.unmapped == []  # nothing of the tail was free
     made.allocator.free(held[1000:])
     made.one.look()
     assert (made.told[-1], made.pools.unmapped[-1]) == ((9000, 8490), 9000)
-    made.given.clear()
+    made.orders.clear()
     made.free = 2 * GB
     made.one.look()
-    assert made.given == []
+    assert made.orders == []
     made.scheduler.is_fully_idle = lambda: True
     made.one.look()
-    assert made.given == [EvictPrefixes()]
-    have_obeyed(made.given.pop(), made)
+    assert made.orders == [EvictPrefixes()]
+    obey_order(made.orders.pop(), made)
     assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == ((8500, 8490), 8500, 1)
 
 
-def test_while_memory_is_short_prefixes_let_go_of_as_much_as_is_still_to_come(served):
-    """On a server that always has something to do, nothing else would bring them back."""
-    made = served(int(0.5 * GB))
+def test_prefixes_are_evicted_while_memory_is_short_and_they_hold_the_tail(make_rank):
+    """A server that is never idle would not free these slots otherwise."""
+    made = make_rank(int(0.5 * GB))
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     made.one.look()
-    have_obeyed(made.given.pop(), made)
-    assert made.given == [EvictPrefixes()]
-    have_obeyed(made.given.pop(), made)
+    obey_order(made.orders.pop(), made)
+    assert made.orders == [EvictPrefixes()]
+    obey_order(made.orders.pop(), made)
     assert (made.scheduler.evicted, made.scheduler.flushes) == ([1300], [])
 
 
-def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(served):
-    """Up to 0.5.12.post1 its scheduler says that it is idle."""
-    made = served(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
+def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(make_rank):
+    """Up to 0.5.12.post1 the scheduler of such a stage reports that it is idle."""
+    made = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
     made.allocator.free_pages = made.allocator.free_pages[:8700]
-    have_obeyed(Retire(8500), made)
-    have_obeyed(EvictPrefixes(), made)
+    obey_order(Retire(8500), made)
+    obey_order(EvictPrefixes(), made)
     assert made.scheduler.flushes == []
 
 
-def test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens(served):
-    """900 tokens in chunks of 100, of which 20 are of requests that decode: 12 chunks, one more, and a page each."""
+def test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens(make_rank):
+    """900 tokens are left, in chunks of 100 with 20 decodes: 12 chunks, one more, and a page of each decode."""
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
-    made = served(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
+    made = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
     assert serving.spare_tokens(made.scheduler) == 10_000 - 900 - 20 * 14 - 2
 
 
@@ -209,16 +209,16 @@ def test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it():
     assert serving.least_tokens(scheduler, pools) == 200
 
 
-def test_a_driver_that_gives_nothing_back_leaves_slots_taken_out(served, caplog):
-    """As on the other ranks, whose driver does."""
-    made = served(9 * GB)
+def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
+    """The other ranks withdraw the same slots, and their drivers unmap memory."""
+    made = make_rank(9 * GB)
 
     def fail(counts):
         made.pools.counts = counts
         raise RuntimeError("no driver")
 
     made.pools.unmap_from = fail
-    have_obeyed(Retire(8500), made)
+    obey_order(Retire(8500), made)
     made.one.look()
     assert (made.allocator.size, made.told[-1], made.pools.counts.tokens) == (8500, (8500, 8490), 8500)
     assert caplog.text.count("memory is not given back: no driver") == 1
@@ -230,27 +230,25 @@ def not_said():
 
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "taken"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
-def test_what_a_prompt_needs_whose_first_chunks_are_computed_is_not_taken_out(
-    computed, evictable, taken, cache, served
-):
-    """The engine computes the next chunk without asking whether there is room. The prompt has 1,000 tokens; 1,300 of
+def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, taken, cache, make_rank):
+    """The engine computes the next chunk without asking for room. The prompt has 1,000 tokens. Free are 1,300 tokens of
     the tail are free, and 100 below it."""
-    made = served(0, chunked_req=request(1000, 5, computed))
+    made = make_rank(0, chunked_req=request(1000, 5, computed))
     says = {"evictable_size": lambda: evictable, "full_evictable_size": lambda: 0}  # as the engine's caches
     if cache == "beside states":
         says = {"evictable_size": not_said, "full_evictable_size": lambda: evictable}
     vars(made.scheduler.tree_cache).update(says)
     made.allocator.free_pages = made.allocator.free_pages[8400:9800]
-    have_obeyed(Retire(8500), made)
+    obey_order(Retire(8500), made)
     assert made.allocator.size == 10_000 - taken
 
 
-def test_what_is_ordered_meanwhile_comes_after_what_is_under_way(served):
-    """With data-parallel attention the first rank is done, and orders more, while another's slots are held."""
-    made = served(9 * GB, leads=False)
+def test_a_second_order_is_obeyed_after_the_first(make_rank):
+    """Rank 0 of data-parallel attention has ended, and orders more, while slots of another rank are held."""
+    made = make_rank(9 * GB, leads=False)
     held, made.allocator.free_pages = made.allocator.free_pages[7000:], made.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
-        have_obeyed(Retire(tokens), made)
+        obey_order(Retire(tokens), made)
     made.allocator.free(held)
     made.one.look()
     made.one.look()
@@ -268,15 +266,15 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
         ({"chunked_prefill_size": 4800}, [Retire(9600)]),
         ({"chunked_prefill_size": None, "max_req_input_len": 4700}, [Retire(9400)]),
         (TWO_WAIT, [Retire(9215)]),
-        ({"waiting_queue": [request(9980, 0)]}, []),  # less would go than a piece of memory has
+        ({"waiting_queue": [request(9980, 0)]}, []),  # fewer tokens would go than a piece of memory has
         ({"chunked_prefill_size": 6000}, []),
     ],
     ids=str,
 )
-def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, served):
-    made = served(0, **scheduler)
+def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, make_rank):
+    made = make_rank(0, **scheduler)
     made.one.look()
-    assert made.given == ordered
+    assert made.orders == ordered
 
 
 @pytest.mark.parametrize(
@@ -290,13 +288,13 @@ def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(schedu
     ],
     ids=str,
 )
-def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(scheduler, least, served):
-    first, other = served(int(0.5 * GB)), served(0, leads=False, **scheduler)
+def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(scheduler, least, make_rank):
+    first, other = make_rank(int(0.5 * GB)), make_rank(0, leads=False, **scheduler)
     first.one.look()
-    have_obeyed(first.given[0], first, other)
+    obey_order(first.orders[0], first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8490))
     other.one.look()
-    assert not other.board.said(serving.SHORT_REPORT)  # what was ordered is still to come
+    assert not other.board.said(serving.SHORT_REPORT)  # slots of the order are still held
     vars(other.scheduler).update(dict.fromkeys(scheduler))
     other.one.look()
     assert other.pools.counts.tokens == 8500
@@ -333,58 +331,58 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
     [
         ([], 7200),  # two chunks
         ([request(900, 100)], 8010),
-        ([request(900, 100), in_session("a", 3500, 500)], 9010),  # it holds 4,000 afterwards
+        ([request(900, 100), in_session("a", 3500, 500)], 9010),  # the session holds 4,000 tokens afterwards
         ([in_session("c", 200, 100)], 7310),
         ([request(50, 50)], 7200),
     ],
     ids=["none waits", "one waits", "one of a session waits", "one of a new session waits", "a short one waits"],
 )
-def test_what_streaming_sessions_hold_is_never_given_back(waiting, least, prefixes, served):
-    """The engine frees it for no request, and a request that finds nothing else to retract is aborted."""
-    made = served(0, waiting_queue=waiting)
+def test_what_streaming_sessions_hold_is_never_given_back(waiting, least, prefixes, make_rank):
+    """The engine does not free these slots for a request. A request that finds no other slots is aborted."""
+    made = make_rank(0, waiting_queue=waiting)
     vars(made.scheduler.tree_cache).update(prefixes)
     made.scheduler.chunked_prefill_size = 100
     made.pools.bytes_behind = lambda counts: counts.tokens * 100_000  # 2 GB are more than all
     made.one.look()
-    (order,) = made.given
+    (order,) = made.orders
     assert order.tokens == least
 
 
-def test_what_prefixes_hold_on_another_rank_comes_back_when_nothing_runs(served):
-    """With data-parallel attention the first rank may have given all back, and knows nothing of the other's cache."""
-    first, other = served(2 * GB), served(2 * GB, leads=False)
+def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
+    """Rank 0 of data-parallel attention may have freed its slots, and does not know the other rank's cache."""
+    first, other = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     other.allocator.free_pages = other.allocator.free_pages[:8000]
-    have_obeyed(Retire(8500), first, other)
+    obey_order(Retire(8500), first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, len(other.board)) == (8500, 10_000, 0)
     other.scheduler.is_fully_idle = lambda: True
     other.one.look()
     first.one.look()
-    assert first.given == [EvictPrefixes()]
+    assert first.orders == [EvictPrefixes()]
     first.scheduler.is_fully_idle = lambda: True
-    have_obeyed(EvictPrefixes(), first, other)
-    assert (other.pools.counts.tokens, first.scheduler.flushes, first.given) == (8500, [], [EvictPrefixes()])
+    obey_order(EvictPrefixes(), first, other)
+    assert (other.pools.counts.tokens, first.scheduler.flushes, first.orders) == (8500, [], [EvictPrefixes()])
 
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
-def test_the_first_rank_orders_once_what_another_one_lacks(waiting, goal, served):
-    """Half of the margin, as it does not know how much. Where nothing can go, the same goal: what was told is done."""
-    first, other = served(9 * GB, waiting_queue=waiting), served(0, leads=False)
+def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
+    """Rank 0 orders half of the margin, because a report has no number. If nothing can go, it repeats the goal."""
+    first, other = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
     other.one.look()
-    assert (other.given, len(other.board)) == ([], 1)
+    assert (other.orders, len(other.board)) == ([], 1)
     first.one.look()
-    assert first.given == [Retire(goal)]
+    assert first.orders == [Retire(goal)]
     other.free, first.scheduler.waiting_queue = 9 * GB, []
-    have_obeyed(first.given[0], other, first)
+    obey_order(first.orders[0], other, first)
     first.one.look()
-    assert (len(first.given), first.pools.counts.tokens) == (1, goal)
+    assert (len(first.orders), first.pools.counts.tokens) == (1, goal)
 
 
-def test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server(served, caplog):
-    """Its slots are withdrawn as on the other ranks."""
-    made = served(9 * GB)
+def test_a_driver_that_does_not_answer_ends_the_watch_alone(make_rank, caplog):
+    """The rank's slots are withdrawn as on the other ranks."""
+    made = make_rank(9 * GB)
     del made.free
     made.one.look()
-    have_obeyed(Retire(8500), made)
+    obey_order(Retire(8500), made)
     assert caplog.text.count("free memory is not watched any more") == 1
     assert made.pools.counts.tokens == 8500
 
@@ -423,10 +421,10 @@ def test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes(st
             retirement.advance()
             assert not (allocator.free_pages > wanted).any()
         in_use = torch.cat([*held, allocator.free_pages]).tolist()
-        assert len(set(in_use)) == len(in_use)  # none twice
+        assert len(set(in_use)) == len(in_use)  # no slot twice
         assert len(in_use) * page == told[-1] == allocator.size
-        assert max(in_use, default=0) * page <= retirement.mapped_counts().tokens  # memory is behind each
-        assert set(range(1, wanted + 1)) <= set(in_use)  # none lost
+        assert max(in_use, default=0) * page <= retirement.mapped_counts().tokens  # each slot has memory
+        assert set(range(1, wanted + 1)) <= set(in_use)  # no slot is lost
     assert retirement.is_done == (told[-1] == wanted * page)
 
 
@@ -456,7 +454,7 @@ def test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_si
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_both_kinds_of_a_sliding_window_cache_come_back(flushed):
+def test_both_parts_of_a_sliding_window_cache_are_withdrawn(flushed):
     full, window = Allocator(100), Allocator(50)
     held = full.alloc(90), window.alloc(45)
     allocator = SimpleNamespace(full_attn_allocator=full, swa_attn_allocator=window, page_size=1)
@@ -486,8 +484,8 @@ def test_a_resized_allocator_has_each_slot_once(page):
         assert getattr(allocator, "num_pages", tokens) == tokens // page
 
 
-def test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it():
-    """Or it would wait for ever, and all behind it."""
+def test_a_request_that_would_not_fit_at_the_goal_is_refused():
+    """It would wait for ever, with all requests behind it."""
     numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
     scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
     set_token_count(scheduler, TokenCounts(800), 300)
@@ -497,7 +495,7 @@ def test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it():
 
 
 def test_an_allocator_that_has_its_size_is_not_cleared():
-    """A rehearsal that was given up may have left requests, which hold slots."""
+    """Requests of an abandoned rehearsal may hold slots."""
     allocator = Allocator(40)
     held = allocator.alloc(7)
     resize_allocator(allocator, TokenCounts(40))
@@ -533,7 +531,7 @@ def batch_of(*requests, **sampling):
 
 
 class Scheduler:
-    """Has room for 1,000 requests, and keeps those that wait."""
+    """Stand-in for the engine's scheduler, with room for 1,000 requests."""
 
     def __init__(self):
         self.waiting_queue, self.running_batch, self.chunked_req = [], SimpleNamespace(reqs=[]), None
@@ -550,20 +548,20 @@ class Scheduler:
 
 
 @pytest.fixture
-def limited():
+def scheduler():
     """A scheduler that admits 900 requests, and 256 while one is penalized."""
     made = Scheduler()
     serving.limit_requests(made, requests=900, penalized=256)
     return made
 
 
-def admitted(scheduler, running=100):
-    """Requests that the scheduler admits in a turn of its own."""
+def count_admitted(scheduler, running=100):
+    """Return the requests that the scheduler admits in a new turn."""
     scheduler.get_new_batch_prefill()
     return scheduler.get_num_allocatable_reqs(running)
 
 
-def test_what_allocates_for_the_vocabulary_is_known_by_its_parameters():
+def test_penalized_requests_are_recognized_by_their_parameters():
     for plain in ({}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}):
         assert not serving.is_penalized(Request(**plain))
     penalties = {"frequency_penalty": 0.1, "presence_penalty": -0.1, "repetition_penalty": 1.05}
@@ -573,28 +571,28 @@ def test_what_allocates_for_the_vocabulary_is_known_by_its_parameters():
     assert serving.is_penalized(Request(logit_bias={})), "the engine makes a tensor for it, too"
 
 
-def test_fewer_requests_are_admitted_while_a_penalized_one_waits(limited):
-    assert (admitted(limited), admitted(limited, running=950)) == (800, -50)
-    assert limited.get_num_allocatable_reqs(3, beam_width=5) == 2
-    limited._add_request_to_queue(Request(min_p=0.1), is_retracted=True)
-    assert limited.retracted
-    assert limited.get_num_allocatable_reqs(100) == 156, "in the turn in which it arrives"
-    assert (admitted(limited), admitted(limited, running=300)) == (156, -44)
-    limited._add_request_to_queue(Request(presence_penalty=1.0))
-    del limited.waiting_queue[0]
-    assert admitted(limited) == 156
-    limited.waiting_queue = [Request(), *limited.waiting_queue]
-    assert admitted(limited) == 156
+def test_fewer_requests_are_admitted_while_a_penalized_one_waits(scheduler):
+    assert (count_admitted(scheduler), count_admitted(scheduler, running=950)) == (800, -50)
+    assert scheduler.get_num_allocatable_reqs(3, beam_width=5) == 2
+    scheduler._add_request_to_queue(Request(min_p=0.1), is_retracted=True)
+    assert scheduler.retracted
+    assert scheduler.get_num_allocatable_reqs(100) == 156, "in the turn in which it arrives"
+    assert (count_admitted(scheduler), count_admitted(scheduler, running=300)) == (156, -44)
+    scheduler._add_request_to_queue(Request(presence_penalty=1.0))
+    del scheduler.waiting_queue[0]
+    assert count_admitted(scheduler) == 156
+    scheduler.waiting_queue = [Request(), *scheduler.waiting_queue]
+    assert count_admitted(scheduler) == 156
 
 
-def test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it(limited):
+def test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it(scheduler):
     """A session keeps an aborted request alive. How long the garbage collector needs differs between ranks."""
     session = Request(min_p=0.1)
-    limited._add_request_to_queue(session)
-    limited._add_request_to_queue(Request())
-    assert admitted(limited) == 156
-    del limited.waiting_queue[0]
-    assert admitted(limited) == 800
+    scheduler._add_request_to_queue(session)
+    scheduler._add_request_to_queue(Request())
+    assert count_admitted(scheduler) == 156
+    del scheduler.waiting_queue[0]
+    assert count_admitted(scheduler) == 800
 
 
 @pytest.mark.parametrize(
@@ -608,33 +606,33 @@ def test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_ref
     ],
     ids=str,
 )
-def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary(sampling, limited):
-    """The engine keeps them when the request has ended, and makes them for each request that joins."""
-    limited.running_batch = batch_of(Request(), **sampling)
-    vars(limited.running_batch).update({name: True for name in sampling if name == "return_logprob"})
-    assert admitted(limited) == 156
-    limited.running_batch.reqs = []
-    assert admitted(limited) == 800, "it is replaced by the batch that is admitted"
-    limited.running_batch = batch_of(Request())
-    assert admitted(limited) == 800
+def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary(sampling, scheduler):
+    """The engine keeps the numbers when the request has ended, and makes them for each request that joins."""
+    scheduler.running_batch = batch_of(Request(), **sampling)
+    vars(scheduler.running_batch).update({name: True for name in sampling if name == "return_logprob"})
+    assert count_admitted(scheduler) == 156
+    scheduler.running_batch.reqs = []
+    assert count_admitted(scheduler) == 800, "it is replaced by the batch that is admitted"
+    scheduler.running_batch = batch_of(Request())
+    assert count_admitted(scheduler) == 800
 
 
-def test_the_batch_counts_to_which_requests_are_admitted(limited):
-    """Releases after 0.5.13 hand it over, and a pipeline has several."""
-    limited.running_batch = batch_of(Request(), need_min_p_sampling=True)
+def test_the_batch_counts_to_which_requests_are_admitted(scheduler):
+    """Releases after 0.5.13 hand the batch over. A pipeline has several batches."""
+    scheduler.running_batch = batch_of(Request(), need_min_p_sampling=True)
     other = batch_of(Request())
-    assert limited.get_new_batch_prefill(other) is other
-    assert limited.get_num_allocatable_reqs(100) == 800
-    limited.get_new_batch_prefill(running_batch=limited.running_batch)
-    assert limited.get_num_allocatable_reqs(100) == 156
+    assert scheduler.get_new_batch_prefill(other) is other
+    assert scheduler.get_num_allocatable_reqs(100) == 800
+    scheduler.get_new_batch_prefill(running_batch=scheduler.running_batch)
+    assert scheduler.get_num_allocatable_reqs(100) == 156
 
 
-def test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch(limited):
-    limited.chunked_req = Request(min_p=0.1)
-    assert admitted(limited) == 156
+def test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch(scheduler):
+    scheduler.chunked_req = Request(min_p=0.1)
+    assert count_admitted(scheduler) == 156
 
 
-def test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request(limited):
+def test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request(scheduler):
     class Queue(list):
         looked = 0
 
@@ -644,10 +642,13 @@ def test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without
 
         __iter__ = None
 
-    limited.waiting_queue = Queue([Request()])
-    assert (admitted(limited), Queue.looked) == (800, 0)
-    limited._add_request_to_queue(Request(min_p=0.1))
-    assert ([admitted(limited), *map(limited.get_num_allocatable_reqs, (100, 100))], Queue.looked) == ([156] * 3, 1)
+    scheduler.waiting_queue = Queue([Request()])
+    assert (count_admitted(scheduler), Queue.looked) == (800, 0)
+    scheduler._add_request_to_queue(Request(min_p=0.1))
+    assert ([count_admitted(scheduler), *map(scheduler.get_num_allocatable_reqs, (100, 100))], Queue.looked) == (
+        [156] * 3,
+        1,
+    )
 
 
 def beam(width):
@@ -656,33 +657,33 @@ def beam(width):
     return made
 
 
-def test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized(limited):
-    limited.beam_coordinator = SimpleNamespace(_num_live_groups=0)
-    assert admitted(limited) == 800
-    limited.beam_coordinator._num_live_groups = 1
-    limited._add_request_to_queue(Request())
-    limited._add_request_to_queue(beam(50))
+def test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized(scheduler):
+    scheduler.beam_coordinator = SimpleNamespace(_num_live_groups=0)
+    assert count_admitted(scheduler) == 800
+    scheduler.beam_coordinator._num_live_groups = 1
+    scheduler._add_request_to_queue(Request())
+    scheduler._add_request_to_queue(beam(50))
     assert serving.is_penalized(beam(50))
-    assert admitted(limited, running=0) == 256 // 50, "however many of those that join have beams"
-    limited.running_batch = batch_of(Request(), beam(50), beam(6))
-    assert admitted(limited, running=3) == (256 - 3 - 49 - 5) // 50
-    limited.waiting_queue = [Request()]
-    assert admitted(limited, running=3) == 256 - 3 - 49 - 5
-    limited.chunked_req = beam(100)
-    assert admitted(limited, running=3) == 1
+    assert count_admitted(scheduler, running=0) == 256 // 50, "however many of those that join have beams"
+    scheduler.running_batch = batch_of(Request(), beam(50), beam(6))
+    assert count_admitted(scheduler, running=3) == (256 - 3 - 49 - 5) // 50
+    scheduler.waiting_queue = [Request()]
+    assert count_admitted(scheduler, running=3) == 256 - 3 - 49 - 5
+    scheduler.chunked_req = beam(100)
+    assert count_admitted(scheduler, running=3) == 1
 
 
-def test_a_request_with_more_beams_than_may_run_runs_alone(limited):
-    limited.beam_coordinator = SimpleNamespace(_num_live_groups=1)
-    limited._add_request_to_queue(beam(400))
-    limited.running_batch = batch_of(Request())
-    assert admitted(limited, running=1) == 0
-    limited.running_batch = batch_of()
-    assert admitted(limited, running=0) == 1
+def test_a_request_with_more_beams_than_may_run_runs_alone(scheduler):
+    scheduler.beam_coordinator = SimpleNamespace(_num_live_groups=1)
+    scheduler._add_request_to_queue(beam(400))
+    scheduler.running_batch = batch_of(Request())
+    assert count_admitted(scheduler, running=1) == 0
+    scheduler.running_batch = batch_of()
+    assert count_admitted(scheduler, running=0) == 1
 
 
-def test_each_beam_of_a_request_keeps_its_own_new_tokens(served):
-    made = served(0, waiting_queue=[request(1000, 250)])
+def test_each_beam_of_a_request_keeps_its_own_new_tokens(make_rank):
+    made = make_rank(0, waiting_queue=[request(1000, 250)])
     made.scheduler.waiting_queue[0].beam_group = SimpleNamespace(beam_width=30)
     made.one.look()
-    assert made.given == [Retire(1000 + 30 * 250 + BESIDE + 1)]
+    assert made.orders == [Retire(1000 + 30 * 250 + BESIDE + 1)]
