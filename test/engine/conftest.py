@@ -41,7 +41,7 @@ IN_PROCESS = os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    processor_time.watch(config)
+    processor_time.install_limit(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -196,7 +196,7 @@ def requests(case: Case) -> list[Asked]:
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
     alone = [Asked(tokens, tokens, 6, more=case.request) for tokens in lengths]
-    return [*alone, *mismatch.at_once(TOKENS, IN_FLIGHT if case.staged else 0)]
+    return [*alone, *mismatch.make_simultaneous_requests(TOKENS, IN_FLIGHT if case.staged else 0)]
 
 
 def ask(server: Server, case: Case) -> list[mismatch.Answer]:
@@ -248,9 +248,9 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         stock, patched = (ask(server, case) for server in servers.values())
         log = servers["patched"].log_text()
     print(name, *(line for line in log.splitlines() if "moe-patches" in line), sep="\n")
-    if found := mismatch.differences(requests(case), stock, patched):
+    if found := mismatch.find_differences(requests(case), stock, patched):
         lines = [tmp_path / each for each in ("stock", "patched")]  # of their forwards
-        kept = mismatch.keep(
+        kept = mismatch.save_mismatch(
             KEPT / name.replace(" ", "-"),
             found,
             {"stock": stock, "patched": patched},

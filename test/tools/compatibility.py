@@ -1,12 +1,12 @@
-"""Install engine releases, ask each what every change says, run the tests that show it, and write the pages.
+"""Install engine releases, record the status of every change on each, run the compatibility tests, and write the pages.
 
-    python test/tools/compatibility.py                    # all releases: half an hour, 10 GB of disk at a time
-    python test/tools/compatibility.py 0.5.23 0.5.24      # some; the others keep what was found before
-    python test/tools/compatibility.py --doctor           # only doctor; what the tests showed before is kept
-    python test/tools/compatibility.py --record build     # note what `make test-all` wrote into the logs in build/
+    python test/tools/compatibility.py                    # all releases: half an hour, 10 GB of disk at a time python
+    test/tools/compatibility.py 0.5.23 0.5.24      # some releases; the records of the others are kept python
+    test/tools/compatibility.py --doctor           # only doctor; the recorded test results are kept python
+    test/tools/compatibility.py --record build     # record the results of `make test-all` from the logs in build/
 
-Environments are made by `make env`, and removed again unless they were there before. What was found is in
-docs/compatibility.json; of each release it is said what differs from the one before.
+`make env` installs the environments. An environment that did not exist before is removed again. The records are in
+docs/compatibility.json. For each release, the differences from the release before it are printed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def installed(release: str) -> Iterator[Path]:
-    """The environment of this release, with this package; removed again unless it was there before.
+    """Install the environment of a release with this package. Remove it again unless it existed before.
 
-    :raises SystemExit: it could not be installed; with the installer's own words.
+    :raises SystemExit: the installation failed. The message contains the installer's errors.
     """
     place = ROOT / ".venvs" / release
     was_there = (place / ".installed").exists()
@@ -55,9 +55,10 @@ def installed(release: str) -> Iterator[Path]:
 
 
 def doctor(release: str, place: Path) -> dict[str, Any]:
-    """What doctor says of the release installed in ``place``.
+    """Run doctor on the release that is installed in ``place``.
 
-    :raises SystemExit: it said nothing.
+    :returns: the release's torch version, model families and changes.
+    :raises SystemExit: doctor printed nothing.
     """
     asked = run([str(place / "bin/sglang-moe-patches"), "doctor", "--json"])
     if not asked.stdout.strip():
@@ -71,8 +72,9 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
 
 
 def families(release: str, place: Path) -> dict[str, Any]:
-    """Which families of models offer in the release installed in ``place``, by their source.
+    """Scan the model families of the release that is installed in ``place``.
 
+    :returns: for each family, why its layers cannot offer their dead input; empty if they can.
     :raises SystemExit: the scan failed.
     """
     scanned = run([str(place / "bin/python"), "test/tools/family_scan.py"])
@@ -82,9 +84,9 @@ def families(release: str, place: Path) -> dict[str, Any]:
 
 
 def outcome(summary: str) -> str:
-    """What pytest's last line says, without what was not asked for, and the time: ``11 passed · 1 skipped``.
+    """Shorten pytest's last line to ``11 passed · 1 skipped``, without the time, deselected tests and warnings.
 
-    :param summary: where a process was ended, any last line.
+    :param summary: the last line of the output. It is no summary if the process was killed.
     """
     if not re.search(r" in [\d.]+s", summary):
         return "failed without a summary"
@@ -93,7 +95,10 @@ def outcome(summary: str) -> str:
 
 
 def test(release: str, place: Path) -> str:
-    """The outcome of the tests marked ``compatibility`` on the release installed in ``place``."""
+    """Run the tests with the mark ``compatibility`` on the release that is installed in ``place``.
+
+    :returns: the shortened summary of pytest.
+    """
     tested = run(
         [
             *(str(place / "bin/sglang-moe-reference"), "exec", "--"),
@@ -107,10 +112,10 @@ def test(release: str, place: Path) -> str:
 
 
 def differences(release: str, found: dict[str, Any]) -> list[str]:
-    """What to look at: where a release differs from the one before it, and why.
+    """Compare a release with the release before it.
 
-    :param found: what was found on all releases, oldest first.
-    :returns: a line for each change, and one for the tests.
+    :param found: the records of all releases, oldest first.
+    :returns: one line for each change, and one for the tests. Lines that differ are marked.
     """
     names = list(found)
     earlier = names[names.index(release) - 1] if release != names[0] else ""
@@ -130,9 +135,10 @@ def differences(release: str, found: dict[str, Any]) -> list[str]:
 
 
 def record(logs: Path, earlier: dict[str, Any]) -> dict[str, Any]:
-    """What came out of `make test-all`, by its logs.
+    """Read the results of `make test-all` from its logs.
 
-    :param earlier: by release and part (:data:`pages.PARTS`), which stays where that part left no log that has ended.
+    :param earlier: earlier results, by release and part (:data:`pages.PARTS`). A part without a finished log keeps its
+        earlier result.
     :raises SystemExit: no log has a summary.
     """
     runs, ended = {}, False
@@ -140,8 +146,8 @@ def record(logs: Path, earlier: dict[str, Any]) -> dict[str, Any]:
         runs[release] = dict(earlier.get(release, {}))
         for part in pages.PARTS:
             log = logs / f"test-{release}-{part}.log"
-            said = log.read_text() if log.exists() else ""
-            if summaries := re.findall(r"^=+ .* in [\d.]+s.*=+$", said, re.MULTILINE):
+            text = log.read_text() if log.exists() else ""
+            if summaries := re.findall(r"^=+ .* in [\d.]+s.*=+$", text, re.MULTILINE):
                 ended, day = True, date.fromtimestamp(log.stat().st_mtime)
                 runs[release][part] = {"date": day.isoformat(), "outcome": outcome(summaries[-1])}
     if not ended:
@@ -156,8 +162,8 @@ def save(file: Path, facts: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all of releases.toml")
-    parser.add_argument("--doctor", action="store_true", help="only ask doctor; keep what the tests showed before")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="only note what `make test-all` logged there")
+    parser.add_argument("--doctor", action="store_true", help="only run doctor; keep the recorded test results")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="only record the results of `make test-all`")
     options = parser.parse_args()
     found: dict[str, Any] = json.loads(pages.FOUND.read_text())
     wanted = [] if options.record else options.releases or releases.ALL
@@ -176,13 +182,13 @@ def main() -> None:
         save(pages.FOUND, found)
     for release in wanted:
         print("\n".join(differences(release, found)))
-    print("Pages written: " + (", ".join(pages.write()) or "none, they were as they should be") + ". Look at git diff.")
+    print("Pages written: " + (", ".join(pages.write()) or "none, all were up to date") + ". Check git diff.")
     if failed := [release for release in wanted if not passed(found[release]["tests"])]:
         sys.exit(f"tests failed on SGLang {', '.join(failed)}; their last lines are above")
 
 
 def passed(tests: str) -> bool:
-    """Whether an outcome has passed tests, and no others but skipped ones."""
+    """Return whether tests passed and none failed."""
     return "passed" in tests and not re.search("failed|error", tests)
 
 

@@ -1,8 +1,10 @@
-"""Which families of models offer their dead input: the proofs, applied to the source of every family of an engine.
+"""Find the model families of an engine whose layers may offer their dead input.
 
-    python test/tools/family_scan.py      # JSON: what docs/compatibility.json keeps of the installed engine
+    python test/tools/family_scan.py      # prints the JSON that docs/compatibility.json contains for the installed
+    engine
 
-The engine is not imported. A server does not need this: it proves the model that it builds, which it can still refuse.
+The scan applies the proofs to the source code of every family, without importing the engine. A server does not use the
+scan. It applies the proofs to the model that it builds, and may refuse a family that the scan accepts.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from sglang_moe_patches.core.dead_input import proofs
 from sglang_moe_patches.core.dead_input.families import MODELS
 
 _EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
-"""What routed experts are made by."""
+"""Names of the functions and classes that create routed experts."""
 _DECLARES = frozenset({"declare_attn", "declare_ffn"})
-"""What stages of a layer are declared by, where the engine's batches carry the residual."""
+"""Names of the functions that declare a layer's stages, in releases that keep the residual in the batch."""
 _RESIDUAL_KEYWORDS = ("read", "update")
-"""Their keywords for how the residual is read and updated."""
+"""Keywords of these functions that say how the residual is read and updated."""
 _PLAIN = frozenset({"NormQuantReadout", "NormReadout", "NORM_QUANT_READOUT", "NORM_READOUT", "PLAIN_ADD"}) | {
     *("PLAIN_RESIDUAL_OPS", "PLAIN_RESIDUAL", "NormQuantRead", "NormRead", "NORM_QUANT_READ", "NORM_READ", "ADD"),
 }
-"""Values of these keywords by which the residual is a sum and no more."""
+"""Values of these keywords with which the residual is a plain sum."""
 
 
 def models_folder() -> Path:
-    """The installed engine's folder of models.
+    """Return the folder of the installed engine's models.
 
     :raises RuntimeError: no engine is installed.
     """
@@ -46,10 +48,11 @@ def models_folder() -> Path:
 
 
 def scan(folder: Path) -> dict[str, str]:
-    """Which families of models offer their layers' dead input, as far as their source shows.
+    """Scan all model families with routed experts.
 
-    :param folder: the engine's ``models``.
-    :returns: by the module of each layer stack with routed experts, why it does not, or ``""``.
+    :param folder: the engine's folder ``models``.
+    :returns: for each family, the reason why its layers cannot offer their dead input, or ``""`` if they can. A family
+        is named like the module of its layer stack.
     """
     engine = _Engine(folder)
     found: dict[str, list[str | None]] = {}
@@ -63,7 +66,10 @@ def scan(folder: Path) -> dict[str, str]:
 
 
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
-    """Whether an update or a read that a layer declares may be a plain one: it is, in one case, or none is named."""
+    """Return whether a declared update or read of the residual may be a plain one.
+
+    It may be plain if one of its possible values is in :data:`_PLAIN`, or if the code names no value.
+    """
     names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     for statement in ast.walk(function):
         if isinstance(statement, ast.Assign) and names & {ast.unparse(target) for target in statement.targets}:
@@ -87,13 +93,13 @@ class _Class:
 
     @cached_property
     def mentions(self) -> list[str]:
-        """The names that it uses."""
+        """Names that the class uses."""
         names = [node.id for node in ast.walk(self.node) if isinstance(node, ast.Name)]
         return list(dict.fromkeys(names))
 
     @cached_property
     def makes_experts(self) -> list[str]:
-        """The attributes to which it assigns routed experts."""
+        """Attributes to which the class assigns routed experts."""
         made = []
         for node in ast.walk(self.node):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -124,7 +130,7 @@ class _Module:
 
 
 class _Engine:
-    """The classes of an engine's models, by their source. A module is read when it is asked for."""
+    """Syntax trees of an engine's model classes. A module is parsed when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self._sources = {}
@@ -135,7 +141,7 @@ class _Engine:
         self._moe: dict[_Class, bool] = {}
 
     def module(self, name: str) -> _Module | None:
-        """``None`` where there is none that can be read: whatever becomes of one takes nothing else with it."""
+        """Return a parsed module, or ``None`` if it does not exist or cannot be parsed."""
         if name not in self._modules:
             self._modules[name] = None
             if name in self._sources:
@@ -145,7 +151,7 @@ class _Engine:
 
     @cached_property
     def with_experts(self) -> list[_Module]:
-        """The modules that make routed experts, or import one that does."""
+        """Modules that create routed experts, and modules that import such a module."""
         imported = {
             name: set(re.findall(rf"^from {re.escape(MODELS)}\.(\w+) import", source, re.MULTILINE))
             for name, source in self._sources.items()
@@ -156,9 +162,10 @@ class _Engine:
         return [module for name in sorted(names) if (module := self.module(name))]
 
     def find(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
-        """The classes that a name of a module means: one, or those of a table.
+        """Return the classes that a name refers to in a module: one class, or the classes in a table.
 
-        :param above: modules and their names whose meaning this is a part of: modules may import from each other.
+        :param above: pairs of a module and a name whose lookup has led here. They end endless lookups, because modules
+            may import each other.
         """
         if name in module.classes:
             return [module.classes[name]]
@@ -176,9 +183,9 @@ class _Engine:
         return self.find(module, name, above) if name in module.classes or name in module.imported else []
 
     def line(self, kind: _Class, below: frozenset[_Class] = frozenset()) -> Iterator[_Class]:
-        """A class and those that it inherits from.
+        """Yield a class and all its base classes.
 
-        :param below: what inherits from it.
+        :param below: subclasses through which this class was reached.
         """
         yield kind
         below |= {kind}
@@ -191,7 +198,7 @@ class _Engine:
         return next((each.methods[name] for each in self.line(kind) if name in each.methods), None)
 
     def is_moe(self, kind: _Class) -> bool:
-        """Whether it has routed experts, or one of the classes that it uses has."""
+        """Return whether a class, or a class that it uses, creates routed experts."""
         if kind not in self._moe:
             reached, left = {kind}, [kind]  # classes may use each other
             while left:
@@ -208,8 +215,10 @@ class _Engine:
         return self._moe[kind]
 
     def layers(self, stack: _Class) -> list[_Class]:
-        """The classes of a stack's decoder layers that may have routed experts: those that it names itself, or else
-        those of the stack that it inherits from."""
+        """Return the classes of a stack's decoder layers that may have routed experts.
+
+        These are the layer classes that the stack names. If it names none, they are those that its base class names.
+        """
         for kind in self.line(stack):
             named = [each for name in kind.mentions for each in self.find(kind.module, name)]
             layers = [each for each in named if self._is_layer(each) and self.is_moe(each)]
@@ -219,7 +228,7 @@ class _Engine:
         return []
 
     def _wraps(self, layer: _Class, inner: _Class) -> bool:
-        """Whether a layer has the other one inside: then the stack runs it alone."""
+        """Return whether a layer wraps another layer. The stack then calls the outer layer only."""
         return any(
             inner in self._known(layer.module, node.id)
             for statement in layer.node.body
@@ -235,7 +244,7 @@ class _Engine:
         return "hidden_states" in given and ("forward_batch" in given or forward.args.kwarg is not None)
 
     def skip_reason(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str | None:
-        """Why a layer of a stack does not offer its input."""
+        """Return why a layer cannot offer its dead input, or ``None`` if all proofs succeed."""
         name, forward = layer.node.name, self.method(layer, "forward")
         assert forward is not None
         return (
@@ -246,8 +255,11 @@ class _Engine:
         )
 
     def _sum_skip_reason(self, layer: _Class, forward: ast.FunctionDef) -> str | None:
-        """Why its residual may not be a plain sum: by what the layer declares of how it is updated and read, unless the
-        configuration decides that, or which communicator it gets."""
+        """Return why a layer's residual may not be a plain sum, or ``None``.
+
+        The layer's declarations of how it reads and updates the residual decide. Some layers choose these, or their
+        communicator, by the model's configuration. The scan then assumes a plain sum.
+        """
         if "self.attn_boundary.prepare" not in ast.unparse(forward):
             return None
         functions = [method for kind in self.line(layer) for method in kind.methods.values()]

@@ -1,11 +1,16 @@
 """Take guards out of the code, one after the other, and see whether their tests fail.
 
     make guards                    # all of MUTATIONS
-    make guards ARGS="cutedsl"     # those whose file or test has this in its name
+    make guards ARGS="cutedsl"     # mutations with this text in the name of their file or test
 
-In a copy of the repository, where the tests must pass first. A line for each mutation: *killed*, *SURVIVED*, or
-*skipped*, where this release skips the test, or has no use for what the mutation changes (``until``). The lines are in
-the table's order, and standard output has nothing else. So two commits are compared by::
+The mutations run in a copy of the repository, in which the tests must pass first. Standard output has one line for each
+mutation, in the order of the table:
+
+- *killed*: the test failed.
+- *SURVIVED*: the test passed, so it does not protect the guard.
+- *skipped*: this release skips the test, or does not run the changed code (``until``).
+
+Two commits are compared by::
 
     make -s guards > before        # in the one, then after in the other
     diff before after
@@ -34,15 +39,16 @@ from releases import ALL, ROOT
 
 RELEASE = ALL.index(metadata.version("sglang"))
 PACKAGES = ("torch", "transformers.modeling_utils", "transformers.processing_utils", "fastapi", "hypothesis")
-"""Those that tests take longest to import: each mutation is tried in a fork of one process that has them."""
+"""Packages that tests take longest to import. One process imports them, and each mutation runs in a fork of it."""
 OURS = "python/sglang_moe_patches/"
 ENGINE, UNIT = "test/engine/", "test/unit/"
 
 
 class Mutation(NamedTuple):
-    """``old``, which is once in ``file``, becomes ``new``, and ``test`` (as pytest names it) must fail.
+    """A mutation: replace ``old``, which occurs once in ``file``, by ``new``. Then ``test`` must fail.
 
-    :param until: the last release of ``releases.toml`` on which the test runs this code; "": the newest.
+    :param test: the test's name for pytest.
+    :param until: the last release on which the test runs this code; empty: the newest release.
     """
 
     file: str
@@ -53,11 +59,11 @@ class Mutation(NamedTuple):
 
 
 SWIZZLED_UNTIL = OFFERS_ALL_UNTIL = "0.5.12.post1"
-"""Later releases allocate no swizzled scales beside those that were loaded, and offer buffers themselves."""
+"""Last release that allocates swizzled scales beside the loaded ones, and that offers no buffers itself."""
 SIZED_UNTIL = "0.5.15.post1"
-"""Later releases size CuteDSL's buffers themselves."""
+"""Last release that does not size CuteDSL's buffers itself."""
 FLAGS_UNTIL = "0.5.13"
-"""Later releases have graphs' settings in one argument."""
+"""Last release with several arguments for CUDA graphs. Later releases have one."""
 SAID = "test_doctor_says_of_a_server_what_the_engine_would_do"
 TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "core/dead_input/offer.py": {
@@ -171,7 +177,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     "test/tools/processor_time.py": {
         "test_a_test_that_takes_too_long_with_its_child_processes_fails_unless_marked": [
-            ("taken_s > (limit_s := LIMIT_S * how_slow())", "False"),
+            ("taken_s > (limit_s := LIMIT_S * measure_slowdown())", "False"),
             ("this.children(recursive=True)", "this.children()"),
             ('fixturedef.scope == "session"', "False"),
             ('item.get_closest_marker("long") is not None or ', ""),
@@ -627,11 +633,12 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
 }
-"""Of each file and each test: what is replaced by what, and the release until which the test runs it."""
+"""Mutations by file and test. A row has the text, its replacement and, for some, the last release that runs the
+code."""
 
 
 def _files_of_tests() -> dict[str, str]:
-    """The file that has a test, by the test's name."""
+    """Map the name of each test to its file."""
     files = [file for kind in (UNIT, ENGINE) for file in sorted((ROOT / kind).rglob("test_*.py"))]
     names = {file: re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE) for file in files}
     return {name: file.relative_to(ROOT).as_posix() for file in files for name in names[file]}
@@ -647,7 +654,10 @@ MUTATIONS = tuple(
 
 
 def run(folder: Path, *tests: str) -> tuple[str, str]:
-    """How these tests of the copy in ``folder`` end: passed, killed or skipped; and what pytest said."""
+    """Run tests of the copy in ``folder``.
+
+    :returns: ``passed``, ``killed`` or ``skipped``, and pytest's output.
+    """
     with tempfile.TemporaryFile("w+") as out:
         if not (child := os.fork()):
             os._exit(_run_here(folder, tests, out.fileno()))
@@ -660,7 +670,10 @@ def run(folder: Path, *tests: str) -> tuple[str, str]:
 
 
 def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
-    """In a fork, which has imported nothing of the copy, nor of the engine. :returns: pytest's exit code."""
+    """Run tests in this process, a fork that has imported no module of the copy and of the engine.
+
+    :returns: pytest's exit code.
+    """
     import pytest
 
     for descriptor in (1, 2):
@@ -668,9 +681,10 @@ def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder / "python")
     sys.path[0] = os.environ["PYTHONPATH"]
-    # Of two mutations as long as one another, within a second, the later one would run what was compiled of the other.
+    # Write no bytecode. If two mutations of a file have the same length and follow within a second, Python would run
+    # the bytecode of the first mutation again.
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
-    sys.modules.pop("releases")  # this repository's, not the copy's
+    sys.modules.pop("releases")  # it was imported from this repository instead of from the copy
     if all(test.startswith(UNIT) for test in tests):
         for name in [name for name in os.environ if name.startswith("SGLANG")]:
             del os.environ[name]
@@ -682,8 +696,11 @@ def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
     return code
 
 
-def tried(copy: Path, mutation: Mutation) -> str:
-    """What becomes of a mutation in this copy, which is as it was afterwards."""
+def try_mutation(copy: Path, mutation: Mutation) -> str:
+    """Try a mutation in this copy of the repository, and restore the copy.
+
+    :returns: ``killed``, ``SURVIVED`` or ``skipped``.
+    """
     whole = (ROOT / mutation.file).read_text()
     (copy / mutation.file).write_text(whole.replace(mutation.old, mutation.new))
     outcome, _ = run(copy, mutation.test)
@@ -707,7 +724,7 @@ def main(words: list[str]) -> None:
             if outcome == "killed":
                 sys.exit(f"a test fails without a mutation:\n{said}")
         for each in chosen:
-            outcome = "skipped" if each.until and ALL.index(each.until) < RELEASE else tried(copy, each)
+            outcome = "skipped" if each.until and ALL.index(each.until) < RELEASE else try_mutation(copy, each)
             survived += outcome == "SURVIVED"
             print(outcome, each.file, repr(each.old), "->", repr(each.new), each.test, flush=True)
     if survived:

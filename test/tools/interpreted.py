@@ -1,4 +1,7 @@
-"""GPU tests without a GPU: in Triton's interpreter, in a process of their own, which sets it up before Triton loads."""
+"""Runner of GPU tests in Triton's interpreter, without a GPU.
+
+The tests run in a process of their own, because the interpreter must be enabled before Triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from pathlib import Path
 GPU = Path(__file__).parents[1] / "gpu"
 
 
-def passed(tests: Sequence[str], arguments: Sequence[str] = (), *, timeout: float) -> tuple[int, str]:
-    """How many tests of some files passed, none of them failing, and what pytest printed.
+def run_tests(tests: Sequence[str], arguments: Sequence[str] = (), *, timeout: float) -> tuple[int, str]:
+    """Run the tests of some files. No test may fail.
 
-    :param tests: the files, below ``test/gpu``.
-    :param arguments: more of pytest's.
-    :param timeout: seconds.
+    :param tests: names of the files in ``test/gpu``.
+    :param arguments: additional arguments of pytest.
+    :param timeout: in seconds.
+    :returns: the number of tests that passed, and pytest's output.
     """
     files = [str(GPU / test) for test in tests]
     result = subprocess.run(

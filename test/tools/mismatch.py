@@ -1,4 +1,5 @@
-"""Answers of two servers that ought to be equal: where they differ, and whether stock or our patch did it."""
+"""Comparison of two servers' answers, which should be equal. A statistical test decides whether a patch causes
+differences."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Asked:
-    """A request.
+    """A request to both servers.
 
-    :param tokens: of its prompt, which follows from them and ``seed``.
-    :param together: sent at once with the others that are.
-    :param more: of its body.
+    :param tokens: number of tokens in the prompt. The prompt is drawn with ``seed``.
+    :param new_tokens: number of tokens to generate.
+    :param together: the request is sent at the same time as all others with this value.
+    :param more: additional fields of the request's body.
     """
 
     tokens: int
@@ -33,7 +35,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """:param logprobs: of each token."""
+    """Answer of a server.
+
+    :param tokens: generated token ids.
+    :param logprobs: log-probability of each token.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -41,11 +47,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer that is not the other server's.
+    """Difference between two servers' answers to one request.
 
-    :param request: its number.
-    :param position: of the first token that differs, or whose log-probability does.
-    :param one: token and log-probability there, ``None`` beyond its end; ``other``: the other server's.
+    :param request: number of the request.
+    :param asked: the request.
+    :param position: position of the first token that differs in its id or log-probability.
+    :param one: the first server's token and log-probability at this position, or ``None`` behind the answer's end.
+    :param other: the same of the second server.
     """
 
     request: int
@@ -61,13 +69,17 @@ class Difference:
         )
 
 
-def at_once(tokens: int, count: int) -> list[Asked]:
-    """Prompts as long as a forward can be, for one token each: no batch depends on when they arrive."""
+def make_simultaneous_requests(tokens: int, count: int) -> list[Asked]:
+    """Make requests that are sent at the same time, for one token each.
+
+    :param tokens: length of each prompt. It should fill a forward pass, so that the batches do not depend on arrival
+        times.
+    """
     return [Asked(tokens, seed, 1, together=True) for seed in range(1, count + 1)]
 
 
 def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
-    """Those that are sent alone one after the other, then the others at once."""
+    """Send requests to a server: first the single ones, one after another, then all others at the same time."""
     import httpx
 
     def one(asked: Asked) -> Answer:
@@ -87,8 +99,8 @@ def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
     return [{**alone, **together}[number] for number in range(len(requests))]
 
 
-def differences(requests: Sequence[Asked], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
-    """Of two servers' answers to the same requests, bit for bit."""
+def find_differences(requests: Sequence[Asked], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
+    """Compare two servers' answers to the same requests, bit for bit."""
     different = []
     for number, (asked, a, b) in enumerate(zip(requests, one, other, strict=True)):
         sides = [list(zip(answer.tokens, answer.logprobs, strict=True)) for answer in (a, b)]
@@ -100,12 +112,14 @@ def differences(requests: Sequence[Asked], one: Sequence[Answer], other: Sequenc
     return different
 
 
-def keep(
+def save_mismatch(
     folder: Path, different: Sequence[Difference], answers: Mapping[str, Sequence[Answer]], files: Iterable[Path]
 ) -> Path:
-    """Write what differs, every answer by its server, and copies of ``files`` (logs, forwards) to a new ``folder``.
+    """Write the differences, all answers and copies of ``files`` into a new folder.
 
-    :returns: it, or where it is there already the next one that is not.
+    :param answers: answers by the name of the server.
+    :param files: logs and recorded forward passes.
+    :returns: the folder. If ``folder`` exists, a number is added to its name.
     """
     number, new_folder = 1, folder
     while new_folder.exists():
@@ -123,12 +137,13 @@ def keep(
     return new_folder
 
 
-def whose(stock: Sequence[bool], patched: Sequence[bool]) -> str:
-    """Whether stock or our patch caused what differs: a sentence.
+def find_cause(stock: Sequence[bool], patched: Sequence[bool]) -> str:
+    """Return a sentence that says whether a patch or the stock engine causes the differences.
 
-    :param stock: of each run of stock against stock, whether any answer differed; ``patched``: stock against patched.
+    Fisher's exact test, one-sided, decides whether stock and patched differ more often than stock and stock.
 
-    Fisher's exact test, one-sided: does patched differ from stock more often than stock does from itself?
+    :param stock: one value for each run of stock against stock: whether any answer differed.
+    :param patched: one value for each run of stock against patched.
     """
     from scipy.stats import fisher_exact
 

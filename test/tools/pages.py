@@ -1,21 +1,22 @@
-"""Write what README and docs say of the engine releases: from releases.toml, docs/compatibility.json and the changes.
+"""Write the generated parts of README and docs, from releases.toml, docs/compatibility.json and the changes.
 
     python test/tools/pages.py            # rewrite the pages
 
-A page holds `<!-- generated:NAME -->...<!-- /generated -->`, within a line (not at its start, where Markdown takes the
-line for HTML) or as a block of its own; what is between the two is replaced. The names:
+A page contains `<!-- generated:NAME -->...<!-- /generated -->`, within a line or as a block of its own. The text
+between the two comments is replaced. Within a line, the first comment must not stand at the line's beginning, because
+Markdown would take the line for HTML. The names:
 
     oldest, newest, default         a release of releases.toml
     every-time, all                 releases, in words
-    status:CHANGE                   what a change is where: "applied up to 0.5.12.post1, hardened from 0.5.13"
-    changes                         a table of the changes, what they do, and what they are where
-    variables                       a table of the environment variables that this package and its changes read
-    statuses                        a line for each change, a column for releases that are alike
-    tested                          the releases, their PyTorch, and how many tests passed
-    reasons                         the reasons behind it, those of neighbouring releases in one line
-    offers                          which families offer their dead input where, and why others do not
+    status:CHANGE                   status of a change by release: "applied up to 0.5.12.post1, hardened from 0.5.13"
+    changes                         table of the changes: summary, and status by release
+    variables                       table of the environment variables that this package and its changes read
+    statuses                        table of statuses: a line for each change, a column for equal neighbouring releases
+    tested                          table of the releases, their PyTorch, and the number of passed tests
+    reasons                         list of the changes' reasons, one line for equal neighbouring releases
+    offers                          table of the families that offer their dead input, and reasons of the others
     unsized                         servers that keep the engine's KV cache, and why
-    whole                           when all tests ran on which release, and what came out (`make test-all`)
+    whole                           table of the results of `make test-all`, by release
 """
 
 from __future__ import annotations
@@ -34,32 +35,35 @@ ROOT = releases.ROOT
 FOUND = ROOT / "docs" / "compatibility.json"
 WHOLE = ROOT / "docs" / "test-all.json"
 PARTS = {"engine-tests": "tests that start the engine", "unit": "the others"}
-"""Of `make test-all`: targets of the Makefile, for people."""
+"""Parts of `make test-all`: targets of the Makefile, with a description."""
 MARKED = re.compile(r"(?P<start>[^\n]?)<!-- generated:(?P<name>\S+) -->(?P<old>.*?)<!-- /generated -->", re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """Every page that may hold something generated."""
+    """Return all pages that may have generated parts."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def words(names: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Join names to ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def runs(values: dict[str, Any]) -> Iterator[tuple[Any, list[str]]]:
-    """Neighbouring releases with the same value.
+    """Group neighbouring releases with the same value.
 
-    :param values: by release, oldest first.
-    :returns: a value, and the releases that have it, oldest first.
+    :param values: values by release, oldest first.
+    :returns: pairs of a value and its releases, oldest first.
     """
     for value, same in groupby(values, key=values.__getitem__):
         yield value, list(same)
 
 
 def span(names: list[str], every: list[str]) -> str:
-    """Neighbouring releases in words, where ``every`` is all there are."""
+    """Describe neighbouring releases in words, such as ``from 0.5.13``.
+
+    :param every: all releases, oldest first.
+    """
     if names == every:
         return "on all"
     if len(names) == 1 and names[0] != every[-1]:
@@ -74,22 +78,22 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 NOT_ASKED = ("not asked", "")
-"""Of a change that came later than what was found on a release."""
+"""Status of a change that is newer than the record of a release."""
 
 
 def known(found: dict[str, Any]) -> list[str]:
-    """The changes that any release was asked about."""
+    """Return the names of all changes in the records."""
     return list(dict.fromkeys(name for facts in found.values() for name in facts["changes"]))
 
 
 def status(change: str, found: dict[str, Any]) -> str:
-    """What a change is on which releases, in words."""
+    """Describe the status of a change on all releases in words."""
     told = {release: facts["changes"].get(change, NOT_ASKED)[0] for release, facts in found.items()}
     return ", ".join(f"{said} {span(names, list(found))}" for said, names in runs(told))
 
 
 def package() -> tuple[Any, Any]:
-    """``sglang_moe_patches.registry`` and ``.core.patch``, from this checkout, which need nothing installed."""
+    """Import ``sglang_moe_patches.registry`` and ``.core.patch`` from this checkout. They need no installed package."""
     if str(ROOT / "python") not in sys.path:
         sys.path.insert(0, str(ROOT / "python"))
     from sglang_moe_patches import registry
@@ -99,7 +103,7 @@ def package() -> tuple[Any, Any]:
 
 
 def changes(found: dict[str, Any]) -> str:
-    """A table with a line for each change."""
+    """Return a table with one line for each change."""
     rows = [
         (f"[{change.name}](docs/changes/{change.name}.md)", change.summary, status(change.name, found))
         for change in package()[0].CHANGES
@@ -108,7 +112,7 @@ def changes(found: dict[str, Any]) -> str:
 
 
 def variables() -> str:
-    """A table with a line for each environment variable that users set."""
+    """Return a table with one line for each environment variable that users may set."""
     stated, patch = package()
 
     rows = [
@@ -132,7 +136,8 @@ def unsized() -> str:
 
 
 def statuses(found: dict[str, Any]) -> str:
-    """A table with a line for each change, and a column for neighbouring releases on which all changes are alike."""
+    """Return a table of statuses: one line for each change, one column for neighbouring releases with equal
+    statuses."""
     names = known(found)
     cells = {
         release: tuple(facts["changes"].get(name, NOT_ASKED)[0] for name in names) for release, facts in found.items()
@@ -143,7 +148,7 @@ def statuses(found: dict[str, Any]) -> str:
 
 
 def tested(found: dict[str, Any]) -> str:
-    """A table of the releases, their PyTorch and the tests that passed; in bold those that are tested every time."""
+    """Return a table of the releases, their PyTorch and their passed tests. Releases of `make test-all` are bold."""
     cells = {}
     for release, facts in found.items():
         tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" ")[0]
@@ -154,7 +159,7 @@ def tested(found: dict[str, Any]) -> str:
 
 
 def reasons(found: dict[str, Any]) -> str:
-    """A line for each reason, with the neighbouring releases that gave it."""
+    """Return one line for each reason, with the neighbouring releases that give the reason."""
     lines = []
     for name in known(found):
         told = {release: facts["changes"].get(name, NOT_ASKED) for release, facts in found.items()}
@@ -165,7 +170,7 @@ def reasons(found: dict[str, Any]) -> str:
 
 
 def offering(family: str, found: dict[str, Any]) -> list[str]:
-    """The releases on which the layers of a family offer their dead input."""
+    """Return the releases on which the layers of a family may offer their dead input."""
     return [release for release, facts in found.items() if facts["families"].get(family) == ""]
 
 
@@ -195,7 +200,7 @@ def whole(outcomes: dict[str, Any]) -> str:
 
 
 def generated(name: str) -> str:
-    """What is written in the place of a name.
+    """Return the text that replaces a name.
 
     :raises ValueError: there is no such name, or no such change.
     """
@@ -225,9 +230,9 @@ def generated(name: str) -> str:
 
 
 def render(page: str) -> str:
-    """A page with everything generated in its place.
+    """Replace the generated parts of a page.
 
-    :raises ValueError: a name is unknown, or a mark within a line starts it.
+    :raises ValueError: a name is unknown, or a mark within a line stands at its beginning.
     """
 
     def replace(mark: re.Match[str]) -> str:
@@ -241,9 +246,9 @@ def render(page: str) -> str:
 
 
 def write() -> list[str]:
-    """Render every page.
+    """Render all pages.
 
-    :returns: the names of those that changed.
+    :returns: the names of the pages that changed.
     :raises ValueError: as :func:`render`, with the page's name.
     """
     changed = []

@@ -1,4 +1,4 @@
-"""What stands for as long as a block runs."""
+"""Context manager that patches the engine for the duration of a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from sglang_moe_patches.core.patch import Patcher
 
 @contextmanager
 def patched_by(*installs: Callable[[Patcher], None]) -> Iterator[None]:
-    """:param installs: what plans install, in this order."""
+    """Install patches while the block runs, and undo them afterwards.
+
+    :param installs: installers of plans, in the order in which they run.
+    """
     patcher = Patcher()
     try:
         for install in installs:

@@ -1,15 +1,15 @@
-"""Pipeline stages: do stock and patched answer alike as often as stock and stock do?
+"""Test with pipeline stages whether stock and patched servers differ more often than two stock servers.
 
     make pipeline                                         # on two GPUs; without one a tiny model, on the CPU
     make pipeline ARGS="--starts 6 --rounds 5 --output mismatches"
     make pipeline ARGS="--choose-by-timing"               # as PyTorch does by itself
 
-Each start is three servers of two stages at the same time: stock, stock once more, patched. All are asked what
-test/gpu/test_triton_servers_cuda.py asks, in turn: prompts one after the other, then as many as keep both stages busy.
-A round is a run: one of stock against stock, one of stock against patched. What differs is kept (answers, log-
-probabilities, logs, forwards), and the last line says whose doing it is.
+Each start runs three servers with two stages at the same time: stock, stock again, and patched. All servers receive the
+requests of test/gpu/test_triton_servers_cuda.py: first one prompt after another, then enough prompts at once to keep
+both stages busy. A round compares stock with stock, and stock with patched. If answers differ, the answers,
+log-probabilities, logs and forward passes are kept. The last line says whether a patch causes the differences.
 
-Exits with 1 if it is ours.
+The exit code is 1 if a patch causes them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ SHARES = {"qwen3-235b": 4, "deepseek-v3": 8}
 IN_FLIGHT = 6
 
 
-def served(model: str) -> ServedModel:
-    """Four layers, two for each stage; DeepSeek's first has no experts."""
-    if not has_gpu():  # where Triton's runner is not patched, and the other one's outputs are
+def make_model(model: str) -> ServedModel:
+    """Return the model: four layers, two for each stage. The first layer of DeepSeek's model has no experts."""
+    if not has_gpu():  # Triton's runner is not patched on the CPU, but TRT-LLM's is
         return ServedModel(TINY, moe_layers=3, runner="flashinfer_trtllm_routed")
     return ServedModel(
         MODELS[model].shard(SHARES[model]), moe_layers=3 if model == "deepseek-v3" else 4, runner="triton"
     )
 
 
-def setups(options: argparse.Namespace, work: Path) -> dict[str, Setup]:
+def make_setups(options: argparse.Namespace, work: Path) -> dict[str, Setup]:
     arguments = [*EAGER, "--pp-size", "2", "--max-running-requests", "8"]
     arguments += ["--max-total-tokens", str(8 * options.tokens), "--mem-fraction-static", "0.9"]
     if options.model == "deepseek-v3":
@@ -49,7 +49,7 @@ def setups(options: argparse.Namespace, work: Path) -> dict[str, Setup]:
     chosen = () if options.choose_by_timing else (("TORCHINDUCTOR_DETERMINISTIC", "1"),)
     return {
         name: Setup(
-            served(options.model),
+            make_model(options.model),
             work,
             tokens=options.tokens,
             arguments=tuple(arguments),
@@ -60,29 +60,34 @@ def setups(options: argparse.Namespace, work: Path) -> dict[str, Setup]:
     }
 
 
-def requests(tokens: int) -> list[Asked]:
+def make_requests(tokens: int) -> list[Asked]:
     alone = [Asked(length, length, 6) for length in (tokens, tokens - 16, tokens - 33, 5)]
-    return [*alone, *mismatch.at_once(tokens, IN_FLIGHT)]
+    return [*alone, *mismatch.make_simultaneous_requests(tokens, IN_FLIGHT)]
 
 
-def one_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]]:
-    """For each round, whether stock and stock differed, and stock and patched."""
-    asked, found = requests(options.tokens), []
+def run_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]]:
+    """Start the servers and run all rounds.
+
+    :returns: for each round, whether stock and stock differed, and whether stock and patched differed.
+    """
+    asked, found = make_requests(options.tokens), []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "run"
-        made = setups(options, work)
+        made = make_setups(options, work)
         made[STOCK].prepare()
         plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
         with running(made, at_once=True) as servers:
             for round_ in range(options.rounds):
-                # Every other round backwards: none is always the first.
+                # Every second round asks the servers in reverse order, so that no server is always the first.
                 answers = {name: mismatch.ask(servers[name], asked) for name in NAMES[:: -1 if round_ % 2 else 1]}
-                differing = {n: mismatch.differences(asked, answers[STOCK], answers[n]) for n in (CONTROL, PATCHED)}
+                differing = {
+                    n: mismatch.find_differences(asked, answers[STOCK], answers[n]) for n in (CONTROL, PATCHED)
+                }
                 for name, differences in differing.items():
                     if differences:
                         files = [*(server.log for server in servers.values()), *work.glob("*.forwards")]
                         into = options.output / f"start-{start}-round-{round_}-{name}"
-                        kept = mismatch.keep(into, differences, answers, files)
+                        kept = mismatch.save_mismatch(into, differences, answers, files)
                         print(
                             f"stock and {name} differ in {differences[0]} ({len(differences)} in all); kept in {kept}"
                         )
@@ -104,10 +109,10 @@ def main() -> int:
     options = parser.parse_args()
     runs: list[tuple[bool, bool]] = []
     for start in range(options.starts):
-        runs += one_start(options, start)
+        runs += run_start(options, start)
         stock, patched = (list(side) for side in zip(*runs, strict=True))
-        print(f"start {start + 1} of {options.starts}: {mismatch.whose(stock, patched)}", flush=True)
-    return int(mismatch.whose(stock, patched).startswith("OURS"))
+        print(f"start {start + 1} of {options.starts}: {mismatch.find_cause(stock, patched)}", flush=True)
+    return int(mismatch.find_cause(stock, patched).startswith("OURS"))
 
 
 if __name__ == "__main__":

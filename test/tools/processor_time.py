@@ -1,9 +1,11 @@
-"""A test that takes more than ``LIMIT_S`` of processor time fails, unless it is marked with a reason.
+"""Pytest plugin that fails a test which takes more than ``LIMIT_S`` seconds of processor time.
 
-Processor time is that of the test's process and of all processes below it. It is more on a slow machine, and on one
-whose processors others share: a test that takes too long has the limit multiplied by how much a loop takes too long
-there, at that moment. The set-up of a session's fixtures counts for no test; that of a module's for the test that asks
-first.
+A test with the mark ``long(reason)`` may take longer.
+
+- The processor time includes the test's process and all its child processes.
+- Processor time is longer on a slow or shared machine. If a test exceeds the limit, the plugin times a loop, and
+  multiplies the limit by the loop's slowdown.
+- The set-up of session fixtures does not count. The set-up of a module fixture counts for the first test that uses it.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from share import ALL_CASES
 NAME = "processor-time"
 LIMIT_S = 30.0
 LOOPS, LOOPS_S = 3_000_000, 0.2
-"""Turns of a loop, and the seconds that they take where the limit is as it stands."""
+"""Iterations of the timed loop, and their duration in seconds on a machine for which the limit is not multiplied."""
 SAMPLED_S = 1.0
-"""Between two looks at the processes below; what one takes after the last look at it is missed."""
+"""Seconds between two samples of the child processes. Processor time of a child after its last sample is not
+counted."""
 
 
 class Meter:
-    """The processor time of this process and of those below it, ended ones too."""
+    """Meter of the processor time of this process and of its child processes, including ended ones."""
 
     def __init__(self) -> None:
         self._below: dict[tuple[int, float], float] = {}
@@ -47,7 +50,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """User and system time so far."""
+        """User and system time since the start, in seconds."""
         own = os.times()
         return own.user + own.system + sum(list(self._below.values()))
 
@@ -55,8 +58,8 @@ class Meter:
         self._ended.set()
 
 
-def how_slow() -> float:
-    """How many times as long as elsewhere this machine takes now; 1.0: no longer."""
+def measure_slowdown() -> float:
+    """Time a loop. Return its slowdown on this machine at this moment, at least 1.0."""
 
     def loop_s() -> float:
         began, total = time.process_time(), 0
@@ -68,7 +71,7 @@ def how_slow() -> float:
 
 
 class Limit:
-    """The plugin of pytest that measures each test."""
+    """Pytest plugin that measures each test."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -97,16 +100,16 @@ class Limit:
         taken_s = self._meter.seconds - self._began_s
         if item.get_closest_marker("long") is not None or taken_s <= LIMIT_S:
             return result
-        if taken_s > (limit_s := LIMIT_S * how_slow()):
+        if taken_s > (limit_s := LIMIT_S * measure_slowdown()):
             pytest.fail(
-                f"{item.nodeid} took {taken_s:.0f} s of processor time; without a reason {limit_s:.0f} s are the most: "
+                f"{item.nodeid} took {taken_s:.0f} s of processor time; the limit without a reason is {limit_s:.0f} s: "
                 'see "How tests share what is slow" in CONTRIBUTING.md',
                 pytrace=False,
             )
         return result
 
 
-def watch(config: pytest.Config) -> None:
-    """From now on each test has this limit; where all random cases run, none has."""
+def install_limit(config: pytest.Config) -> None:
+    """Install the limit for all tests, unless ``ALL_CASES`` is set: then tests run more cases than usual."""
     if not os.environ.get(ALL_CASES) and not config.pluginmanager.has_plugin(NAME):
         config.pluginmanager.register(Limit(), NAME)

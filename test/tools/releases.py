@@ -1,4 +1,4 @@
-"""The engine releases of releases.toml, for the tests, and by its command line for the Makefile.
+"""Engine releases of releases.toml, for the tests and the Makefile. The Makefile uses the command line:
 
 python test/tools/releases.py default | every-time | others | known RELEASE | overrides RELEASE
 """
@@ -15,7 +15,13 @@ FILE = ROOT / "releases.toml"
 
 
 class Releases(NamedTuple):
-    """What releases.toml says."""
+    """Contents of releases.toml.
+
+    :param default: release that the Makefile installs by default.
+    :param every_time: releases that `make test-all` tests.
+    :param all: all releases, oldest first.
+    :param overrides: requirements that replace those of a release.
+    """
 
     default: str
     every_time: tuple[str, ...]
@@ -24,10 +30,10 @@ class Releases(NamedTuple):
 
 
 def check(stated: Mapping[str, Any]) -> Releases:
-    """The releases, if they make sense.
+    """Check the contents of releases.toml.
 
     :param stated: the tables of releases.toml.
-    :raises ValueError: one is named twice, or one is not in ``all``.
+    :raises ValueError: ``all`` names a release twice, or another table names a release that is not in ``all``.
     """
     known = tuple(stated["all"])
     if twice := {name for name in known if known.count(name) > 1}:
@@ -43,7 +49,10 @@ def check(stated: Mapping[str, Any]) -> Releases:
 
 
 def read() -> Releases:
-    """:raises ValueError: the file cannot be read, or what it says makes no sense."""
+    """Read releases.toml.
+
+    :raises ValueError: a table is missing, or the contents are inconsistent.
+    """
     import tomllib
 
     try:
@@ -53,14 +62,14 @@ def read() -> Releases:
 
 
 def answer(question: str, release: str = "") -> str:
-    """What the Makefile asks.
+    """Return the text that the Makefile asks for.
 
-    :raises ValueError: there is no such question, or no such release.
+    :raises ValueError: the question or the release is unknown.
     """
     answers = {
         "default": DEFAULT,
         "every-time": " ".join(EVERY_TIME),
-        # The newest first: of tests at the same time those that take longest begin.
+        # The newest release comes first, because its tests take longest.
         "others": " ".join(name for name in reversed(EVERY_TIME) if name != DEFAULT),
         "overrides": "\n".join(OVERRIDES.get(release, ())),
     }

@@ -1,4 +1,4 @@
-"""How many of its random cases a test runs."""
+"""Number of random cases that a test runs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,11 @@ ALL_CASES = "ALL_CASES"
 
 
 def cases(everything: int) -> int:
-    """All of them where ``ALL_CASES`` is set, as `make test-all` does; a quarter otherwise, the same ones each time."""
+    """Return the number of cases to run: all of them if ``ALL_CASES`` is set, as in `make test-all`, otherwise a
+    quarter.
+
+    The cases are the same in each run.
+
+    :param everything: number of all cases.
+    """
     return everything if os.environ.get(ALL_CASES) else everything // 4

@@ -29,7 +29,7 @@ ONCE = ("test_the_triton_kernels_work_in_the_interpreter",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    processor_time.watch(config)
+    processor_time.install_limit(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,8 +49,8 @@ import processor_time
 def pytest_configure(config):
     config.addinivalue_line("markers", "long")
     processor_time.LIMIT_S, processor_time.SAMPLED_S = 0.3, 0.05
-    processor_time.how_slow = lambda: float(os.environ.get("SLOW", "1"))
-    processor_time.watch(config)
+    processor_time.measure_slowdown = lambda: float(os.environ.get("SLOW", "1"))
+    processor_time.install_limit(config)
 """
 
 

@@ -6,7 +6,7 @@ import mismatch
 import pytest
 from mismatch import Answer, Asked
 
-REQUESTS = [Asked(9, 1, 3), *mismatch.at_once(8, 2)]
+REQUESTS = [Asked(9, 1, 3), *mismatch.make_simultaneous_requests(8, 2)]
 STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([4], [-2.0])]
 
 
@@ -20,9 +20,9 @@ STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([
     ids=["token", "log-probability", "end"],
 )
 def test_the_first_token_or_log_probability_that_differs_is_named(other, difference):
-    (found,) = mismatch.differences(REQUESTS, STOCK, [other, *STOCK[1:]])
+    (found,) = mismatch.find_differences(REQUESTS, STOCK, [other, *STOCK[1:]])
     assert str(found) == f"request 0 (9 tokens, seed 1), {difference}"
-    assert mismatch.differences(REQUESTS, STOCK, STOCK) == []
+    assert mismatch.find_differences(REQUESTS, STOCK, STOCK) == []
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_the_first_token_or_log_probability_that_differs_is_named(other, differe
 )
 def test_the_cause_of_differences_is_judged_by_their_frequencies(stock, patched, verdict):
     runs = [[number < count for number in range(30)] for count in (stock, patched)]
-    found = mismatch.whose(*runs)
+    found = mismatch.find_cause(*runs)
     assert found.startswith(verdict)
     assert ("less than 10 and 10 % of runs do" in found) == (stock == patched == 0)

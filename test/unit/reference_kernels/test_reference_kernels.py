@@ -545,5 +545,5 @@ class TestQuantize:
 
 def test_the_triton_kernels_work_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    ran, said = interpreted.passed(["test_reference_kernels_cuda.py"], timeout=600)
+    ran, said = interpreted.run_tests(["test_reference_kernels_cuda.py"], timeout=600)
     assert ran == 11, said  # not skipped
