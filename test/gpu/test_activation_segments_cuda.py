@@ -1,6 +1,6 @@
-"""activation-segments on a GPU: what PyTorch's allocator does when it is switched over, and off again for a while.
+"""GPU tests of activation-segments: PyTorch's allocator switches to expandable segments, and back for a while.
 
-Each case runs in a process of its own: an allocator forgets nothing.
+Each case runs in a process of its own, because the settings and segments of an allocator last as long as its process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: 
 from sglang_moe_reference.families import ModelSpec  # noqa: E402
 from sglang_moe_reference.model import make_model  # noqa: E402
 
-#: What each process begins with. ``Coordinator``: the engine's region around its captures, without a server.
+#: Beginning of each program. ``Coordinator`` has the engine's context manager around captures, without a server.
 BEGIN = """
 from contextlib import contextmanager
 import torch
@@ -86,7 +86,7 @@ def eager(mb=50):
 
 
 def run(script: str) -> str:
-    """What the process said, if it did not fail."""
+    """Run a program in a new process, which must not fail. Return its output."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
     done = subprocess.run([sys.executable, "-c", BEGIN + script], env=kept, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -120,7 +120,7 @@ def test_without_the_guard_the_pool_of_a_later_graph_has_expandable_segments() -
     run("""
 start(guarded=False)
 late = captured()
-assert {True} in pools().values(), "without the guard this would have been seen"
+assert {True} in pools().values(), "without the guard, a graph must use expandable segments"
 """)
 
 
@@ -173,7 +173,7 @@ assert torch.cuda.memory_reserved() == before, "unmapped again"
 
 
 def test_many_lengths_keep_less_memory() -> None:
-    """The point of it: tensors of rising and of random sizes, one set alive at a time."""
+    """With tensors of rising and of random sizes, expandable segments reserve less memory than ordinary ones."""
     run("""
 import random
 def forwards():
@@ -219,11 +219,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of server, and what happens to it between the questions and the same again.
+    """A kind of server, and an event between two rounds of the same questions.
 
-    :param meanwhile: is given the server and its model's folder.
-    :param aborts: many requests are aborted too. After that a stock server with a draft model said nothing for half a
-        minute, as one with the change did (0.5.12.post1).
+    :param meanwhile: causes the event. It receives the server and its model's folder.
+    :param aborts: many requests are aborted, too. Afterwards a stock server with a draft model did not answer for half
+        a minute, and neither did one with the change (0.5.12.post1).
     """
 
     gpus: int = 1
@@ -235,11 +235,12 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """
-    :param answers: to the same questions, before and after what happens in between.
-    :param prefills: what its first rank saw after each: kinds of segments in graphs' pools and elsewhere.
-    :param registered: addresses that custom all-reduce registered, at each capture.
+class Observations:
+    """Observations of a server.
+
+    :param answers: answers to the same questions, before and after the event.
+    :param prefills: rank 0's observations after each prefill: kinds of segments in the pools of graphs and elsewhere.
+    :param registered: number of addresses that custom all-reduce registered in each capture.
     """
 
     answers: tuple[list[list[int]], list[list[int]]]
@@ -255,14 +256,14 @@ def post(server: Server, path: str, **asked: Any) -> Any:
 
 
 def ask(server: Server) -> list[list[int]]:
-    """The answers to prompts of several lengths, one after the other."""
+    """Send prompts of several lengths one after another. Return the answers."""
     found = [generate(server, prompt(length, 1), STEPS, logprobs=False)["tokens"] for length in LENGTHS]
     assert all(len(answer) == STEPS for answer in found)
     return found
 
 
 def abort_and_flush(server: Server) -> None:
-    """Many requests are aborted while they run; the cache is flushed once they are gone."""
+    """Abort many running requests, and flush the cache once they have ended."""
     asked = [prompt(200 + 50 * each, each) for each in range(16)]
     with ThreadPoolExecutor(1) as pool:
         sampling = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -276,12 +277,12 @@ def abort_and_flush(server: Server) -> None:
 
 
 def update_from_disk(server: Server, model: Path) -> None:
-    """The weights that it has, from disk; and all graphs captured again."""
+    """Load the same weights from disk again. The server captures all its graphs again."""
     assert post(server, "update_weights_from_disk", model_path=str(model), recapture_cuda_graph=True)["success"]
 
 
 def update_from_tensor(server: Server, model: Path) -> None:
-    """The weights that it has, from tensors of this process."""
+    """Load the same weights from tensors of this process."""
     from safetensors.torch import load_file
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -293,7 +294,7 @@ def update_from_tensor(server: Server, model: Path) -> None:
 
 
 def load_adapter(server: Server, model: Path) -> None:
-    """A LoRA adapter, loaded while it serves."""
+    """Load a LoRA adapter while the server runs."""
     from safetensors.torch import save_file
 
     folder, rank = model.parent / f"adapter-{server.name}", 8
@@ -315,30 +316,32 @@ def load_adapter(server: Server, model: Path) -> None:
 
 
 def evict(server: Server, model: Path) -> None:
-    """A prompt's cache goes to the host while others are answered, and comes back."""
+    """Evict a prompt's KV cache to the host by other prompts, and load it back."""
     for seed in (0, 1, 2, 3, 0):
         answer = post(server, "generate", input_ids=prompt(3000, seed), sampling_params=GREEDY)
     assert answer["meta_info"]["cached_tokens"] > 2000
 
 
-def serve(case: Case, mode: str, model: Path, work: Path) -> Seen:
+def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
+    """Run one server through a case.
+
+    :param mode: ``control`` runs without the change, ``guarded`` with it, ``unguarded`` with it but without the tested
+        guard, ``unset`` with the default settings.
     """
-    :param mode: "control": without the change; "guarded"; "unguarded"; "unset": as it comes.
-    """
-    plugins.write_module(work / f"plugin-{mode}", "what_it_has", WHAT_IT_HAS)
+    plugins.write_module(work / f"plugin-{mode}", "segment_recorder", SEGMENT_RECORDER)
     arguments = ["--model-path", str(model), "--skip-tokenizer-init", "--random-seed", "1", "--grammar-backend", "none"]
     arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-piecewise-cuda-graph"]
     arguments += ["--max-total-tokens", "40000", "--tp", str(case.gpus), *case.arguments]
     if "--cuda-graph-bs" not in arguments:
         arguments += ["--cuda-graph-max-bs", "4", "--max-running-requests", "32"]
-    # FlashInfer's would leave custom all-reduce unused.
+    # With FlashInfer's fused all-reduce, the server would not use custom all-reduce.
     arguments += ["--enforce-disable-flashinfer-allreduce-fusion"] if case.gpus > 1 else []
     seen = work / f"{mode}.jsonl"
     variables = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")},
         "SGLANG_MOE_PATCHES": "none" if mode == "control" else "activation-segments",
         "SGLANG_MOE_PATCHES_SEGMENTS": "" if mode == "unset" else "on",
-        # Other servers start on the same GPUs.
+        # Other servers start on the same GPUs at the same time.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         "PYTHONPATH": ":".join([str(work / f"plugin-{mode}"), os.environ.get("PYTHONPATH", "")]),
         "SEEN": str(seen),
@@ -355,15 +358,15 @@ def serve(case: Case, mode: str, model: Path, work: Path) -> Seen:
         said = server.log_text()
     prefills = [json.loads(line) for line in seen.read_text().splitlines()]
     registered = [int(count) for count in re.findall(r"Registering (\d+) cuda graph addresses", said)]
-    return Seen((before, after), prefills, registered, said)
+    return Observations((before, after), prefills, registered, said)
 
 
-def at_once(case: Case, modes: Sequence[str], work: Path) -> list[Seen | Exception]:
-    """The same of several servers, side by side; an exception in the place of one that ended."""
+def at_once(case: Case, modes: Sequence[str], work: Path) -> list[Observations | Exception]:
+    """Run several servers through a case at the same time. The result of a server that ended is an exception."""
     model = work / "model"
     make_model(model, ModelSpec(**case.spec), quantized=False)
 
-    def one(mode: str) -> Seen | Exception:
+    def one(mode: str) -> Observations | Exception:
         try:
             return serve(case, mode, model, work)
         except (httpx.HTTPError, ServerFailed) as error:
@@ -373,13 +376,13 @@ def at_once(case: Case, modes: Sequence[str], work: Path) -> list[Seen | Excepti
         return list(pool.map(one, modes))
 
 
-def seen_of(found: Seen | Exception) -> Seen:
+def get_observations(found: Observations | Exception) -> Observations:
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def check_switched(seen: Seen, ranks: int) -> None:
+def check_switched(seen: Observations, ranks: int) -> None:
     assert seen.log.count("activation-segments: on from here") == ranks
     assert "activation-segments: applied" in seen.log
     assert seen.prefills[-1]["expandable"] > 0, "forwards allocate from expandable segments"
@@ -408,26 +411,27 @@ SMALL_CACHE = ("--max-total-tokens", "5000", "--enable-hierarchical-cache", "--h
     ],
 )
 def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, ranks: int) -> None:
-    control, on = map(seen_of, at_once(case, ("control", "guarded"), tmp_path))
+    control, on = map(get_observations, at_once(case, ("control", "guarded"), tmp_path))
     check_switched(on, ranks)
-    assert not any(on.prefills[-1]["pools"].values()), "nor have those of later captures"
+    assert not any(on.prefills[-1]["pools"].values()), "graphs that are captured later must use ordinary segments, too"
     assert on.answers == control.answers
     assert control.prefills[-1]["expandable"] == 0
 
 
 def test_a_graph_captured_while_serving_uses_ordinary_segments(tmp_path: Path) -> None:
-    """On one GPU nothing breaks without the guard, but the graphs' memory is of the other kind."""
+    """On one GPU nothing fails without the guard, but the graphs use expandable segments."""
     case = Case(meanwhile=update_from_disk, variables={"ANEW": "1"})
-    control, guarded, unguarded = map(seen_of, at_once(case, ("control", "unset", "unguarded"), tmp_path))
+    control, guarded, unguarded = map(get_observations, at_once(case, ("control", "unset", "unguarded"), tmp_path))
     check_switched(guarded, 1)
     for seen in (control, guarded, unguarded):
         assert set(seen.prefills[-1]["pools"]) - set(seen.prefills[0]["pools"]), "some have a pool of their own"
         assert seen.answers[0] == seen.answers[1] == control.answers[0]
     assert not any(guarded.prefills[-1]["pools"].values())
-    assert any(unguarded.prefills[-1]["pools"].values()), "without the guard this would have been seen"
+    assert any(unguarded.prefills[-1]["pools"].values()), "without the guard, a graph must use expandable segments"
 
 
-#: Custom all-reduce reads a graph's own tensors, and registers them: the second version on two H200s above 2 MiB.
+#: Arguments with which custom all-reduce registers tensors of a CUDA graph. On two H200s, its second version does so
+#: only for tensors of more than 2 MiB.
 LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600")
 
 
@@ -436,25 +440,26 @@ LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600
 def test_two_ranks_that_capture_again_fail_without_the_guard_and_serve_with_it(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    """A handle of CUDA IPC cannot be had for what the new graphs read."""
+    """Without the guard, the new graphs read expandable segments, for which CUDA IPC has no handles."""
     case = Case(2, LARGE, {"ANEW": "1", **variables}, meanwhile=update_from_disk)
     control, guarded, unguarded = at_once(case, ("control", "guarded", "unguarded"), tmp_path)
-    for seen in (seen_of(control), seen_of(guarded)):
-        assert all(prefill["custom_all_reduce"] for prefill in seen.prefills), "or nothing would have been shown"
-        assert seen.registered[-1] > 0, "nor without a registered address"
+    for seen in (get_observations(control), get_observations(guarded)):
+        assert all(prefill["custom_all_reduce"] for prefill in seen.prefills), "the server must use custom all-reduce"
+        assert seen.registered[-1] > 0, "the capture must register an address"
         assert len(seen.registered) > 1
-        assert seen.answers[0] == seen.answers[1] == seen_of(control).answers[0]
-    check_switched(seen_of(guarded), 2)
-    assert not any(seen_of(guarded).prefills[-1]["pools"].values())
-    assert isinstance(unguarded, Exception), "it went on"
+        assert seen.answers[0] == seen.answers[1] == get_observations(control).answers[0]
+    check_switched(get_observations(guarded), 2)
+    assert not any(get_observations(guarded).prefills[-1]["pools"].values())
+    assert isinstance(unguarded, Exception), "the server without the guard did not fail"
     log = (tmp_path / "unguarded.log").read_text()
     assert log.count("activation-segments: on from here") == 2
     assert "Scheduler hit an exception" in log
 
 
-#: In the server: after each prefill, what its segments are; ``ANEW``: graphs that are captured again get a pool of
-#: their own, as a draft model's or a vision tower's have: the one of the start has memory that is free.
-WHAT_IT_HAS = """
+#: Plugin of the server. It records the kinds of its segments after each prefill. With ``ANEW``, graphs that are
+#: captured again get a pool of their own, as the graphs of a draft model or a vision tower have. The first pool has
+#: free memory, so that a second capture there would allocate nothing.
+SEGMENT_RECORDER = """
 import functools, json, os, sys
 import wrapt
 

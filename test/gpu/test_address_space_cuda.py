@@ -1,4 +1,4 @@
-"""KV buffers over reserved addresses on a GPU: memory comes zeroed, goes, and graphs stay valid meanwhile."""
+"""GPU tests of KV buffers over reserved addresses: mapped memory is zero, and CUDA graphs stay valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS, MB = 200_000, 1 << 20
 
 @pytest.fixture
 def memory():
-    torch.zeros(1, device="cuda")  # the context that the driver's functions work in
+    torch.zeros(1, device="cuda")  # creates the CUDA context, which the driver's functions need
     return CudaMemory(0)
 
 
@@ -22,7 +22,7 @@ def memory():
 def test_mapped_memory_is_zero_and_is_freed_by_unmapping(shape, axis, memory):
     free = torch.cuda.mem_get_info()[0]
     buffer = ElasticBuffer(shape, torch.bfloat16, axis, memory)
-    assert torch.cuda.mem_get_info()[0] == free  # addresses cost nothing
+    assert torch.cuda.mem_get_info()[0] == free  # reserved addresses use no memory
     rows = shape[axis]
     for want in (rows // 10, rows // 2, rows):
         buffer.map_rows(want)
@@ -38,7 +38,7 @@ def test_mapped_memory_is_zero_and_is_freed_by_unmapping(shape, axis, memory):
     new = sorted(buffer._mapped - kept)
     whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(buffer.tensor.untyped_storage())
     granules = whole.view(-1, memory.granularity)
-    assert not granules[new].any()  # memory that comes anew is zero, whatever was there
+    assert not granules[new].any()  # memory that is mapped again is zero
     del granules, whole
     torch.cuda.synchronize()
     buffer.release()

@@ -1,6 +1,7 @@
-"""One CuteDSL wrapper for all layers, under CUDA graph capture and replay.
+"""GPU tests of one CuteDSL wrapper for all layers, with CUDA graphs.
 
-FlashInfer's CuteDSL kernels need Blackwell; the wrapper here has their buffers, their guard and two matrix products.
+FlashInfer's CuteDSL kernels need a Blackwell GPU. The wrapper here has their buffers and their guard, and two matrix
+products instead of the kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LAYERS, TOKENS, HIDDEN, INTERMEDIATE = 4, 64, 256, 512
 
 
 class Wrapper:
-    """As FlashInfer's ``CuteDslMoEWrapper``: intermediates and output in buffers for ``max_num_tokens``."""
+    """Stand-in for FlashInfer's ``CuteDslMoEWrapper``: it has buffers for ``max_num_tokens`` tokens."""
 
     def __init__(self) -> None:
         self.max_num_tokens, self.hidden_size, self.output_dtype = TOKENS, HIDDEN, torch.bfloat16
@@ -46,7 +47,7 @@ def inputs(tokens, seed):
 
 
 def model(wrappers, weights, hidden):
-    """Each layer's input is dead when its experts write, and offered to them, as in the decoder layers."""
+    """Run all layers. Each layer offers its input, which is dead when its experts write, as decoder layers do."""
     residual = torch.zeros_like(hidden)
     hidden = hidden.clone()
     ids = torch.zeros(hidden.shape[0], 1, dtype=torch.int32, device="cuda")
@@ -78,5 +79,5 @@ def test_a_captured_graph_answers_as_with_one_wrapper_per_layer(weights):
             graph.replay()
             own = [Wrapper() for _ in range(LAYERS)]
             assert torch.equal(output, model(own, weights, inputs(tokens, seed)))
-            # An eager forward in between changes nothing for the next replay.
+            # An eager forward pass must not change the next replay.
             assert torch.equal(output, model(wrappers, weights, inputs(tokens, seed)))

@@ -1,7 +1,7 @@
-"""Families that no list names, with the engine's own kernels on a GPU: stock and patched answers, and who took what.
+"""GPU tests of families without special cases in the code: stock and patched answers with the engine's own kernels.
 
-Each family is a process of its own: four layers of a model's widths with few experts, dummy weights, the engine's own
-model runner. One prefill whose [tokens, top-k, hidden] tensor is worth cutting, then decodes.
+Each family runs in a process of its own, with the engine's model runner: four layers with a model's widths, few experts
+and dummy weights. It runs one prefill with expert outputs that are large enough for column slices, and then decodes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE
 ROOT = Path(__file__).parents[2]
 TOKENS, STEPS, LAYERS = 16384, 4, 4
 PREFILL_GRAPHS = ("disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
-"""What turns them off, in one release or the other."""
+"""Arguments that disable CUDA graphs of prefills. Releases have different ones."""
 WIDE = {"max_position_embeddings": 32768, "vocab_size": 4096, "num_hidden_layers": LAYERS}
-#: Widths and top-k of gpt-oss-120b, Qwen3-Next-80B, Ling-lite and Qwen1.5-MoE, a rank's share of the width of experts
-#: (TP=8, 4, 8, 4), few of those: their activation fits into a layer's dead input.
+#: Models with the widths and the top-k of gpt-oss-120b, Qwen3-Next-80B, Ling-lite and Qwen1.5-MoE, and with few
+#: experts. The experts have the width of one rank of TP=8, 4, 8 and 4, so that their activation fits into a layer's
+#: dead input.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         **{"hidden_size": 2880, "intermediate_size": 384, "num_local_experts": 16, "num_experts_per_tok": 4},
@@ -43,7 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 2048, "moe_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 6},
         **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
     },
-    # From 0.5.15.post1 on it is not in place, because its shared expert's gate reads the runner's input afterwards.
+    # From 0.5.15.post1 on its runner does not work in place, because the shared expert's gate reads the runner's input
+    # later.
     "qwen2-moe": {
         **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048},
         **{"moe_intermediate_size": 352, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": False},
@@ -146,7 +148,7 @@ def test_a_family_without_a_special_case_offers_and_answers_as_stock(name, tmp_p
     assert found["logits"], found
     assert found["distinct"] > 100
     assert f"offered the dead input in {LAYERS - 1} of {LAYERS} MoE layers" in " ".join(found["acted"])
-    if name != "gpt-oss":  # whose activation has a clamp of its own
+    if name != "gpt-oss":  # gpt-oss has an activation with a clamp of its own
         did = "took the dead input as scratch memory" if found["in_place"] else "wrote the output into the dead input"
         assert f"{did} in {LAYERS - 1} of {LAYERS}" in " ".join(found["acted"])
 

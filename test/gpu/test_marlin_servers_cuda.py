@@ -1,8 +1,8 @@
-"""Answers of INT4 experts on Marlin: the shipped model that can do arithmetic, quantized as Kimi-K2.5's checkpoint is.
+"""GPU test of INT4 experts on Marlin: the shipped arithmetic model, quantized like Kimi-K2.5's checkpoint.
 
-Stock, stock again and patched servers are asked 200 questions, one at a time. Marlin adds some of its sums in any
-order: the second stock server says how far stock is from itself. The model is too narrow for columns to be worth it,
-so that in the patched server they are forced, of every tensor: in each prefill, and in the graph that decodes replay.
+Two stock servers and a patched server answer 200 questions, one at a time. Marlin adds some of its sums in random
+order, so the second stock server shows how much stock differs from itself. The model is too narrow for column slices to
+pay. The patched server is therefore forced to use them for every tensor, in prefills and in the CUDA graph of decodes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ def register():
 
 
 def int4_packed(weight: Any) -> dict[str, Any]:
-    """A projection of an expert in Kimi-K2.5's format: the nearest of 16 values, the largest of a group is 7 or -7.
+    """Quantize a projection of an expert to Kimi-K2.5's INT4 format. The largest value of a group becomes 7 or -7.
 
     :param weight: [out, in].
-    :returns: ``weight_packed`` int32 [out, in / 8], the first of eight numbers in the lowest bits, each with 8 added;
-        ``weight_scale`` bfloat16 [out, in / ``INT4_GROUP``]; ``weight_shape`` int32 [2].
+    :returns: three tensors:
+
+        - ``weight_packed``, int32 [out, in / 8]: eight values each, plus 8, the first value in the lowest bits.
+        - ``weight_scale``, bfloat16 [out, in / ``INT4_GROUP``].
+        - ``weight_shape``, int32 [2].
     """
     groups = weight.float().unflatten(1, (-1, INT4_GROUP))
     scale = (groups.abs().amax(2, keepdim=True) / 7).clamp(min=1e-8).bfloat16()
@@ -100,7 +103,7 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
             ]
             return found
 
-        with ThreadPoolExecutor(len(servers)) as pool:  # each server has one request at a time
+        with ThreadPoolExecutor(len(servers)) as pool:  # each server gets one request at a time
             answers = dict(zip(servers, pool.map(ask, servers), strict=True))
     acted = {name: forwards.read(tmp_path / f"{name}.jsonl") for name in servers}
     right = {name: sum(one["predicted"] == one["label"] for one in given) for name, given in answers.items()}

@@ -1,8 +1,8 @@
-"""The second GEMM and the sum over the top-k in columns: the same bits as the engine's own sequence, in less memory.
+"""GPU tests of column slices with the Triton runner: the same bits as the engine's own function, in less memory.
 
-Without a GPU, TRITON_INTERPRET=1 runs the engine's kernels in Triton's interpreter, with plain PyTorch in place of the
-engine's CUDA functions around them; a unit test does, `make test-all` with what is marked `product`. There the type is
-float16: the interpreter's bfloat16 is wrong.
+Without a GPU, the tests run the engine's kernels in Triton's interpreter (TRITON_INTERPRET=1), with plain PyTorch
+instead of the engine's CUDA functions. A unit test does that; `make test-all` includes the tests with the mark
+`product`. The data type is then float16, because the interpreter computes bfloat16 incorrectly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 CONFIG = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 2}
 if INTERPRETED:
-    CONFIG |= {"BLOCK_SIZE_M": 64}  # few programs: each takes milliseconds
+    CONFIG |= {"BLOCK_SIZE_M": 64}  # few programs, because each takes milliseconds
 else:
     CONFIG |= {"num_warps": 4, "num_stages": 2}
 
@@ -50,7 +50,7 @@ else:
 
 @pytest.fixture(scope="module")
 def modules():
-    """The engine's modules, where the sequence is and where its GEMM is, ready to run on this device."""
+    """The engine's modules with the fused-MoE function and with its GEMM, ready to run on this device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang_moe_patches.core import engine
@@ -73,7 +73,7 @@ def modules():
 
 
 def _stand_in(patch, module, kernels):
-    """Plain PyTorch for what the engine has on CUDA only."""
+    """Replace the engine's functions that need CUDA by plain PyTorch."""
 
     def silu_and_mul(x, out, expert_ids=None, expert_step=1):
         gate, up = x.float().chunk(2, dim=-1)
@@ -130,7 +130,7 @@ def layer(
     block=32,
     **more,
 ):
-    """Arguments of the engine's sequence, by name: random weights, activations and routing."""
+    """Draw the arguments of the engine's fused-MoE function: weights, activations and routing."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -208,9 +208,9 @@ def layer(
 
 
 def run(modules, given):
-    """The output of the sequence as the module has it now; the input is a fresh copy."""
+    """Run the module's present fused-MoE function on a copy of the input, and return its output."""
     sequence = getattr(modules.sequence, triton.FUSED_MOE)
-    # What this layer does not have is off, as in the engine's own calls.
+    # Options that this layer does not set are off, as in the engine's own calls.
     off = dict.fromkeys(inspect.signature(sequence).parameters)
     off |= {
         name: False for name in off if name.startswith(("use_", "no_", "per_", "apply_", "in", "down_moe", "up_moe"))
@@ -221,7 +221,7 @@ def run(modules, given):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes at which a test's tensors are large."""
+    """Lower the thresholds, so that the tests' small tensors count as large."""
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
     monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
@@ -230,14 +230,14 @@ def small(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """Our sum takes half of the interpreter's time: beside its own test, one of the sequence is enough."""
+    """Replace our sum kernel by plain PyTorch in the interpreter. The kernel takes half of the time there."""
     if INTERPRETED and not re.search("our_sum|bf16-True", request.node.name):
         monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """How many slices each sequence ran in since the test began."""
+    """List with the number of slices of each call in this test."""
     counts = []
     slices = deferred_tensor.choose_column_slices
 
@@ -255,7 +255,7 @@ def patched():
 
 
 def both(modules, given):
-    """The engine's answer, and the one in columns."""
+    """Return the output of the engine's function and the output in column slices."""
     stock = run(modules, given)
     with patched():
         return stock, run(modules, given)
@@ -273,7 +273,7 @@ KINDS = (
     *("int8-channel", "int8-block", "w8a16", "w4a16"),
 )
 FURTHER = ("fp8-static", "int8-channel", "int8-block")
-"""Scaled as another one is."""
+"""Cases that are quantized like another case."""
 
 
 def product(*case):
@@ -298,7 +298,7 @@ def test_column_slices_give_the_same_bits(modules, ran, kind, inplace):
 
 
 def elsewhere():
-    """Routing to experts of which some are on other ranks, and none of row 7's here."""
+    """Return routing with some experts on other ranks. All experts of row 7 are on other ranks."""
     ids = layer()["topk_ids"].cpu().clone()
     ids[ids >= 3] = -1
     ids[7] = -1
@@ -338,7 +338,8 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, ran, 
 
 @pytest.mark.usefixtures("small")
 def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(modules, ran, monkeypatch):
-    """From 0.5.20 on, off by default: the sequence has no first tensor then, and its GEMM fills the second one."""
+    """From 0.5.20 on, the first GEMM can include the activation. It is off by default. The GEMM then fills the second
+    tensor."""
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")
     invoke = getattr(modules.sequence, triton.INVOKE)
@@ -367,7 +368,7 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
         engines(patch)
         stock = [run(modules, given(inplace)) for inplace in (False, True)]
     with patched(), monkeypatch.context() as patch:
-        engines(patch)  # not before: we look at what is there
+        engines(patch)  # only now, because the test reads the present function
         ours = [run(modules, given(inplace)) for inplace in (False, True)]
     assert all(torch.isfinite(one).all() for one in stock)
     assert all(map(same_bits, stock, ours))
@@ -401,10 +402,10 @@ def test_forward_passes_in_two_threads_share_no_state(modules, ran):
 
 @pytest.fixture
 def read_beside(modules, monkeypatch):
-    """What another stream finds in the sequence's input, if it reads it while a GEMM runs; one for each GEMM.
+    """List of the input's values that a concurrent reader sees during each GEMM.
 
-    On a GPU it does read it on another stream, and is done when the GEMM is: no later than shared experts are that run
-    at the same time.
+    On a GPU another stream reads them, and ends with the GEMM. Shared experts that run at the same time do not end
+    later.
     """
     found, side = [], None if INTERPRETED else torch.cuda.Stream()
     invoke = getattr(modules.sequence, triton.INVOKE)
@@ -456,7 +457,7 @@ def test_an_out_of_place_output_is_written_at_once(modules, ran, monkeypatch):
 
 
 def with_dead_input(modules, given, dead, hidden=None):
-    """The output of the sequence as the module has it now, with ``dead`` on offer."""
+    """Run the module's present fused-MoE function while ``dead`` is offered, and return its output."""
     hidden = given["hidden_states"].clone() if hidden is None else hidden
     given = {**given, "hidden_states": SimpleNamespace(clone=lambda: hidden)}
     with channel.moe_output_buffer_ctx(dead):
@@ -468,7 +469,7 @@ def nans(*shape):
 
 
 def output_into_dead_input():
-    """What deferred-shared-experts does to the sequence."""
+    """Patch the fused-MoE function as deferred-shared-experts does."""
     return patched_by(takers.probe_triton())
 
 
@@ -482,7 +483,7 @@ def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modul
     assert ran[0] > 1
     assert same_bits(stock, ours)
     assert channel.shares_storage(ours, hidden)
-    assert kind != "bf16" or (120, 32) not in made.sizes  # else the quantized activations have that size
+    assert kind != "bf16" or (120, 32) not in made.sizes  # otherwise the quantized activations have the same size
     assert not dead.view(-1)[: 120 * 32].isnan().any()
     assert dead.view(-1)[120 * 32 :].isnan().all()
 
@@ -509,7 +510,7 @@ def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(modul
     assert ran == ([slices] if slices else [])
     assert channel.shares_storage(ours, dead)
     assert same_bits(stock, ours)
-    assert torch.equal(hidden, given["hidden_states"])  # the shared experts read it now
+    assert torch.equal(hidden, given["hidden_states"])  # the shared experts read the input now
 
 
 UNUSABLE = {
@@ -566,7 +567,7 @@ def test_a_lost_slice_changes_the_result(modules, ran, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_another_tile_size_changes_the_bits(modules, ran, monkeypatch):
-    """The slices run with the tiles that the engine chose for the whole; others may add in another order."""
+    """The slices must use the tile sizes that the engine chose for the whole tensor. Others add in another order."""
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
     assert same_bits(stock, ours)
@@ -588,7 +589,7 @@ def test_another_tile_size_changes_the_bits(modules, ran, monkeypatch):
 
 
 class Allocations(TorchDispatchMode):
-    """Sizes of the tensors made, in order."""
+    """Recorder of the sizes of allocated tensors, in order."""
 
     def __init__(self):
         super().__init__()
@@ -618,7 +619,7 @@ def test_no_tensor_of_the_full_size_is_made(modules, ran):
     ("in_kernel", "more", "stock_tensors"), [(False, {"no_combine": True}, 2), (True, {"inplace": True}, 1)]
 )
 def test_no_unwritten_tensor_is_allocated(modules, ran, monkeypatch, in_kernel, more, stock_tensors):
-    """Without a sum, and with the sum in the kernel."""
+    """The engine allocates an unwritten tensor if no sum is needed, and if the kernel computes the sum."""
     monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", in_kernel)
     monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", in_kernel)
     given = layer(**more)
@@ -629,7 +630,7 @@ def test_no_unwritten_tensor_is_allocated(modules, ran, monkeypatch, in_kernel, 
     assert stock.sizes.count((40, 3, 256)) == stock_tensors
     assert ours.sizes.count((40, 3, 256)) == stock_tensors - 1
     assert ran == []
-    if INTERPRETED or not in_kernel:  # atomics add in any order on a GPU
+    if INTERPRETED or not in_kernel:  # on a GPU, atomics add in random order
         assert same_bits(expected, output)
     else:
         torch.testing.assert_close(expected, output, rtol=0.05, atol=0.05)
@@ -652,7 +653,7 @@ def hooks():
     ],
 )
 def test_some_calls_stay_uncut(modules, ran, monkeypatch, more, reached):
-    if more.get("tokens") == 32:  # the engine compiles that sum, in an order of its own
+    if more.get("tokens") == 32:  # the engine compiles this sum, which then adds in another order
         monkeypatch.setattr(
             modules.sequence, "moe_sum_reduce_torch_compile", lambda x, out, scale: moe_sum.moe_sum_torch(x, out, scale)
         )

@@ -1,8 +1,8 @@
-"""Columns in Marlin: the answers of the engine's own function, in less memory.
+"""GPU tests of column slices with Marlin: the answers of the engine's own function, in less memory.
 
-Without a GPU, TRITON_INTERPRET=1 runs it on a stand-in for the compiled GEMM (test/standins/marlin_moe.py), which gives
-the same bits for a column whatever is beside it; a unit test does. The real one adds some of its sums in any order; the
-error against float32 is the benchmark's.
+Without a GPU, a unit test runs these tests with TRITON_INTERPRET=1 and a stand-in for the compiled GEMM
+(test/standins/marlin_moe.py). The bits of the stand-in's columns do not depend on the other columns. The real GEMM adds
+some sums in random order; a benchmark measures its error against float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sglang_moe_patches.core.dead_input import channel  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bfloat16 is wrong
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter computes bfloat16 incorrectly
 ELSEWHERE = "sglang.srt.utils.custom_op"
 _WITH_GEMM = ("sglang.kernels.ops.moe.moe_wna16_marlin", "sglang.jit_kernel.moe_wna16_marlin")
 
@@ -46,7 +46,7 @@ _WITH_GEMM = ("sglang.kernels.ops.moe.moe_wna16_marlin", "sglang.jit_kernel.moe_
 
 @pytest.fixture(scope="module")
 def module():
-    """The engine's module, ready to run on this device."""
+    """The engine's module with Marlin's fused-MoE function, ready to run on this device."""
     found = importlib.import_module(marlin.MODULE)
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
@@ -62,7 +62,8 @@ def module():
 
 
 def _stand_in(patch, module):
-    """Plain PyTorch for what the engine has on CUDA only; its own function on the CPU, under its own operator."""
+    """Replace the engine's functions that need CUDA by plain PyTorch, and register the engine's operator for the
+    CPU."""
 
     def silu_and_mul(x, out):
         gate, up = x.double().chunk(2, dim=-1)
@@ -105,7 +106,7 @@ def _stand_in(patch, module):
 def layer(
     tokens=40, experts=4, hidden=512, intermediate=128, top_k=3, kind="int4", *, gated=True, seed=0, ids=None, **more
 ):
-    """Arguments of the engine's function, by name: random weights, activations and routing."""
+    """Draw the arguments of the engine's function: weights, activations and routing."""
     generator = torch.Generator().manual_seed(seed)
     bits, group = (8, 32) if kind == "int8" else (4, 16 if kind == "nvfp4" else 32)
 
@@ -144,7 +145,7 @@ def layer(
 
 
 def run(module, given):
-    """The function's output; the input is a fresh copy. With the operator's schema, as its callers use it."""
+    """Run the function on a copy of the input and return its output. The arguments follow the operator's schema."""
     return getattr(module, marlin.NAME)(**given | {"hidden_states": given["hidden_states"].clone()})
 
 
@@ -153,7 +154,7 @@ def patched():
 
 
 class Poison(TorchDispatchMode):
-    """Whatever is allocated and not written is NaN; and the largest of it, in elements."""
+    """Mode that fills allocated tensors with NaN. ``largest`` is the size of the largest tensor, in elements."""
 
     largest = 0
 
@@ -167,14 +168,15 @@ class Poison(TorchDispatchMode):
 
 
 def both(module, given):
-    """The engine's answer, and the one in columns on poisoned memory."""
+    """Return the output of the engine's function, and the output in column slices on memory filled with NaN."""
     stock = run(module, given)
     with patched(), Poison():
         return stock, run(module, given)
 
 
 def same(a, b):
-    """The same bits; on a GPU, where stock's own differ from run to run, nearly."""
+    """Return whether two outputs have the same bits. On a GPU they need only be close, because stock differs from run
+    to run."""
     if INTERPRETED:
         return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
     return bool((a.float() - b.float()).abs().max() <= 0.02 * a.float().abs().max())
@@ -182,7 +184,7 @@ def same(a, b):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Sizes at which a test's tensors are large."""
+    """Lower the thresholds, so that the tests' small tensors count as large."""
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
     monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
@@ -191,7 +193,7 @@ def small(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """Our kernels take long in the interpreter: one test is enough."""
+    """Replace our kernels by plain PyTorch in the interpreter, where they are slow. One test runs them."""
     if INTERPRETED and "kernels" not in request.node.name:
 
         def sum_then_copy(expert_outputs, output, scale, copies):
@@ -204,7 +206,7 @@ def quick(monkeypatch, request):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The slices of each call since the test began."""
+    """List of the column slices of each call in this test."""
     found = []
     choose = marlin.choose_column_slices
 
@@ -253,7 +255,7 @@ def biases():
         pytest.param({"is_k_full": False}, "", FOUR, id="k is not full"),
         pytest.param({"clamp_limit": 0.5}, "clamp_limit", FOUR, id="a clamp"),
         pytest.param({"is_gated": False, "gated": False, "activation": "relu2"}, "is_gated", FOUR, id="no gate"),
-        # As GPTQ's layers without act-order have them.
+        # Values of GPTQ layers without act-order.
         pytest.param(dict.fromkeys(INDICES, torch.empty(4, 0, dtype=torch.int32)), "", FOUR, id="empty indices"),
         pytest.param(biases(), "w2_bias", FOUR, id="biases"),
     ],
@@ -280,7 +282,8 @@ def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, 
 
 @pytest.mark.parametrize("given_map", [False, True])
 def test_experts_elsewhere_add_nothing(module, ran, given_map):
-    """Rows without an expert here are not written by the GEMM: what the slice before left there must not count."""
+    """The GEMM does not write rows whose experts are on other ranks. Values of the previous slice there must not be
+    added."""
     ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
     if not given_map:
@@ -293,7 +296,7 @@ def test_experts_elsewhere_add_nothing(module, ran, given_map):
 
 
 def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
-    """``inplace``: the engine's callers never ask for it."""
+    """The test sets ``inplace``, which the engine's own callers never do."""
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
     with patched():
@@ -345,7 +348,7 @@ def test_moe_workspace_mb_bounds_the_workspace(module, ran, monkeypatch):
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "100")
     with patched():
         run(module, given)
-    assert len(ran) == 1  # far too small to look at
+    assert len(ran) == 1  # the tensor is far too small for column slices
 
 
 # --- The dead input --------------------------------------------------------------------------------------------------

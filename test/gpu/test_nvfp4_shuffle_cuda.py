@@ -1,4 +1,4 @@
-"""The NVFP4 shuffle kernels on a real GPU: bit-identical, in place, and within their memory limits."""
+"""GPU tests of the NVFP4 shuffle kernels: bit-identical to the engine's, in place, and within their memory limits."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ GRID = [
 
 @pytest.fixture(autouse=True)
 def no_kernel_gives_up(caplog):
-    """A kernel that fails to compile or launch falls back with a warning: here that is a failure."""
+    """Fail the test if a kernel fails to compile or launch. The shuffle would only log a warning and use plain
+    PyTorch."""
     shuffle._warn_no_kernel.cache_clear()
     with caplog.at_level(logging.WARNING, logger=shuffle.log.logger.name):
         yield
-    # get_records: by the time of this teardown, caplog.records holds the teardown's own.
+    # get_records, because caplog.records already has the records of this teardown.
     assert [r.message for r in caplog.get_records("call") if r.name == shuffle.log.logger.name] == []
 
 
@@ -86,7 +87,7 @@ def test_kernels_and_the_plain_path_agree_with_the_engine(engine, monkeypatch, e
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 512), (7168, 2048), (4096, 192)])
 def test_no_thread_overtakes_another(hidden, intermediate):
-    """In place, a missing barrier is a race: many programs, many times, against an out-of-place gather."""
+    """A missing barrier is a race in place. Many programs run many times, and must equal an out-of-place gather."""
     w13, w2, s13, s2 = random_layer(64, hidden, intermediate)
     plan = shuffle.row_permutations(hidden, intermediate, True)
     for _ in range(20):
@@ -130,7 +131,7 @@ def test_unaligned_storage_takes_the_plain_path():
 
 
 class _Used:
-    """Device memory and allocations of a block, beyond what was there before."""
+    """Context manager that measures the additional device memory and allocations of a block."""
 
     def __enter__(self):
         torch.cuda.synchronize()
@@ -158,7 +159,7 @@ def test_limits_of_one_kimi_layer(monkeypatch, kernels):
 
 
 def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
-    """The engine's own method on a Kimi-K2.5 layer at TP=4: no second copy, and placeholders of a few bytes."""
+    """The engine's own method on a Kimi-K2.5 layer at TP=4 makes no second copy, and only small placeholders."""
     from sglang.srt.layers.quantization import modelopt_quant as modelopt
 
     choose_trtllm(monkeypatch, modelopt)

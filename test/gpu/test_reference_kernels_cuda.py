@@ -1,6 +1,7 @@
-"""The Triton reference kernels: equal to the plain ones, capturable, deterministic, within their memory.
+"""GPU tests of the Triton reference kernels: equal to the plain ones, capturable, deterministic, within their memory
+limits.
 
-Without a GPU, TRITON_INTERPRET=1 runs the small cases in Triton's interpreter; a unit test does.
+Without a GPU, a unit test runs the small cases in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ def plain(monkeypatch, function, *args, **kwargs):
 
 
 def in_triton(**arguments):
-    """``run_routed`` by the Triton kernels on whatever device."""
+    """Run ``run_routed`` with the Triton kernels on any device."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernels._Layer, "has_triton_kernels", True)
         return run_routed(**arguments)
 
 
 def peak_bytes(function):
-    """What it allocates at once, at its second call."""
+    """Return the peak of allocated bytes in the second call of a function."""
     function()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -72,7 +73,7 @@ def peak_bytes(function):
 
 
 def awkward(rows, columns, seed=0):
-    """Random numbers of every magnitude, halves between codes, zeros, infinities and NaNs."""
+    """Draw difficult numbers: all magnitudes, midpoints between two codes, zeros, infinities and NaNs."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, columns, device=DEVICE, generator=generator)
     x *= torch.exp(6 * torch.randn(rows, columns // 16, device=DEVICE, generator=generator)).repeat_interleave(16, 1)
@@ -110,16 +111,16 @@ def test_quantize_allocates_only_its_result():
 
 
 def assert_close(got, expected):
-    """Equal but for rounding: float32 sums, and now and then an intermediate on the other side of an NVFP4 boundary.
+    """Check that two results are equal except for rounding.
 
-    Such a step is at most a fifth of one of the intermediate's many terms, so it moves an element little, and most
-    elements not at all.
+    Sums in float32 differ slightly. Sometimes an intermediate value is rounded to a neighbouring NVFP4 code. This
+    changes one of many terms of an element by at most a fifth, so few elements change, and only a little.
     """
     got, expected = got.double(), expected.double()
     size = expected.square().mean().sqrt()
     assert size > 1e-3
     error = (got - expected).abs()
-    # Results are bfloat16, whose ulp is 4e-3 to 8e-3 of an element; the interpreter cuts off instead of rounding.
+    # Results are bfloat16, with steps of 4e-3 to 8e-3 of an element. The interpreter truncates instead of rounding.
     assert error.square().mean().sqrt() < (1.5e-3 if DEVICE == "cuda" else 6e-3) * size
     assert (error > 8.1e-3 * expected.abs() + 1e-3 * size).double().mean() < 2e-3
     assert error.max() < 0.05 * size + 8.1e-3 * expected.abs().max()
@@ -160,7 +161,7 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
     for tensor in shared.values():
         if isinstance(tensor, torch.Tensor):
             tensor[1] = tensor[0]
-    # The first two cancel out: what the others add to the sum in between loses its last bits.
+    # The first two terms cancel out, so that terms which are added between them lose their last bits.
     weights = torch.tensor([2.0**20, -(2.0**20), 0.7, 0.3], device=DEVICE).bfloat16().view(torch.int16).int()
     packed = (torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE) << 16) | (weights & 0xFFFF)
     given = [packed[list(order)].expand(3, 4).contiguous() for order in ((0, 1, 2, 3), (2, 0, 3, 1), (1, 3, 2, 0))]
@@ -180,7 +181,7 @@ def test_passes_and_strips_change_nothing(monkeypatch):
 
 @ON_GPU
 def test_can_be_captured_and_replayed_with_other_routing():
-    """With its sum, and left to be finalized."""
+    """The test covers the kernel with the final sum and without it (``do_finalize``)."""
     shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
     buffers: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
     output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")
@@ -203,7 +204,7 @@ def test_can_be_captured_and_replayed_with_other_routing():
         expected = run_routed(**shared, **other)
         assert torch.equal(output, expected)
         by_hand = (rows[row_of.long()].view(40, 4, -1).float() * weights.float().unsqueeze(-1)).sum(1)
-        # These rows are bfloat16, those that the kernel sums float32: each of four terms is rounded once more.
+        # These rows are bfloat16, but the kernel sums float32 rows. Each of the four terms is rounded once more.
         size = expected.float().square().mean().sqrt()
         assert (by_hand - expected.float()).square().mean().sqrt() < 4e-3 * size
 
@@ -212,7 +213,7 @@ def test_can_be_captured_and_replayed_with_other_routing():
 def test_scratch_is_bounded_and_no_weights_are_decoded():
     shared, arguments = layer(64, 7168, 512), batch(16384, 64, 7168, 8)
     output = torch.empty(16384, 7168, dtype=torch.bfloat16, device="cuda")
-    # Index lists: a few int64 per token and expert, and what the sorts of them need.
+    # Memory for index lists: a few int64 per token and expert, and the workspace of their sorts.
     most = nvfp4_triton.SCRATCH_BYTES + 16 * MIB
     assert peak_bytes(lambda: run_routed(**shared, **arguments, output=output)) < most
 
@@ -252,5 +253,5 @@ def test_quantize_against_flashinfers_kernel(swizzled):
     ours, our_scale = kernels.fp4_quantize(x, scale, is_sf_swizzled_layout=swizzled)
     theirs, their_scale = flashinfer.fp4_quantize(x, scale, is_sf_swizzled_layout=swizzled)
     assert torch.equal(our_scale.flatten(), their_scale.view(torch.uint8).flatten())
-    # Their reciprocals are approximate: a value on a boundary may go the other way.
+    # The kernels' reciprocals are approximate, so a value on a boundary may be rounded to the other code.
     assert (ours != theirs.view(torch.uint8).view_as(ours)).double().mean() < 1e-3

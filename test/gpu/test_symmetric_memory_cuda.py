@@ -1,8 +1,8 @@
-"""NCCL's symmetric memory on two GPUs: no collective leaves it because the shared experts run last.
+"""Test on two GPUs that collectives keep using NCCL's symmetric memory if the shared experts run last.
 
-Two ranks of the engine's own model runner, at Kimi-K2.5's widths with random weights, decode without graphs. At each
-collective of the engine's symmetric path it is asked whether what it reads and writes lies in the pool: those, and no
-others, NCCL runs as symmetric ones.
+Two ranks of the engine's model runner decode without CUDA graphs, with Kimi-K2.5's widths and random weights. At each
+collective of the engine's symmetric path, the test records whether the input and the output lie in the pool. NCCL runs
+only these collectives as symmetric ones.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 RANKS, STEPS = 2, 3
-#: More than 32: sums of so few tokens are compiled first.
+#: More than 32 tokens, because the engine compiles sums of fewer tokens first.
 PROMPTS = [[7 + seed, 11, 300, 42] * (5 + seed % 16) for seed in range(40)]
-#: A GPU's arguments; the rehearsal on a CPU has none of NCCL.
+#: Arguments for a GPU. A trial run on a CPU has no NCCL.
 GPU = {
     "device": "cuda",
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "enable_symm_mem": True,
-    # These can use NVLink multicast, and are not what is counted.
+    # Custom all-reduce can use NVLink multicast and is not counted.
     "disable_custom_all_reduce": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
     "mem_fraction_static": 0.3,
@@ -42,7 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def variants(engine: Any) -> dict[str, Any]:
-    """Contexts in which a model is built and run: the stock engine, ours, and ours without what is tested here."""
+    """Return context managers for the stock engine, the patched engine, and the patched engine without the tested
+    code."""
     from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
     from sglang_moe_patches.core import patch, runners
 
@@ -71,7 +72,7 @@ def variants(engine: Any) -> dict[str, Any]:
 
 
 def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> None:
-    """One rank, in a process of its own: what it counts and answers is written into ``folder``."""
+    """Run one rank in this process. Write its counts and answers into ``folder``."""
     from common.in_process import InProcess
 
     engine = InProcess(Path(folder) / "model", rank=rank, load_format="dummy", quantization=None,
@@ -112,7 +113,7 @@ def bits(logits: Any) -> int:
 
 
 def run(folder: Path, **arguments: Any) -> list[dict[str, Any]]:
-    """What each rank found, by variant."""
+    """Run all ranks. Return the results of each rank by variant."""
     import torch.multiprocessing as processes
     from common.shapes import MODELS
     from common.weights import ServedModel, write_model
@@ -138,19 +139,19 @@ def symmetric(counts: dict[str, int]) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stock_and_patched_have_equally_many_symmetric_collectives(layout, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "none")
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # as the engine's launcher has it
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the engine's launcher sets it, too
     monkeypatch.setenv("SGLANG_SYMM_MEM_PREALLOC_GB_SIZE", "1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the engine compiles its allocator there
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # folder in which the engine compiles its allocator
     for found in run(tmp_path / layout.replace(" ", "-"), **GPU, **LAYOUTS[layout]):
         stock, patched, without = (found[name] for name in ("stock", "patched", "without the mend"))
         assert (stock["in place"], patched["in place"]) == (True, False)
         assert symmetric(stock["decodes"]) > 0
         assert [patched[key] for key in ("decodes", "prefill")] == [stock[key] for key in ("decodes", "prefill")]
         assert [patched[key] for key in ("tokens", "bits")] == [stock[key] for key in ("tokens", "bits")]
-        if LAYOUTS[layout]:  # else the dead input lies in the pool, and is taken
+        if LAYOUTS[layout]:  # without the tested code the dead input lies in the pool, and is taken
             assert symmetric(without["decodes"]) < symmetric(stock["decodes"])
 
 
-if __name__ == "__main__":  # the rehearsal of the processes on a CPU: no collective is symmetric there
+if __name__ == "__main__":  # a trial run on a CPU, where no collective is symmetric
     ranks = run(Path(sys.argv[1]), device="cpu")
     print(SimpleNamespace(same=ranks[0]["stock"]["bits"] == ranks[0]["patched"]["bits"], pid=os.getpid()))

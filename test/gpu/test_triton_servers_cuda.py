@@ -1,8 +1,8 @@
-"""Real servers with the Triton runner on a GPU, beside what else a server may have on: the answers of the stock server.
+"""GPU tests of servers with the Triton runner, combined with other features: patched answers equal stock answers.
 
-Each case starts a stock and a patched server of a few layers of a model's widths, random weights, and asks both the
-same prompts. It counts only if the patched one was seen to act: to run in more than one slice, and where a layer has a
-dead input to write its output, or its activation's, over it. Nothing waits for the device between forwards.
+Each case starts a stock and a patched server with a few layers of a model's widths and random weights, and sends both
+the same prompts. The patched server must have acted: it computed in several column slices, and layers with a dead input
+overwrote the dead input with their output or activation. No code synchronizes with the GPU between forward passes.
 """
 
 from __future__ import annotations
@@ -30,50 +30,51 @@ from mismatch import Asked  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 
-#: A rank's share, of TP=4; of DeepSeek-V3's, of TP=8.
+#: The models have the widths of one rank of TP=4, DeepSeek-V3 those of TP=8.
 SHARES = {"qwen3-235b": 4, "glm-4.5": 4, "minimax-m2": 4, "deepseek-v3": 8}
 QWEN, DEEPSEEK = "qwen3-235b", "deepseek-v3"
 LAYERS = 3
-#: Two for each stage: the first layer of a stage has no dead input.
+#: Two layers for each pipeline stage, because the first layer of a stage has no dead input.
 STAGED_LAYERS = 4
 IN_FLIGHT = 6
-#: Its [tokens, top-k, hidden] tensor is of 384 MiB in the narrowest model.
+#: With this many tokens, the expert outputs take 384 MiB in the narrowest model.
 TOKENS = 8192
 CAPTURED_TOKENS = 4096
 RANK = 8
 ATTENTION = {"q_proj": (4096, 2048), "v_proj": (4096, 128)}
 
 
-#: What is left of a test that found answers unequal.
+#: Folder for the answers and logs of a failed test.
 KEPT = Path(os.environ.get("MISMATCHES", Path(tempfile.gettempdir()) / "mismatches"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of server, and how it is asked."""
+    """A kind of server, and the way in which it gets its prompts."""
 
     arguments: tuple[str, ...] = EAGER
     model: str = QWEN
     gpus: int = 1
     before: str = ""
-    """An endpoint to call before the prompts."""
+    """Endpoint that is called before the prompts, or empty."""
     lora: str = ""
-    """Target: ``attention`` or ``experts``."""
+    """Target of a LoRA adapter: ``attention`` or ``experts``."""
     whole: bool = False
-    """The tensor stays whole, because somebody reads it."""
+    """The expert outputs stay uncut, because other code reads them."""
     ranks: int = 1
-    """Which write what their forwards do."""
+    """Ranks that record their forward passes."""
     scattered: bool = False
-    """The experts get other tokens than the layer has, or a part of them at a time."""
+    """The experts receive other tokens than the layer, or only a part of the tokens at a time."""
     draft: bool = False
-    """EAGLE-3's draft model reads hidden states of the model's layers."""
+    """The server has EAGLE-3's draft model, which reads hidden states of the model's layers."""
     staged: bool = False
-    """Two pipeline stages: while one runs a forward, the other sends and receives those of other requests."""
+    """The server has two pipeline stages. While one stage computes, the other one sends and receives hidden states."""
     request: dict[str, Any] = field(default_factory=dict)
 
     @property
     def graphs(self) -> bool:
-        """The engine's default graphs, of decodes and of prompts up to ``CAPTURED_TOKENS``."""
+        """The server has the engine's default CUDA graphs, of decodes and of prefills up to ``CAPTURED_TOKENS``
+        tokens."""
         return "--cuda-graph-max-bs" in self.arguments
 
 
@@ -84,7 +85,8 @@ EAGLE = (
     *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
 )
-#: Less than the runner holds with any of these prompts. By default the tensor stays whole with tuned tiles.
+#: A limit below the runner's workspace for each of these prompts. By default, the tensor stays uncut with tuned tile
+#: sizes.
 WORKSPACE_MB = "200"
 CASES = {
     "Qwen3-MoE": Case(GRAPHS),
@@ -102,14 +104,14 @@ CASES = {
     "two ranks of MiniMax-M2": Case(TWO_RANKS, "minimax-m2", gpus=2, ranks=2),
     "expert parallelism": Case((*TWO_RANKS, "--ep-size", "2"), gpus=2, ranks=2),
     "data-parallel attention": Case((*TWO_RANKS, "--dp", "2", "--enable-dp-attention"), gpus=2, scattered=True),
-    # Whose doing a mismatch of these two is: test/tools/pipeline.py.
+    # test/tools/pipeline.py finds the cause if these two differ.
     "pipeline stages": Case((*EAGER, "--pp-size", "2"), gpus=2, ranks=2, staged=True),
     "pipeline stages of DeepSeek-V3": Case(
         (*EAGER, "--pp-size", "2", "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2, staged=True
     ),
 }
 
-#: In every process of the servers: what EAGLE-3's draft model reads of the model's layers, as sums of its bits.
+#: Plugin of the servers. It records the hidden states that EAGLE-3's draft model reads, as sums of their bits.
 DRAFT = """
 import functools, os
 import wrapt
@@ -134,7 +136,8 @@ def _read(module):
 
 
 def write_draft(folder: Path) -> Path:
-    """EAGLE-3's draft model for ``QWEN``, of random weights. It reads what enters the model's last two layers."""
+    """Write EAGLE-3's draft model for ``QWEN`` with random weights. It reads the inputs of the model's last two
+    layers."""
     from safetensors.torch import save_file
     from sglang_moe_reference.model import vocab_size
 
@@ -162,7 +165,7 @@ def write_draft(folder: Path) -> Path:
 
 
 def write_adapter(folder: Path, target: str) -> Path:
-    """A LoRA adapter for ``QWEN``, of random weights, large enough to change answers."""
+    """Write a LoRA adapter for ``QWEN`` with random weights that are large enough to change answers."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -189,9 +192,9 @@ def write_adapter(folder: Path, target: str) -> Path:
 
 
 def requests(case: Case) -> list[Asked]:
-    """Prompts that are asked one after the other, and some at once.
+    """Return prompts that are sent one after another, and prompts that are sent at the same time.
 
-    Those are as long as a forward can be, and want one token: no batch depends on when they arrive.
+    The latter fill a forward pass and ask for one token, so that batches do not depend on arrival times.
     """
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
@@ -200,18 +203,18 @@ def requests(case: Case) -> list[Asked]:
 
 
 def ask(server: Server, case: Case) -> list[mismatch.Answer]:
-    """Tokens and their log-probabilities."""
+    """Send the prompts to a server. Return the generated tokens and their log-probabilities."""
     if case.before:
         httpx.post(f"{server.url}/{case.before}", timeout=60).raise_for_status()
     return mismatch.ask(server, requests(case))
 
 
 def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
-    """Variables of each server."""
+    """Return the environment variables of each server."""
     own = (
         (MOE_WORKSPACE_MB.name, WORKSPACE_MB),
         (forwards.UNTIMED, "1"),
-        # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
+        # Both servers compile small kernels and would choose them by their time. Other kernels round differently.
         ("TORCHINDUCTOR_DETERMINISTIC", "1"),
     )
     return {
@@ -244,12 +247,12 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     setups["stock"].prepare()
     plugins.write(tmp_path / "servers" / "plugin", "benchmark_forwards", "common.forwards:register")
     with running(setups, at_once=True) as servers:
-        # One after the other: the first one's choices of compiled kernels are the second one's, too.
+        # The servers start one after another, so that the second server reuses the compiled kernels of the first.
         stock, patched = (ask(server, case) for server in servers.values())
         log = servers["patched"].log_text()
     print(name, *(line for line in log.splitlines() if "moe-patches" in line), sep="\n")
     if found := mismatch.find_differences(requests(case), stock, patched):
-        lines = [tmp_path / each for each in ("stock", "patched")]  # of their forwards
+        lines = [tmp_path / each for each in ("stock", "patched")]  # the recorded forward passes
         kept = mismatch.save_mismatch(
             KEPT / name.replace(" ", "-"),
             found,
@@ -262,12 +265,13 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         assert str((TOKENS, 2 * MODELS[QWEN].hidden)) in read[0]
         assert read[0] == read[1]
     assert all(one.is_untouched for one in forwards.read(tmp_path / "stock"))
-    captures_prompts = case.graphs and "disabling prefill CUDA graph" not in log  # some releases do not with MLA
+    # Some releases capture no graphs of prefills with MLA.
+    captures_prompts = case.graphs and "disabling prefill CUDA graph" not in log
     check_what_was_seen(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
 
 
 def layers(case: Case) -> int:
-    """With experts."""
+    """Return the number of layers with routed experts."""
     return STAGED_LAYERS - (case.model == DEEPSEEK) if case.staged else LAYERS
 
 
@@ -290,12 +294,12 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_toke
     if case.scattered:
         return
     prompts = 3 + (case.graphs and not captured_tokens) * 2 + case.staged * IN_FLIGHT
-    # The first layer of the model, and of a pipeline's second stage, has no dead input.
+    # The first layers of the model and of the second pipeline stage have no dead input.
     dying = 1 if case.staged else LAYERS + (case.model in (DEEPSEEK, "glm-4.5")) - 1
     for rank in range(case.ranks):
         acted = [one.outputs if last else one.scratch for one in ran if one.rank == rank]
         assert acted == [dying] * prompts
-    # A decode's output lies in the dead input where the shared experts run last; nothing else acts on it.
+    # A decode writes its output into the dead input only if the shared experts run last.
     assert decodes or case.draft
     if case.graphs:
         assert all(one.is_untouched for one in decodes)

@@ -1,4 +1,4 @@
-"""Take guards out of the code, one after the other, and see whether their tests fail.
+"""Remove one guard after another from the code, and check that its test fails.
 
     make guards                    # all of MUTATIONS
     make guards ARGS="cutedsl"     # mutations with this text in the name of their file or test
@@ -12,12 +12,13 @@ mutation, in the order of the table:
 
 Two commits are compared by::
 
-    make -s guards > before        # in the one, then after in the other
+    make -s guards > before        # on the first commit; on the second one, write to `after`
     diff before after
 
-To add one, append a row to ``TABLE``, below the file and one test that fails then, with its parameters in brackets if
-a single case is enough: text that is in the file once, and what takes its place. Run ``make guards`` with the file's
-name. What tests miss needs another case, in the table nearest to it. See docs/development/guards.md.
+To add a mutation, append a row to ``TABLE``, under its file and a test that then fails. If a single case of the test is
+enough, add the case's parameters in brackets. The row contains a text that occurs once in the file, and its
+replacement. Run ``make guards`` with the file's name. If no test fails, add a case to the nearest table of cases. See
+docs/development/guards.md.
 """
 
 from __future__ import annotations
