@@ -41,7 +41,7 @@ def register() -> None:
 def count_acts() -> Any:
     """Count what the changes do in this process from now on. An error while counting fails no test."""
     from sglang_moe_patches.core.patch import Patcher
-    from sglang_moe_patches.lab.observers.acted import Tally
+    from sglang_moe_patches.lab.observers.counting import Tally
     from sglang_moe_patches.registry import CHANGES
 
     def attempt(step: Callable[..., None], *args: Any) -> None:

@@ -2,8 +2,8 @@
 
 The plugin (``register``) writes a line per forward pass to the file that ``VARIABLE`` names. A line has the tokens, the
 wall-clock milliseconds between two synchronizations, the allocator's bytes, and the acts of the changes
-(:mod:`sglang_moe_patches.lab.observers.acted`). Acts between two forward passes, mostly while CUDA graphs are captured,
-have a line of their own.
+(:mod:`sglang_moe_patches.lab.observers.counting`). Acts between two forward passes, mostly while CUDA graphs are
+captured, have a line of their own.
 
 With the variable ``UNTIMED``, the plugin does not synchronize, and its lines have no times and no bytes. Forward
 passes, sends and receives then overlap as in a server without the plugin.
@@ -22,8 +22,8 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace import COLUMNS
 from sglang_moe_patches.core.dead_input import counts
 from sglang_moe_patches.core.patch import Count, Patcher
-from sglang_moe_patches.lab.observers.acted import LAYER, Tally, acts_of
-from sglang_moe_patches.lab.observers.events import Acted, parse_acted
+from sglang_moe_patches.lab.observers.counting import LAYER, Tally, acts_of
+from sglang_moe_patches.lab.observers.events import Acts, parse_acts
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
 """Environment variable: path of the file for the lines."""
@@ -52,7 +52,7 @@ class Forward:
     peak: int = 0
     reserved: int = 0
     rank: int = 0
-    acted: Acted = field(default_factory=Acted)
+    acted: Acts = field(default_factory=Acts)
 
     @property
     def slices(self) -> list[int]:
@@ -81,7 +81,7 @@ class Forward:
 def read(path: Path) -> list[Forward]:
     """Read the lines that were written so far."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [Forward(**line | {"acted": parse_acted(line["acted"])}) for line in lines]
+    return [Forward(**line | {"acted": parse_acts(line["acted"])}) for line in lines]
 
 
 # --- In the servers --------------------------------------------------------------------------------------------------

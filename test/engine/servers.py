@@ -33,7 +33,7 @@ from sglang_moe_patches.core.patch import (
 )
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
-from sglang_moe_patches.lab.observers.acted import acts_of
+from sglang_moe_patches.lab.observers.counting import acts_of
 from sglang_moe_patches.lab.servers.server import Server, free_port
 from sglang_moe_patches.registry import CHANGES
 from sglang_moe_reference import environment

@@ -63,7 +63,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
     from sglang_moe_patches.core.patch import Patcher, Status, probe
-    from sglang_moe_patches.lab.observers import acted
+    from sglang_moe_patches.lab.observers import counting
     from sglang_moe_patches.lab.observers.events import ChangeStatus
     from sglang_moe_reference.families import ModelSpec
     from sglang_moe_reference.model import _json_files, tokenizer_json
@@ -102,7 +102,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     changes = (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE)
     stock = asked(engine.runner.model)
     statuses = [ChangeStatus(change.name, Status.APPLIED, "") for change in changes]
-    tally = acted.Tally([count for counts in acted.active_counts(statuses).values() for count in counts])
+    tally = counting.Tally([count for counts in counting.active_counts(statuses).values() for count in counts])
     patcher = Patcher()
     for change in changes:
         plan = probe(change)
@@ -116,7 +116,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
         "distinct": stock[1].unique().numel(),
         "in_place": getattr(_experts(engine.runner.model).moe_runner_config, "inplace", False),
         "peak": [round(one[2] / 1e6, 1) for one in (stock, patched)],
-        "acted": acted.sentences(statuses, tally.acted),
+        "acted": counting.sentences(statuses, tally.acted),
     }
 
 

@@ -166,8 +166,8 @@ class Decision:
 class Count:
     """Definition of a counter for an action of a change.
 
-    :mod:`sglang_moe_patches.lab.observers.acted` counts the action in observed processes. It wraps one function of this
-    package, which runs whenever the change may act.
+    :mod:`sglang_moe_patches.lab.observers.counting` counts the action in observed processes. It wraps one function of
+        this package, which runs whenever the change may act.
 
     :param name: identifies the action. Changes that share an action use the same name.
     :param description: describes the action for people. It follows the change's name: "ran in columns".

@@ -21,7 +21,7 @@ from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core import fused_moe_call
 from sglang_moe_patches.core.dead_input import channel, offer, proofs
 from sglang_moe_patches.core.patch import Plan, Status, probe
-from sglang_moe_patches.lab.observers import acted
+from sglang_moe_patches.lab.observers import counting
 from sglang_moe_patches.lab.observers.events import ChangeStatus
 from sglang_moe_reference import families as tiny
 from sglang_moe_reference.model import ModelSpec, make_model
@@ -447,10 +447,10 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
 def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
     """The model has four layers. The first layer's input is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
-    tally = acted.Tally([count for counts in acted.active_counts(applied).values() for count in counts])
+    tally = counting.Tally([count for counts in counting.active_counts(applied).values() for count in counts])
     tally.install(patcher)
     run(bf16("qwen3-moe"), *TRITON_CHANGES["all"])
-    assert acted.sentences(applied, tally.acted) == [
+    assert counting.sentences(applied, tally.acted) == [
         "output-buffer: offered the dead input in 3 of 4 MoE layers",
         "deferred-shared-experts: did nothing",
         "moe-workspace: ran in columns in 4 of 4 MoE layers, up to 2 slices; "

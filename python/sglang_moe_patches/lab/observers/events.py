@@ -104,7 +104,7 @@ class Act(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Acted:
+class Acts:
     """Everything that the changes did in a process.
 
     :param layers: indices of the MoE layers that ran.
@@ -126,7 +126,7 @@ class Process:
 
     changes: tuple[ChangeStatus, ...]
     memory: Memory = field(default_factory=Memory)
-    acted: Acted = field(default_factory=Acted)
+    acted: Acts = field(default_factory=Acts)
     failure: str = ""
 
 
@@ -140,14 +140,14 @@ def write(process: Process, path: Path) -> None:
 def parse_process(document: Mapping[str, Any]) -> Process:
     """Make a process's record from its JSON document."""
     changes = tuple(ChangeStatus(*status) for status in document["changes"])
-    return Process(changes, Memory(**document["memory"]), parse_acted(document["acted"]), document.get("failure", ""))
+    return Process(changes, Memory(**document["memory"]), parse_acts(document["acted"]), document.get("failure", ""))
 
 
-def parse_acted(document: Mapping[str, Any]) -> Acted:
+def parse_acts(document: Mapping[str, Any]) -> Acts:
     """Make the acts of the changes from their JSON document."""
     largest = document["largest"]
     acts = tuple(Act(*act) for act in document["acts"])
-    return Acted(tuple(document["layers"]), acts, None if largest is None else MoeInput(*largest))
+    return Acts(tuple(document["layers"]), acts, None if largest is None else MoeInput(*largest))
 
 
 def collect(folder: Path) -> Process | None:
@@ -168,7 +168,7 @@ def collect(folder: Path) -> Process | None:
     return replace(max(processes, key=used_memory), acted=merge([process.acted for process in processes]))
 
 
-def merge(records: Sequence[Acted]) -> Acted:
+def merge(records: Sequence[Acts]) -> Acts:
     """Merge the acts of several processes.
 
     Tensor-parallel ranks do the same in the same layers, so the largest counts of an act are taken, not their sum.
@@ -180,4 +180,4 @@ def merge(records: Sequence[Acted]) -> Acted:
         acts[act[:3]] = Act(*act[:3], *map(max, act[3:], known[3:]))
     inputs = [record.largest for record in records if record.largest is not None]
     layers = sorted({layer for record in records for layer in record.layers})
-    return Acted(tuple(layers), tuple(acts.values()), max(inputs, key=lambda moe_input: moe_input.bytes, default=None))
+    return Acts(tuple(layers), tuple(acts.values()), max(inputs, key=lambda moe_input: moe_input.bytes, default=None))

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher, Plan
-from sglang_moe_patches.lab.observers import acted, events
+from sglang_moe_patches.lab.observers import counting, events
 from sglang_moe_patches.memory.kv_sizing.pools import hybrid, pool_bytes, pools_of
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
@@ -61,7 +61,7 @@ class Observer:
         """Growth of the bytes of tensors, from the start of the forward pass to the start of a kernel; the largest."""
         self.wrappers: WeakSet[Any] = WeakSet()
         """CuteDSL's wrappers that ran a kernel."""
-        self.tally: acted.Tally | None = None
+        self.tally: counting.Tally | None = None
 
     def attempt(self, step: Callable[..., None], *args: Any) -> None:
         """Run one step of observing. If it raises, record and log the error, and skip all later steps."""
@@ -178,7 +178,7 @@ class Observer:
             self.write()
 
 
-def _without_counts(acts: events.Acted) -> Any:
+def _without_counts(acts: events.Acts) -> Any:
     """Acts without their numbers of calls, to find out whether a change did something new."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
@@ -231,7 +231,7 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
 
 
 def _observe_forwards(observer: Observer) -> None:
-    """Wrap ``ModelRunner.forward``. A forward pass that a CUDA graph captures, of a draft model, is not observed."""
+    """Wrap ``ModelRunner.forward``. A draft model's forward pass that a CUDA graph captures is not observed."""
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -263,8 +263,8 @@ def cache_token_bytes(runner: Any) -> float | None:
 
 
 def _observe_changes(observer: Observer) -> None:
-    counts = [count for counts in acted.active_counts(observer.process.changes).values() for count in counts]
-    observer.tally = acted.Tally(counts, observer.attempt)
+    counts = [count for counts in counting.active_counts(observer.process.changes).values() for count in counts]
+    observer.tally = counting.Tally(counts, observer.attempt)
     observer.tally.install(Patcher(), observer.start_layer)
 
 

@@ -35,7 +35,7 @@ model's answers differ even at temperature 0."""
 POWER = 0.8
 """Probability that :func:`questions_for` questions lead to the verdict "no worse", if both servers are equally good."""
 GRID = 160
-"""Number of rates of gains that the p-value is maximized over. They lie closer together near zero."""
+"""Number of rates of gains over which the p-value is maximized. The rates lie closer together near zero."""
 MIN_PROBABILITY = 1e-12
 """Numbers of gains below this probability are not examined. Their tables count as favourable."""
 TIE = 1e-9
@@ -74,7 +74,10 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, thres
 
 @functools.cache
 def min_questions(drop: float, alpha: float) -> int:
-    """Smallest number of questions that can show a drop below ``drop``. It suffices without any loss or gain."""
+    """Smallest number of questions that can show a drop below ``drop``.
+
+    It suffices if the run has neither losses nor gains.
+    """
     questions = ceil(log(alpha) / log(1 - drop))  # no loss is improbable if the share of losses is `drop`
     while p_value(questions, 0, 0, drop) > alpha:
         questions += 1

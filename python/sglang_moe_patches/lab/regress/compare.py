@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from sglang_moe_patches.lab.observers.events import Acted, ChangeStatus, Memory
+from sglang_moe_patches.lab.observers.events import Acts, ChangeStatus, Memory
 from sglang_moe_patches.lab.regress import bound
 
 SCHEMA = 2
@@ -69,7 +69,7 @@ class Run:
     memory: Memory | None
     """Memory figures that the server's processes recorded; ``None`` if they recorded none."""
     changes: tuple[ChangeStatus, ...]
-    acted: Acted = field(default_factory=Acted)
+    acted: Acts = field(default_factory=Acts)
     not_observed: str = ""
     """Error because of which figures in ``memory`` are missing; empty if nothing failed."""
 

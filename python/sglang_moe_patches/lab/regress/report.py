@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_moe_patches.lab.observers import acted
+from sglang_moe_patches.lab.observers import counting
 from sglang_moe_patches.lab.regress import bound, pages
 from sglang_moe_patches.lab.regress.compare import INCONCLUSIVE, NO_WORSE, WORSE, Answer, Comparison, Run
 from sglang_moe_patches.lab.regress.gsm8k import GSM8K
@@ -348,7 +348,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
     console.print(table)
     for change, status, reason in comparison.patched.changes:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
-    for sentence in acted.sentences(comparison.patched.changes, comparison.patched.acted):
+    for sentence in counting.sentences(comparison.patched.changes, comparison.patched.acted):
         console.print(Text(sentence))
     style, _ = STYLES[comparison.exit_code]
     console.print(Text(f"{verdict(comparison)}.", style=style))
@@ -437,7 +437,7 @@ def render_html(comparison: Comparison) -> str:
         comparison=comparison,
         overview=overview(comparison),
         rows=rows(comparison),
-        acts=acted.sentences(comparison.patched.changes, comparison.patched.acted),
+        acts=counting.sentences(comparison.patched.changes, comparison.patched.acted),
         notes=notes(comparison),
         bars=_bars(comparison),
         differences=[_difference(*difference) for difference in comparison.differing],

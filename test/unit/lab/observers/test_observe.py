@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.lab.observers import acted, forwards
+from sglang_moe_patches.lab.observers import counting, forwards
 from sglang_moe_patches.lab.observers.events import ChangeStatus, Memory, Process, collect, write
 from sglang_moe_patches.lab.observers.forwards import KERNELS, Observer, cache_token_bytes
 
@@ -132,7 +132,7 @@ class ModelProcess:
                 return dispatched
 
         self.layer = FusedMoE()
-        monkeypatch.setitem(sys.modules, acted.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
+        monkeypatch.setitem(sys.modules, counting.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
         monkeypatch.setattr(forwards.runners, "runner_of", lambda layer: layer.runner)
         monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", self.kernels)
 

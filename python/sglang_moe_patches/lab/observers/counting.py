@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_moe_patches.core.patch import ACTIVE, Count, Patcher
-from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, MoeInput
+from sglang_moe_patches.lab.observers.events import Act, Acts, ChangeStatus, MoeInput
 from sglang_moe_patches.registry import CHANGES
 
 LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_core")
@@ -67,11 +67,11 @@ class Tally:
         self._largest: MoeInput | None = None
 
     @property
-    def acted(self) -> Acted:
+    def acted(self) -> Acts:
         """All acts so far, ordered by their first occurrence."""
-        return Acted(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
+        return Acts(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
 
-    def drain(self) -> Acted:
+    def drain(self) -> Acts:
         """Return all acts since the last call, and start counting from zero."""
         drained = self.acted
         self._acts, self._layers, self._largest = {}, set(), None
@@ -164,14 +164,14 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
 # --- Sentences for a report -------------------------------------------------------------------------------------------
 
 
-def sentences(statuses: Sequence[ChangeStatus], acted: Acted) -> list[str]:
+def sentences(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
     """One sentence per active change: what it did, or why it did nothing. Empty if nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
     return [f"{name}: {_describe_change(counts, acted)}" for name, counts in active_counts(statuses).items() if counts]
 
 
-def _describe_change(counts: Iterable[Count], acted: Acted) -> str:
+def _describe_change(counts: Iterable[Count], acted: Acts) -> str:
     parts = [_describe_count(count, acts, acted) for count in counts if (acts := acts_of(acted, count.name))]
     if parts:
         return "; ".join(parts)
@@ -179,7 +179,7 @@ def _describe_change(counts: Iterable[Count], acted: Acted) -> str:
     return f"did nothing{next((f': {reason}' for reason in reasons if reason), '')}"
 
 
-def acts_of(acted: Acted, name: str) -> list[Act]:
+def acts_of(acted: Acts, name: str) -> list[Act]:
     """Acts of one count, sorted by layer.
 
     :param name: name of the :class:`~sglang_moe_patches.core.patch.Count`.
@@ -187,7 +187,7 @@ def acts_of(acted: Acted, name: str) -> list[Act]:
     return sorted((act for act in acted.acts if act.name == name), key=lambda act: (act.layer is not None, act.layer))
 
 
-def _describe_count(count: Count, acts: Sequence[Act], acted: Acted) -> str:
+def _describe_count(count: Count, acts: Sequence[Act], acted: Acts) -> str:
     layers = {act.layer for act in acts if act.layer is not None}
     times = sum(act.times for act in acts)
     noun = "MoE layer" if len(acted.layers) == 1 else "MoE layers"

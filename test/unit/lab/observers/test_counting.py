@@ -12,8 +12,8 @@ import torch
 from sglang_moe_patches.changes.moe_workspace import COLUMNS, column_slices
 from sglang_moe_patches.core.dead_input import channel, counts
 from sglang_moe_patches.core.patch import Count, Patcher
-from sglang_moe_patches.lab.observers import acted
-from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, MoeInput
+from sglang_moe_patches.lab.observers import counting
+from sglang_moe_patches.lab.observers.events import Act, Acts, ChangeStatus, MoeInput
 from sglang_moe_patches.registry import CHANGES
 
 WORKSPACE = (ChangeStatus("moe-workspace", "applied", ""),)
@@ -25,7 +25,7 @@ OURS = "sglang_moe_patches."
 def test_every_counted_function_of_this_package_exists(count: Count) -> None:
     """A missing function would be skipped, and a report would say that the change did nothing."""
     if count.module.startswith(OURS):
-        assert acted.find_owner(count) is not None
+        assert counting.find_owner(count) is not None
 
 
 def test_different_counts_have_different_names() -> None:
@@ -46,13 +46,13 @@ class FusedMoE:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, acted.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
+    monkeypatch.setitem(sys.modules, counting.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
 
 
 @pytest.fixture
-def tally(engine: None, monkeypatch: pytest.MonkeyPatch, patcher: Patcher) -> acted.Tally:
+def tally(engine: None, monkeypatch: pytest.MonkeyPatch, patcher: Patcher) -> counting.Tally:
     monkeypatch.setattr(column_slices, "split_columns", lambda hidden, wanted: RANGES[:wanted])
-    tally = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT])
+    tally = counting.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT])
     tally.install(patcher)
     return tally
 
@@ -62,14 +62,14 @@ def dispatch_output(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
     return SimpleNamespace(hidden_states=torch.empty(tokens, hidden, dtype=torch.bfloat16), topk_output=topk)
 
 
-def test_acts_are_counted_per_layer_and_calls_without_an_amount_are_not(tally: acted.Tally) -> None:
+def test_acts_are_counted_per_layer_and_calls_without_an_amount_are_not(tally: counting.Tally) -> None:
     for layer, slices in ((1, 3), (2, 1), (1, 2)):
         FusedMoE(layer, lambda slices=slices: column_slices.split_columns(0, slices)).run_moe_core(dispatch_output(5))
     assert tally.acted.acts == (Act("columns", 1, False, times=2, most=3, total=5),)
     assert tally.acted.layers == (1, 2)
 
 
-def test_a_buffer_offered_before_a_layer_counts_for_that_layer(tally: acted.Tally) -> None:
+def test_a_buffer_offered_before_a_layer_counts_for_that_layer(tally: counting.Tally) -> None:
     buffer = torch.empty(5, 64)
     before = channel.replace_offer(buffer)
 
@@ -84,17 +84,17 @@ def test_a_buffer_offered_before_a_layer_counts_for_that_layer(tally: acted.Tall
     assert tally.acted.layers == (7, 8)
 
 
-def test_draining_the_tally_starts_counting_from_zero(tally: acted.Tally) -> None:
+def test_draining_the_tally_starts_counting_from_zero(tally: counting.Tally) -> None:
     layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     layer.run_moe_core(dispatch_output(5))
     assert tally.drain().acts
-    assert tally.acted == Acted()
+    assert tally.acted == Acts()
     layer.run_moe_core(dispatch_output(3))
-    assert tally.drain() == Acted((1,), (Act("columns", 1, False, 1, 2, 2),), MoeInput(3, 8, 64, 2))
+    assert tally.drain() == Acts((1,), (Act("columns", 1, False, 1, 2, 2),), MoeInput(3, 8, 64, 2))
 
 
 def test_acts_during_a_graph_capture_are_counted_separately(
-    tally: acted.Tally, monkeypatch: pytest.MonkeyPatch
+    tally: counting.Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -102,12 +102,12 @@ def test_acts_during_a_graph_capture_are_counted_separately(
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         layer.run_moe_core(dispatch_output(5))
     assert [act.captured for act in tally.acted.acts] == [True, False]
-    captured = Acted(tally.acted.layers, tally.acted.acts[:1])
-    assert acted.sentences(WORKSPACE, captured)[0].endswith("up to 2 slices, as CUDA graphs were captured")
-    assert acted.sentences(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
+    captured = Acts(tally.acted.layers, tally.acted.acts[:1])
+    assert counting.sentences(WORKSPACE, captured)[0].endswith("up to 2 slices, as CUDA graphs were captured")
+    assert counting.sentences(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
 
 
-def test_the_largest_input_of_all_layers_is_recorded(tally: acted.Tally) -> None:
+def test_the_largest_input_of_all_layers_is_recorded(tally: counting.Tally) -> None:
     for tokens in (5, 70, 9):
         FusedMoE(1).run_moe_core(dispatch_output(tokens))
     FusedMoE(1).run_moe_core(dispatch_output=dispatch_output(8))  # the engine passes it by keyword
@@ -125,7 +125,7 @@ def test_an_error_while_counting_ends_no_forward_pass(engine: None, patcher: Pat
         except Exception as error:
             errors.append(error)
 
-    acted.Tally([], attempt).install(patcher)
+    counting.Tally([], attempt).install(patcher)
     assert FusedMoE("no number").run_moe_core(7) == 7
     assert isinstance(errors[0], ValueError)
 
@@ -153,20 +153,20 @@ def test_a_sentence_says_in_how_many_layers_a_change_acted() -> None:
         *(Act("columns", layer, False, 10, layer + 1, 40) for layer in (1, 2, 3)),
         Act("offered", 2, False, 9, 1, 9),
     )
-    found = Acted((1, 2, 3), acts, MoeInput(16384, 8, 7168, 2))
-    assert acted.sentences(WORKSPACE, found) == [
+    found = Acts((1, 2, 3), acts, MoeInput(16384, 8, 7168, 2))
+    assert counting.sentences(WORKSPACE, found) == [
         "moe-workspace: ran in columns in 3 of 3 MoE layers, up to 4 slices; "
         "offered the dead input in 1 of 3 MoE layers"
     ]
 
 
 def test_a_sentence_says_why_a_change_did_nothing() -> None:
-    small, large = (Acted((1,), (), MoeInput(tokens, 8, 7168, 2)) for tokens in (512, 16384))
-    assert acted.sentences(WORKSPACE, small) == [
+    small, large = (Acts((1,), (), MoeInput(tokens, 8, 7168, 2)) for tokens in (512, 16384))
+    assert counting.sentences(WORKSPACE, small) == [
         "moe-workspace: did nothing: no forward was large enough: the largest [tokens, top-k, hidden] was 58.7 MB, "
         "slices start at 201.3 MB"
     ]
-    assert acted.sentences(WORKSPACE, large) == [
+    assert counting.sentences(WORKSPACE, large) == [
         "moe-workspace: did nothing: the largest [tokens, top-k, hidden] was 1,879.0 MB, but no layer gained by a "
         "second slice, or none can be cut"
     ]
@@ -178,7 +178,9 @@ def test_a_sentence_has_the_smallest_sliced_size_of_each_runner(
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "300")
 
     def reason(tokens: int) -> str:
-        return acted.sentences(WORKSPACE, Acted((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[2]
+        return counting.sentences(WORKSPACE, Acts((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[
+            2
+        ]
 
     starts = "slices start at 75.0 MB in Triton, 100.0 MB in Marlin"
     assert reason(749) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 74.9 MB, {starts}"
@@ -194,9 +196,9 @@ def test_only_active_changes_have_sentences_and_a_shared_count_appears_once() ->
         ChangeStatus("deferred-shared-experts", "applied", ""),
         ChangeStatus("fp4-weights", "unsupported", "of something"),
     )
-    found = Acted((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
-    assert acted.sentences(statuses, found) == [
+    found = Acts((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
+    assert counting.sentences(statuses, found) == [
         "output-buffer: offered the dead input in 1 of 2 MoE layers",
         "deferred-shared-experts: had the shared experts of layers run last 2 times",
     ]
-    assert acted.sentences(statuses, Acted()) == []
+    assert counting.sentences(statuses, Acts()) == []
