@@ -49,39 +49,39 @@ class Section:
     headlines: Callable[[Load], str] | None = None
 
 
-def single(name: str, tables: Callable[[output.Result], str]) -> Section:
+def section_of_one(name: str, tables: Callable[[output.Result], str]) -> Section:
     """Make a section of a single result."""
     return Section((name,), lambda results: tables(results[0]))
 
 
-def rows_as_they_are(result: output.Result) -> str:
+def raw_table(result: output.Result) -> str:
     """Table of a result whose script no longer exists, or that was typed in."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
 
 
-def under(benchmark: str, *names: str) -> tuple[str, ...]:
+def full_names(benchmark: str, *names: str) -> tuple[str, ...]:
     """Full names of several results of one benchmark."""
     return tuple(f"{benchmark}/{name}" for name in names)
 
 
-PEAKS = under(
+PEAKS = full_names(
     "peak-memory",
     *("kimi-k2.5-tp4", "kimi-k2.5-tp4-symm-mem", "kimi-k2.5-tp4-0.5.11", "kimi-k2.5-tp2", "kimi-k2.5-tp2-symm-mem"),
     *("kimi-k2.5-tp1", "deepseek-v3-tp4", "deepseek-v3-tp1"),
 )
-TRITON_SERVERS = under(
+TRITON_SERVERS = full_names(
     "triton-server",
     *("kimi-k2.5", "kimi-k2.5-fp8", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
     *("kimi-k2.5-tp4", "kimi-k2.5-0.5.17", "kimi-k2.5-fp8-0.5.17"),
     *("glm-4.5", "glm-4.5-0.5.17", "qwen3-235b-0.5.17"),
     *("moe-workspace-eager", "moe-workspace-graphs", "moe-workspace-h100"),
 )
-SEGMENTS = under(
+SEGMENTS = full_names(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
-SERVING: tuple[str, ...] = under(
+SERVING: tuple[str, ...] = full_names(
     "serving",
     *("qwen3-30b-h200", "qwen3-30b-h200-again", "qwen3-vl-30b-h200", "qwen3-vl-30b-h200-again"),
     *("qwen3-next-80b", "qwen3-next-80b-again", "kimi-k2.5-13-layers-h200", "kimi-k2.5-13-layers-moe-workspace-h200"),
@@ -89,7 +89,7 @@ SERVING: tuple[str, ...] = under(
     *("qwen3-30b-mixed-h200", "qwen3-30b-mixed-h200-again"),
 )
 """Servers on H200s whose KV cache grew in their start."""
-SERVING_EARLIER: tuple[str, ...] = under(
+SERVING_EARLIER: tuple[str, ...] = full_names(
     "serving",
     *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-30b-h100", "qwen3-235b-fp8"),
     *("kimi-k2.5-13-layers", "kimi-k2.5-13-layers-again", "gpt-oss-120b", "gpt-oss-120b-30-layers"),
@@ -97,12 +97,12 @@ SERVING_EARLIER: tuple[str, ...] = under(
     *("qwen3-30b-8-layers-short", "qwen3-30b-8-layers-short-stock", "qwen3-30b-8-layers-short-again"),
 )
 """Servers on H100s, and one on four H200s whose code had a fault: they cannot be run again."""
-SERVING_RECIPES: tuple[str, ...] = under(
+SERVING_RECIPES: tuple[str, ...] = full_names(
     "serving", "deepseek-r1-recipe", "deepseek-r1-eagle-two-gpus", "deepseek-r1-eagle"
 )
 # For a recipe that the newest release rejects, the table has the default release's result.
-RECIPES = under("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
-HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
+RECIPES = full_names("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
+HOSTS = full_names("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
 """Changes whose pages have the sentence about host time."""
 
@@ -114,55 +114,62 @@ def added_host_time(load: Load) -> str:
 
 
 SECTIONS = {
-    "launched": Section(under("serving", *headlines.LAUNCHED), headlines=headlines.launched),
+    "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=headlines.launched),
     "index": Section(headlines=headlines.index),
-    "weight-shuffle": single(
+    "weight-shuffle": section_of_one(
         "weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))
     ),
     "marlin-repack": Section(
-        under("marlin-repack", "h100", "h100-0.5.17"), lambda results: "\n\n".join(map(marlin_repack.tables, results))
+        full_names("marlin-repack", "h100", "h100-0.5.17"),
+        lambda results: "\n\n".join(map(marlin_repack.tables, results)),
     ),
-    "nvfp4-hopper": single("nvfp4-hopper/h200-0.5.17", rows_as_they_are),
+    "nvfp4-hopper": section_of_one("nvfp4-hopper/h200-0.5.17", raw_table),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
-    "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
-    "regress-tiny": single("regress/tiny-h200", rows_as_they_are),
-    "residual-hole": single("residual-hole/h200", rows_as_they_are),
+    "mutations": Section((mutations.RESULT,), headlines=mutations.make_table),
+    "regress-tiny": section_of_one("regress/tiny-h200", raw_table),
+    "residual-hole": section_of_one("residual-hole/h200", raw_table),
     "segments": Section(SEGMENTS, segments.tables),
-    "segments-variable": Section(under("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
+    "segments-variable": Section(full_names("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
     "segments-long": Section(("segments/kimi-k2.5-long",), segments.tables),
     "segments-times": Section(
-        under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode", "kimi-k2.5-segments-common-pool"),
+        full_names(
+            "triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode", "kimi-k2.5-segments-common-pool"
+        ),
         triton_server.tables,
     ),
-    "soak": single("soak/qwen3-30b", soak.tables),
-    "engine-suite": single("engine-suite/h200-0.5.17", engine_suite.tables),
+    "soak": section_of_one("soak/qwen3-30b", soak.tables),
+    "engine-suite": section_of_one("engine-suite/h200-0.5.17", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
-    "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
-    "peak-memory-marlin": single("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_setting),
-    "models": single("models/0.5.23", models.tables),
+    "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.runs_table),
+    "peak-memory-marlin": section_of_one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.setting_tables),
+    "models": section_of_one("models/0.5.23", models.tables),
     "recipes": Section(RECIPES, recipes.tables),
     "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
-    "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
-    "triton-decode": single("triton-server/kimi-k2.5-decode", triton_server.steps),
-    "overhead-servers": single("overhead/servers-h200", rows_as_they_are),
-    "overhead-servers-tp4": single("overhead/servers-4xh200", rows_as_they_are),
+    "triton-servers": Section(TRITON_SERVERS, triton_server.runs_table),
+    "triton-decode": section_of_one("triton-server/kimi-k2.5-decode", triton_server.decode_table),
+    "overhead-servers": section_of_one("overhead/servers-h200", raw_table),
+    "overhead-servers-tp4": section_of_one("overhead/servers-4xh200", raw_table),
     "overhead-host": Section(HOSTS, overhead.host_tables),
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": Section(SERVING, serving.tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.tables),
     "serving-recipes": Section(SERVING_RECIPES, serving.tables),
-    "penalties": single("serving/qwen3-30b-penalties", serving.held_tables),
+    "penalties": section_of_one("serving/qwen3-30b-penalties", serving.peak_table),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
-    "mori-rows": single("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
-    "launcher-cost": single("launcher-cost/cpu", launcher_cost.tables),
-    "cutedsl-memory": single("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
-    "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
-    "moe-workspace-slices": single("moe-workspace/h200-slices", moe_tables.by_rule),
-    "moe-workspace-default": single("moe-workspace/h200-default", moe_tables.by_default),
-    "moe-workspace-marlin": single("moe-workspace-marlin/h200", moe_tables.marlin),
-    "moe-workspace-tuned": single("moe-workspace/h200-tuned", rows_as_they_are),
-    "moe-workspace-captured": Section(under("moe-workspace", "h200-captured", "h100-captured"), moe_tables.captured),
+    "mori-rows": section_of_one(
+        "mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))
+    ),
+    "launcher-cost": section_of_one("launcher-cost/cpu", launcher_cost.tables),
+    "cutedsl-memory": section_of_one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
+    "moe-workspace": Section(full_names("moe-workspace", "h200", "h200-more", "h100"), moe_tables.layers_table),
+    "moe-workspace-slices": section_of_one("moe-workspace/h200-slices", moe_tables.slices_table),
+    "moe-workspace-default": section_of_one("moe-workspace/h200-default", moe_tables.rule_tables),
+    "moe-workspace-marlin": section_of_one("moe-workspace-marlin/h200", moe_tables.marlin),
+    "moe-workspace-tuned": section_of_one("moe-workspace/h200-tuned", raw_table),
+    "moe-workspace-captured": Section(
+        full_names("moe-workspace", "h200-captured", "h100-captured"), moe_tables.graph_tables
+    ),
 }
 
 
@@ -251,7 +258,7 @@ def remake(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
     return lambda: (make(lambda name, nudge=nudge: nudge(output.load(name))) for nudge in equality.nudges())
 
 
-def outdated(*, redraw: bool = False) -> dict[Path, str]:
+def find_outdated(*, redraw: bool = False) -> dict[Path, str]:
     """Find the outdated pages and plots.
 
     :param redraw: whether a plot from another release of matplotlib counts as outdated. Such plots cannot be compared.
@@ -283,7 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is outdated")
     check = parser.parse_args().check
-    stale = outdated(redraw=not check)
+    stale = find_outdated(redraw=not check)
     if check and stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         print(f"render.py: outdated: {names}; run `python benchmark/render.py`", file=sys.stderr)

@@ -73,8 +73,8 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
     }
 
 
-def upstream_and_ours(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
-    """Buffers of a wrapper for ``tokens`` tokens, as made by FlashInfer, and as shared by all layers."""
+def measure_buffers(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
+    """Measure the buffers of a wrapper for ``tokens`` tokens: FlashInfer's own, and those that all layers share."""
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
@@ -144,7 +144,7 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
     """Buffers of one model and layout, sized in all three ways."""
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
-    upstream, ours = upstream_and_ours(model, layout.tp, layout.ep, tokens * layout.dp)
+    upstream, ours = measure_buffers(model, layout.tp, layout.ep, tokens * layout.dp)
     buffers = {"stock": guess, "upstream": upstream, "ours": ours}
     return {
         "model": name,

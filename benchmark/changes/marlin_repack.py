@@ -99,7 +99,7 @@ def make_loaded_layer(layer: Layer) -> torch.nn.Module:
 
 
 @contextmanager
-def patched() -> Iterator[None]:
+def install_fp4_weights() -> Iterator[None]:
     """Install fp4-weights within the block."""
     plan = probe(fp4_weights.CHANGE)
     if plan.install is None:
@@ -151,7 +151,7 @@ def compare(name: str, layer: Layer) -> dict[str, Any]:
         stock, _ = prepare(layer)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
-    with patched():
+    with install_fp4_weights():
         ours, _ = prepare(layer)
     if not have_same_bits(ours, stock):
         sys.exit(f"marlin_repack: {name}: the parameters differ from the engine's")
@@ -162,7 +162,7 @@ def compare(name: str, layer: Layer) -> dict[str, Any]:
     del stock, ours, first
     figures: dict[str, Any] = {"packed": packed_bytes(layer)}
     for kind in ("stock", "patched", timing.CONTROL):
-        with patched() if kind == "patched" else nullcontext():
+        with install_fp4_weights() if kind == "patched" else nullcontext():
             figures[kind] = prepare(layer)[1]
     return figures
 

@@ -96,7 +96,7 @@ class InProcess:
 
     @contextmanager
     def _argument(self, name: str, value: Any) -> Iterator[None]:
-        bags = [bag for bag in self._published() if hasattr(bag, name)]
+        bags = [bag for bag in self._published_values() if hasattr(bag, name)]
         with ExitStack() as stack:
             # Some releases read settings from ServerArgs, some from the published arguments, and some from both.
             if self._reads_arguments():
@@ -109,7 +109,7 @@ class InProcess:
             yield
 
     @staticmethod
-    def _published() -> tuple[Any, ...]:
+    def _published_values() -> tuple[Any, ...]:
         try:
             from sglang.srt.runtime_context import get_exec, get_memory, get_schedule, get_spec
         except ImportError:

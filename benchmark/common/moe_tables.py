@@ -42,7 +42,7 @@ def relative_time(cell: dict[str, Any]) -> str:
     return f"{cell['slowdown']:.3f} ({low:.3f}-{high:.3f})"
 
 
-def cut_cell(cell: dict[str, Any]) -> str:
+def format_sliced_cell(cell: dict[str, Any]) -> str:
     """Format a measurement that ran in slices: peak memory, number of slices, relative time."""
     return f"{mb(cell['peak'])}, {cell['slices']}: {relative_time(cell)}"
 
@@ -52,11 +52,13 @@ def cut_cell(cell: dict[str, Any]) -> str:
 
 def triton(result: output.Result) -> str:
     """Tables of the measurements in which moe-workspace's own rule chose the slices. The result has the others, too."""
-    return f"{by_default(result)}\n{captured([result])}"
+    return f"{rule_tables(result)}\n{graph_tables([result])}"
 
 
-def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tuple[Any, ...], dict[str, Any] | None]:
-    """Find the measurement with the slice width that moe-workspace's rule chooses today.
+def find_cells_by_width(
+    cells: list[dict[str, Any]], setting: int | None = None
+) -> dict[tuple[Any, ...], dict[str, Any] | None]:
+    """Find the measurements with the slice widths that moe-workspace's rule chooses today.
 
     :param cells: measurements of several slice widths.
     :param setting: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
@@ -84,18 +86,18 @@ def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tu
     return chosen
 
 
-def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
-    """Table of memory and time with the rule, and with some settings: a row for each layer and its tiles."""
+def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
+    """Make a table of memory and time with the rule, and with some settings: a row for each layer and its tiles."""
     cells = result["figures"]["cells"]
     stock = {(*layer_key(cell), cell["tiles"], cell["tokens"]): cell["stock_peak"] for cell in cells}
 
     def show(cell: dict[str, Any] | None, peak: int) -> str:
         if cell is None:
             return f"{mb(peak)}, uncut"
-        return cut_cell(cell) if cell else "not measured"
+        return format_sliced_cell(cell) if cell else "not measured"
 
     same_tokens = [cell for cell in cells if cell["tokens"] == tokens]
-    by_setting = [by_width(cells), *(by_width(same_tokens, setting) for setting in settings)]
+    by_setting = [find_cells_by_width(cells), *(find_cells_by_width(same_tokens, setting) for setting in settings)]
     lines = []
     for key, peak in stock.items():
         if key[4] == tokens:
@@ -110,7 +112,7 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
     return f"{output.table(header, lines)}\n{output.table(together, [row])}"
 
 
-def by_default(result: output.Result) -> str:
+def rule_tables(result: output.Result) -> str:
     """Table of all batches with the rule, a row for each layer, and a table of all measurements together."""
     cells = [cell for cell in result["figures"]["cells"] if cell["asked_mb"] is None and cell["asked_slices"] is None]
     batches = sorted({cell["tokens"] for cell in cells})
@@ -135,7 +137,7 @@ def by_default(result: output.Result) -> str:
     return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
 
-def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
+def layers_table(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
     """Table of all layers for one number of tokens, with a column for each GPU model, and a table of all measurements.
 
     :param results: results. Those of one GPU model are joined.
@@ -167,7 +169,7 @@ def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "t
     return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
 
-def captured(results: list[output.Result]) -> str:
+def graph_tables(results: list[output.Result]) -> str:
     """Tables of mixed batches and CUDA graphs. Their memory is the same on all GPU models, so rows are joined."""
     gpus = [machine.gpu_model(result["conditions"]) for result in results]
     mixed: dict[tuple[str, ...], list[str]] = {}
@@ -244,7 +246,7 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
         if cell["slices"] < 2:
             time = f": {cell['slowdown']:.3f}" if cell["slowdown"] else ""
             return f"{mb(cell['stock_peak'])}, uncut{time}"
-        return f"{cut_cell(cell)}, queued {cell['queued']:.3f}"
+        return f"{format_sliced_cell(cell)}, queued {cell['queued']:.3f}"
 
     lines: list[tuple[str, ...]] = []
     for (model, layout, _), cells in layers.items():

@@ -120,13 +120,13 @@ def take_memory(
     :param margin: kv-sizing's margin, in bytes.
     :param ask: asks questions and returns the digests of the answers. It is called at the end, while the memory is
         still allocated.
-    :returns: the result of :func:`.overfill.mixed`, and ``taken`` (allocated bytes), ``given_back`` (fewest bytes that
-        a rank gave back), ``tokens`` (KV cache size at the end) and ``answers`` (the result of ``ask``).
+    :returns: the result of :func:`.overfill.send_mixed`, and ``taken`` (allocated bytes), ``given_back`` (fewest bytes
+        that a rank gave back), ``tokens`` (KV cache size at the end) and ``answers`` (the result of ``ask``).
     """
     client = Client(server.url)
     file, leave_bytes = server.environment.get(STAND_IN_VARIABLE), int(LEAVE_FRACTION * margin)
     with pretend_to_allocate(Path(file), margin - leave_bytes) if file else allocate(leave_bytes) as allocated:
-        outcome = overfill.mixed(server, info, vocabulary, seconds)
+        outcome = overfill.send_mixed(server, info, vocabulary, seconds)
         if outcome["errors"]:
             return outcome | {"taken": sum(allocated)}
         until = time.monotonic() + GIVE_BACK_TIMEOUT_S

@@ -5,7 +5,7 @@
   engine retracts some of them. At the end, clients send the requests of :func:`mixed`.
 - :func:`mixed` sends requests of random lengths, with shared prefixes and penalties. Some clients close their
   connection early.
-- :func:`penalized` sends many requests with penalties, which decode in one batch.
+- :func:`send_penalized` sends many requests with penalties, which decode in one batch.
 
 ``benchmark/memory/serving.py`` uses this module.
 """
@@ -57,7 +57,8 @@ MAX_DECODED_TOKENS = 1024
 FILL_TIME_FRACTION = 0.75
 """Fraction of the load's time that filling the KV cache may take."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
-"""Prompt tokens and new tokens of a request of :func:`penalized`. They are few, so that all requests decode at once."""
+"""Prompt tokens and new tokens of a request of :func:`send_penalized`. They are few, so that all requests decode at
+once."""
 RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 USAGE = re.compile(r"token usage: ([0-9.]+\d)")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
@@ -87,7 +88,7 @@ def overfill(
     return _outcome(server, load, drive)
 
 
-def mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
+def send_mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
     """Send requests of random lengths for ``seconds``.
 
     The KV cache has room for them. Results as in :func:`overfill`.
@@ -100,7 +101,7 @@ def mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: flo
     )
 
 
-def penalized(server: Server, info: Mapping[str, Any], vocabulary: int, requests: int) -> dict[str, Any]:
+def send_penalized(server: Server, info: Mapping[str, Any], vocabulary: int, requests: int) -> dict[str, Any]:
     """Send ``requests`` short requests with penalties and a logit bias, which decode in one batch.
 
     Penalties need memory in proportion to the vocabulary. Results as in :func:`overfill`.
@@ -159,9 +160,9 @@ def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], N
         "answered": load.answered,
         "aborted": load.aborted,
         "errors": load.errors[:3],
-        "retractions": len(RETRACTED.findall(said := log())),
-        "highest_usage": max(map(float, USAGE.findall(said)), default=0.0),
-        "out_of_memory": OUT_OF_MEMORY.search(said) is not None,
+        "retractions": len(RETRACTED.findall(log_text := log())),
+        "highest_usage": max(map(float, USAGE.findall(log_text)), default=0.0),
+        "out_of_memory": OUT_OF_MEMORY.search(log_text) is not None,
     }
 
 

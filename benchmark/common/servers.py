@@ -68,19 +68,19 @@ class Setup:
 
     def server_arguments(self) -> list[str]:
         """Server arguments with the model, without host and port."""
-        given = ["--model-path", str(self.work / "model"), *RUNNER_ARGUMENTS[self.served.runner]]
-        given += ["--tp", str(self.tp), "--disable-radix-cache"]
-        given += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
-        given += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
+        arguments = ["--model-path", str(self.work / "model"), *RUNNER_ARGUMENTS[self.served.runner]]
+        arguments += ["--tp", str(self.tp), "--disable-radix-cache"]
+        arguments += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
+        arguments += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
         if has_gpu():
-            given += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+            arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
             # These two can use NVLink multicast. They do not change what is measured.
-            given += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
-        if "--max-total-tokens" not in given and "--mem-fraction-static" not in given:
+            arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+        if "--max-total-tokens" not in arguments and "--mem-fraction-static" not in arguments:
             # A KV cache of some GB on a GPU, because the engine reports its size only in hundredths of a GiB.
             capacity = 1_000_000 if has_gpu() else self.tokens + 4096
-            given += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
-        return environment.server_arguments(given)
+            arguments += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
+        return environment.server_arguments(arguments)
 
     def environment(self, name: str) -> dict[str, str]:
         """Environment of a server.
@@ -156,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 @contextmanager
-def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Server]]:
+def run_servers(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Server]]:
     """Run several servers at the same time within the block, and end them all after it.
 
     :param at_once: start all servers at the same time. Otherwise start them one after the other.

@@ -19,8 +19,8 @@ def fuse(model: Model) -> Model:
     return replace(model, experts=experts, top_k=top_k, shared_experts=0)
 
 
-def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Model:
-    """Model with the experts that the engine runs on a GPU. For some models it runs shared experts as routed experts.
+def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model:
+    """Call :func:`fuse` for a model whose shared experts the engine runs as routed experts on a GPU.
 
     :param fusion: ``False`` with ``--disable-shared-experts-fusion``.
     """

@@ -152,7 +152,7 @@ def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
     return code
 
 
-def rows_chosen(options: Any) -> dict[str, Row]:
+def choose_rows(options: Any) -> dict[str, Row]:
     """Return the rows of this call that the machine has enough GPUs for."""
     import torch
 
@@ -175,7 +175,7 @@ def main() -> int:
     options = output.parse(parser)
     with tempfile.TemporaryDirectory(prefix="first-starts-") as scratch:
         work, results = (options.work or Path(scratch)).absolute(), options.results or Path(scratch)
-        rows = rows_chosen(options).items()
+        rows = choose_rows(options).items()
         if options.list:
             for name, row in rows:
                 called = command(row, work_folder(row, work), results / f"{name}.json", options.servers)

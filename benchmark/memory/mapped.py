@@ -51,7 +51,7 @@ FIGURES = {
 
 
 @contextmanager
-def allocated(size: int) -> Iterator[list[torch.Tensor]]:
+def allocate_buffers(size: int) -> Iterator[list[torch.Tensor]]:
     """Allocate the buffers with PyTorch.
 
     :param size: bytes of all buffers together.
@@ -62,7 +62,7 @@ def allocated(size: int) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def mapped(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
+def map_buffers(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
     """Map the buffers as kv-sizing does.
 
     :param piece: bytes of each mapped piece.
@@ -192,8 +192,11 @@ def main() -> None:
     options = output.parse(parser)
     machine.require_gpu("mapped")
     size = options.gigabytes * 10**9 // (BUFFERS << 26) * (BUFFERS << 26)
-    makers = {timing.STOCK: allocated, **{f"mapped-{mib}-MiB": partial(mapped, mib << 20) for mib in options.pieces}}
-    makers[timing.CONTROL] = allocated
+    makers = {
+        timing.STOCK: allocate_buffers,
+        **{f"mapped-{mib}-MiB": partial(map_buffers, mib << 20) for mib in options.pieces},
+    }
+    makers[timing.CONTROL] = allocate_buffers
     versions = {name: partial(measure, make, size) for name, make in makers.items()}
     samples = timing.run_in_turn(versions, options.rounds)
     figures = {"gigabytes": options.gigabytes, "rounds": options.rounds, "samples": samples}

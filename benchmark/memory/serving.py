@@ -210,14 +210,16 @@ def write_model(folder: Path, options: Any) -> Path:
 
 def server_arguments(options: Any, model: Path, name: str) -> list[str]:
     """Server arguments of the server ``name``."""
-    given = [argument for argument in dummy_servers.server_arguments(options) if argument != "--skip-tokenizer-init"]
-    given = ["--model-path", str(model), *given, "--stream-interval", str(STREAM_INTERVAL)]
+    arguments = [
+        argument for argument in dummy_servers.server_arguments(options) if argument != "--skip-tokenizer-init"
+    ]
+    arguments = ["--model-path", str(model), *arguments, "--stream-interval", str(STREAM_INTERVAL)]
     if options.quick:
-        given += ["--context-length", str(options.context)]
+        arguments += ["--context-length", str(options.context)]
         if kind_of(name).grows:  # lifts the limit of servers without a GPU
-            given += ["--max-total-tokens", "100000000"]
-    given.append(growth.METRICS_FLAG)  # in every server, so that all servers do the same work
-    return environment.server_arguments(given)
+            arguments += ["--max-total-tokens", "100000000"]
+    arguments.append(growth.METRICS_FLAG)  # in every server, so that all servers do the same work
+    return environment.server_arguments(arguments)
 
 
 # --- The load --------------------------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ def run_load(server: Server, options: Any, model: Path, work: Path) -> dict[str,
     if code or not into.exists():
         raise Failed(f"bench_serving: exit code {code}: {log_path.read_text()[-2000:]}")
     found = json.loads(into.read_text().splitlines()[-1])
-    if missing := missing_part(found, options):
+    if missing := describe_missing(found, options):
         raise Failed(f"{missing}: {log_path.read_text()[-2000:]}")
     return {name: found[name] for name in KEPT if name in found} | {
         **lowest_free(free),
@@ -350,7 +352,7 @@ def sweep(server: Server, options: Any, model: Path, work: Path) -> list[dict[st
     return rows
 
 
-def missing_part(found: dict[str, Any], options: Any) -> str:
+def describe_missing(found: dict[str, Any], options: Any) -> str:
     """Describe what is missing in the client's result of a load; "": nothing is missing.
 
     The client counts an error of the image processor as an answer with one token or none. It does not count the last
@@ -367,7 +369,7 @@ def missing_part(found: dict[str, Any], options: Any) -> str:
     return ""
 
 
-def after_the_load(
+def run_further_loads(
     server: Server, options: Any, info: Mapping[str, Any], vocabulary: int, ask: Callable[[], list[str]], *, grows: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run the further loads that the options choose, one after the other.
@@ -383,7 +385,9 @@ def after_the_load(
         loads.append(("overfill", drive))
     if options.penalized:
         folder = server.log.with_suffix(".record") if options.record else None
-        loads.append(("penalized", partial(penalized, server, info, vocabulary, options.penalized, folder)))
+        loads.append(
+            ("penalized", partial(send_penalized_and_record, server, info, vocabulary, options.penalized, folder))
+        )
     if options.take and grows:
         margin = KV_MARGIN.read(server.environment)
         loads.append(("taken", partial(neighbour.take_memory, server, info, vocabulary, margin, options.take, ask)))
@@ -395,19 +399,19 @@ def after_the_load(
         yield name, outcome | lowest_free(free)
 
 
-def penalized(
+def send_penalized_and_record(
     server: Server, info: Mapping[str, Any], vocabulary: int, requests: int, record: Path | None
 ) -> dict[str, Any]:
-    """Run :func:`common.overfill.penalized`.
+    """Run :func:`common.overfill.send_penalized`.
 
-    :param record: folder for the record of the allocator. If it is given, the result has ``held``: the bytes at the
+    :param record: folder for the record of the allocator. With a folder, the result has ``held``: the bytes at the
         peak by the engine's function.
     """
     if record is None:
-        return overfill.penalized(server, info, vocabulary, requests)
+        return overfill.send_penalized(server, info, vocabulary, requests)
     shutil.rmtree(record, ignore_errors=True)
     with snapshot.record_allocations(Client(server.url), record) as sizes:
-        outcome = overfill.penalized(server, info, vocabulary, requests)
+        outcome = overfill.send_penalized(server, info, vocabulary, requests)
     return outcome | {"held": sizes}
 
 
@@ -489,7 +493,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             found |= run_load(server, options, model, work)
             if options.sweep:
                 found["sweep"] = sweep(server, options, model, work)
-            for load, outcome in after_the_load(server, options, info, vocabulary, ask, grows=kind.grows):
+            for load, outcome in run_further_loads(server, options, info, vocabulary, ask, grows=kind.grows):
                 found[load] = outcome
                 if failures(found):
                     break  # the server may have ended, and would fail in the next load, too
@@ -499,7 +503,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     return found
 
 
-def kept_the_rule(name: str, found: dict[str, Any]) -> bool:
+def keeps_engine_size(name: str, found: dict[str, Any]) -> bool:
     """Whether kv-sizing was on but kept the KV cache size of the engine's own rule."""
     return kind_of(name).grows and found["growth"] is None
 
@@ -515,7 +519,7 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """Line about a server, for the terminal."""
+    """Describe a server's results in one line, for the terminal."""
     rehearsed = f", {found['rehearsed_s']:g} s of it rehearsing" if found["rehearsed_s"] else ""
     line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
     if found.get("loaded"):
@@ -557,8 +561,8 @@ def describe_run(result: output.Result) -> tuple[str, str, str, str]:
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """Five tables of at most six columns: the runs, tokens per second, memory, starts with answers, and more loads."""
-    runs = [(_linked(result), *describe_run(result)) for result in results]
+    """Make tables of at most six columns: the runs, tokens per second, memory, starts with answers, and more loads."""
+    runs = [(_link_to_result(result), *describe_run(result)) for result in results]
     speed: list[tuple[str, ...]] = []
     memory: list[tuple[str, ...]] = []
     starts: list[tuple[str, ...]] = []
@@ -568,16 +572,16 @@ def tables(results: Sequence[output.Result]) -> str:
         run, measured = run_name(result), result["figures"]["servers"]
         stock_speed = measured.get("stock", {}).get("total_throughput")
         for name, found in measured.items():
-            label = f"{name} (by the rule)" if kept_the_rule(name, found) else name
+            label = f"{name} (by the rule)" if keeps_engine_size(name, found) else name
             speed.append((run, label, f"{found['tokens']:,}", *_speed_cells(found, name, stock_speed)))
             need = _mb(found["growth"] and found["growth"]["need_bytes"])
             memory.append((run, label, _mb(found.get("loaded")), need, _mb(found.get("lowest_free"))))
             rehearsed = "" if found["rehearsed_s"] is None else f"{found['rehearsed_s']:.0f}"
-            answers = _answers_alike(measured, name, "answers")
-            logprobs = _answers_alike(measured, name, "logprobs") + servers.first_difference(measured, name)
+            answers = _count_equal_answers(measured, name, "answers")
+            logprobs = _count_equal_answers(measured, name, "logprobs") + servers.first_difference(measured, name)
             starts.append((run, label, f"{found['startup_s']:.0f}", rehearsed, answers, logprobs))
             loads += _more_loads(f"{run}, {label}", found)
-            given_back += _given_back(f"{run}, {label}", found)
+            given_back += _taken_memory_rows(f"{run}, {label}", found)
     titled = (
         (("run", "served", "GPU", "load", "date"), runs, 5),
         (("run", "server", "KV tokens", "tokens/s (times stock's)", "ms per token", "first token s"), speed, 2),
@@ -587,10 +591,10 @@ def tables(results: Sequence[output.Result]) -> str:
         (("run, server", "KV tokens", "then", "MB given back", "lowest free MB"), given_back, 1),
     )
     found = [output.table(header, rows, left=left) for header, rows, left in titled if rows]
-    return "\n".join([*found, *filter(None, map(held_tables, results))])
+    return "\n".join([*found, *filter(None, map(peak_table, results))])
 
 
-def _linked(result: output.Result) -> str:
+def _link_to_result(result: output.Result) -> str:
     """Name of a run, linked to its result if the repository has it."""
     name = run_name(result)
     return f"[{name}](../../benchmark/results/{result['name']}.json)" if "name" in result else name
@@ -605,19 +609,19 @@ def _speed_cells(found: dict[str, Any], name: str, stock_speed: float | None) ->
     return f"{found['total_throughput']:,.0f}{times}", f"{found['median_tpot_ms']:.1f}", first_token
 
 
-def held_tables(result: output.Result) -> str:
+def peak_table(result: output.Result) -> str:
     """Table of the functions of the engine whose tensors had more than 1 % of the peak; "" without a record."""
     figures, rows = result["figures"], []
-    for name, one in figures["servers"].items():
-        held = one.get("penalized", {}).get("held", {})
-        least = sum(held.values()) / 100
-        rows += [(name, function, _mb(size)) for function, size in held.items() if size > least]
+    for name, server in figures["servers"].items():
+        by_function = server.get("penalized", {}).get("held", {})
+        least = sum(by_function.values()) / 100
+        rows += [(name, function, _mb(size)) for function, size in by_function.items() if size > least]
     header = ("server", "held with penalties, by", "MB")
     described = ", ".join(describe_run(result)[:3])
     return f"{described}\n\n{output.table(header, rows, left=2)}" if rows else ""
 
 
-def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
+def _count_equal_answers(measured: Mapping[str, Any], name: str, part: str) -> str:
     """Count the answers that equal those of the stock server, and otherwise those of the server ``ZEROS``."""
     alike, zeros = servers.equal_answers(measured, name, part), ""
     if ZEROS in measured and name not in ("stock", ZEROS) and measured[name][part] != measured["stock"][part]:
@@ -626,22 +630,22 @@ def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
 
 
 def _more_loads(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A row for each load that came after the requests at once."""
+    """Make a row for each further load."""
     for key, words in LOADS.items():
         if (load := found.get(key)) is None:
             continue
         same = servers.equal_answers({"stock": found, "then": load}, "then") if "answers" in load else ""
-        yield (label, words, f"{load['answered']:,}", _what_failed(load), _mb(load["lowest_free"]), same)
+        yield (label, words, f"{load['answered']:,}", _describe_failure(load), _mb(load["lowest_free"]), same)
 
 
-def _given_back(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A row for a server from which another process took memory."""
+def _taken_memory_rows(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Make the row of a server from which another process took memory. Other servers have no row."""
     if (load := found.get("taken")) and "tokens" in load:
         tokens = (f"{found['tokens']:,}", f"{load['tokens']:,}")
         yield (label, *tokens, _mb(load.get("given_back")), _mb(load["lowest_free"]))
 
 
-def _what_failed(load: dict[str, Any]) -> str:
+def _describe_failure(load: dict[str, Any]) -> str:
     """Error that ended the server, or else the number of errors."""
     if load["out_of_memory"]:
         return "out of memory"

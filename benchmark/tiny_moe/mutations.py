@@ -54,7 +54,7 @@ def _break_loaded_weights(patcher: Patcher, break_weights: Callable[[Any], None]
     patcher.wrap(ModelOptNvFp4FusedMoEMethod, "process_weights_after_loading", make)
 
 
-def swapped_scales(patcher: Patcher) -> None:
+def swap_scales(patcher: Patcher) -> None:
     """Give one expert the block scales of another expert, as by a wrong index."""
 
     def exchange(layer: Any) -> None:
@@ -114,7 +114,7 @@ def lost_row(patcher: Patcher) -> None:
     patcher.wrap(FusedMoE, "forward", make)
 
 
-def skipped_shared_experts(patcher: Patcher) -> None:
+def skip_shared_experts(patcher: Patcher) -> None:
     """Set the output of one layer's shared experts to zero."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
@@ -130,11 +130,11 @@ def skipped_shared_experts(patcher: Patcher) -> None:
 
 
 MUTATIONS: dict[str, Callable[[Patcher], None]] = {
-    "one expert's scales swapped": swapped_scales,
+    "one expert's scales swapped": swap_scales,
     "one row of w13 misplaced": misplaced_row,
     "residual used as output buffer": residual_as_buffer,
     "a lost MoRI row": lost_row,
-    "shared experts skipped in one layer": skipped_shared_experts,
+    "shared experts skipped in one layer": skip_shared_experts,
 }
 
 
@@ -204,8 +204,8 @@ def tables(result: output.Result) -> str:
     )
 
 
-def on_the_page(load: Callable[[str], output.Result]) -> str:
-    """Table of docs/commands/accuracy.md, with the source of its data."""
+def make_table(load: Callable[[str], output.Result]) -> str:
+    """Make the table of docs/commands/accuracy.md. It names the source of its data."""
     result = load(RESULT)
     conditions, typed = result["conditions"], " (typed in)" if result.get("transcribed") else ""
     data = f"[{RESULT.split('/')[1]}.json](../../benchmark/results/{RESULT}.json){typed}"

@@ -201,12 +201,12 @@ def tables(result: output.Result) -> str:
     for path, (stock, patched) in files.items():
         for name, words in failure_messages(stock).items():
             fails.setdefault(f"No result of {{}}: {words}" if not name else f"Stock fails {{}}: {words}", []).append(
-                place(path, name)
+                format_place(path, name)
             )
         other = differing_tests(stock, patched)
         for name in other:
             words = failure_messages(patched).get(name, "")
-            differ.append(f"Differs: {place(path, name)}" + (f": {words}" if words else ""))
+            differ.append(f"Differs: {format_place(path, name)}" + (f": {words}" if words else ""))
         if stock["tests"] or patched["tests"] or other:
             subtests = sum(test["subtests"] for test in stock["tests"].values())
             acted = ", ".join(f"{name} {times:,}" for name, times in patched["acted"].items() if times)
@@ -225,7 +225,7 @@ def tables(result: output.Result) -> str:
     return f"{output.table(header, rows, left=4)}\n{verdict}\n\n{listed}"
 
 
-def place(path: str, name: str) -> str:
+def format_place(path: str, name: str) -> str:
     """Format the place of a test: its file and its name."""
     return f"`{path}`" + (f", `{name}`" if name else "")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common import doctor_answers, output
-from common.shapes import MODELS, Layout, as_the_engine_runs
+from common.shapes import MODELS, Layout, fuse_like_engine
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.lab.predict import config, forward, model_report
@@ -57,7 +57,7 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
 # --- Measured results ------------------------------------------------------------------------------------------------
 
 
-def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
+def load_measured_peaks() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     """Load the measured peaks, stock and patched, by the sizes of a rank's MoE layer.
 
     :returns: peaks of whole forward passes, and peaks of the runner alone.
@@ -99,7 +99,7 @@ def key_of_cell(cell: dict[str, Any]) -> Sizes:
 
 def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
     """Key by which a measurement is found: the sizes of a rank's MoE layer, its runner and its quantization."""
-    rank = as_the_engine_runs(model, runner).per_rank(layout)
+    rank = fuse_like_engine(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
 
@@ -113,7 +113,7 @@ def in_mb(*sizes: float) -> str:
 def tables(result: output.Result) -> str:
     """Table with a row for each model."""
     rows = []
-    wholes, alone = measured()
+    wholes, alone = load_measured_peaks()
     answers = {(entry["source"], entry["gpu"]): entry for entry in result["figures"]["models"]}
     for model in config.served_models():
         if (model["source"], model["gpu"]) not in answers:
@@ -149,10 +149,10 @@ def ranks(flags: list[str]) -> str:
 def _peak(found: dict[str, Any]) -> str:
     if not found["stock"]:
         return "-"
-    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * at_least(found)
+    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * is_lower_bound(found)
 
 
-def at_least(found: dict[str, Any]) -> bool:
+def is_lower_bound(found: dict[str, Any]) -> bool:
     """Whether the peak may be larger than the predicted one."""
     return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
 

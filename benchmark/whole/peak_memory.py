@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, output, servers, timing, weights
-from common.shapes import MODELS, Layout, Rank, as_the_engine_runs, every_change
+from common.shapes import MODELS, Layout, Rank, every_change, fuse_like_engine
 from sglang_moe_patches.changes.moe_workspace.column_slices import (
     MOE_WORKSPACE_MB,
     LayerShape,
@@ -74,7 +74,7 @@ def predict(
     :param fusion: whether the engine may run shared experts as routed experts.
     :param width: columns of a slice; ``None``: the width that moe-workspace's rule chooses today.
     """
-    model = as_the_engine_runs(served.model, served.runner, fusion=fusion)
+    model = fuse_like_engine(served.model, served.runner, fusion=fusion)
     layout, acting = Layout(tp=tp), prediction.Acting()
     if server == "patched":
         acting = every_change(model)
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace, served: weights.ServedModel, work: Path
     figures: dict[str, Any] = {}
     names = [*servers.SERVERS, *([timing.CONTROL] if options.control else [])]
     for together in [names] if options.at_once else [[name] for name in names]:
-        with servers.running(dict.fromkeys(together, setup), at_once=options.at_once) as running:
+        with servers.run_servers(dict.fromkeys(together, setup), at_once=options.at_once) as running:
             for name, server in running.items():
                 answers[name] = [
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
@@ -205,7 +205,7 @@ def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def with_setting(result: output.Result) -> str:
+def setting_tables(result: output.Result) -> str:
     """Tables of a run with ``--moe-workspace-mb``: predicted and measured peak, and answers."""
     figures = result["figures"]
     run = f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"
@@ -264,7 +264,7 @@ def predict_result(result: output.Result, server: str) -> prediction.Prediction:
     return predict(served, server, **sizes, width=figures.get("slice_columns"))
 
 
-def against_sizes(results: list[output.Result]) -> str:
+def runs_table(results: list[output.Result]) -> str:
     """Table of predicted and measured peaks of several runs, with a row per run."""
     rows = []
     for result in results:

@@ -61,7 +61,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         "server": found["server"],
         "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},  # a folder of that moment
         "peaks": [found["stock"]["peak"], found["patched"]["peak"]] if found["stock"] else None,
-        "at_least": models.at_least(found),
+        "at_least": models.is_lower_bound(found),
         "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
         "kv_sizing": SIZED if sizing["acts"] else LEFT_ALONE if is_left_alone else REASON,
         "not_known": [change["name"] for change in found["changes"] if change["acts"] is None],

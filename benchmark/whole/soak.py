@@ -406,16 +406,16 @@ def served_model(options: Any) -> ServedModel:
 
 def server_arguments(options: Any, model: Path) -> list[str]:
     """Server arguments that the options choose."""
-    given = ["--model-path", str(model), *RUNNER_ARGUMENTS[served_model(options).runner], "--skip-tokenizer-init"]
-    given += ["--grammar-backend", "none", "--random-seed", "1", "--chunked-prefill-size", str(options.chunk)]
-    given += ["--max-running-requests", str(options.requests), "--max-total-tokens", str(options.cache)]
+    arguments = ["--model-path", str(model), *RUNNER_ARGUMENTS[served_model(options).runner], "--skip-tokenizer-init"]
+    arguments += ["--grammar-backend", "none", "--random-seed", "1", "--chunked-prefill-size", str(options.chunk)]
+    arguments += ["--max-running-requests", str(options.requests), "--max-total-tokens", str(options.cache)]
     if has_gpu():
-        given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"]
+        arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"]
         if options.captured:  # a replayed prefill allocates nothing, so longer prefills must run without a graph
-            given += ["--piecewise-cuda-graph-max-tokens", str(options.captured)]
+            arguments += ["--piecewise-cuda-graph-max-tokens", str(options.captured)]
     elif options.quick:
-        given += EAGER
-    return environment.server_arguments([*given, *options.arguments])
+        arguments += EAGER
+    return environment.server_arguments([*arguments, *options.arguments])
 
 
 def make_server(name: str, options: Any, work: Path, model: Path, group: str) -> tuple[Server, tuple[Path, Path]]:

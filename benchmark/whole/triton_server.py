@@ -85,7 +85,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     setup.prepare()
     setups = dict.fromkeys(server_names(options.copies), setup)
     answers: dict[str, list[Any]] = {name: [] for name in setups}
-    with servers.running(setups, at_once=True) as running:
+    with servers.run_servers(setups, at_once=True) as running:
         print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
         rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
         for round_, names in rounds:
@@ -170,7 +170,7 @@ def tables(results: list[output.Result]) -> str:
     return f"{output.table(of_memory, memory, left=2)}\n{output.table(of_times, times, left=2)}"
 
 
-def in_short(results: list[output.Result]) -> str:
+def runs_table(results: list[output.Result]) -> str:
     """Table with a row for each run: peaks, and times relative to the stock server (of the second stock server)."""
     rows = []
     for result in results:
@@ -196,7 +196,7 @@ def in_short(results: list[output.Result]) -> str:
     return output.table((*header, "equal answers"), rows)
 
 
-def steps(result: output.Result) -> str:
+def decode_table(result: output.Result) -> str:
     """Table of the decode steps of several servers of each kind."""
     rows = []
     for kind in servers.SERVERS:

@@ -15,7 +15,7 @@ sglang_moe_patches:given_back_bytes{gpu="1",rank="1"} 5e+06
 def test_memory_is_taken_to_less_than_half_the_margin_and_questions_are_asked_meanwhile(tmp_path, monkeypatch):
     file, observed = tmp_path / "short", []
 
-    def mixed(server, info, vocabulary, seconds):
+    def send_mixed(server, info, vocabulary, seconds):
         observed.append(1000 - int(file.read_text()))  # bytes of the margin that stay free
         return {"errors": []}
 
@@ -27,7 +27,7 @@ def test_memory_is_taken_to_less_than_half_the_margin_and_questions_are_asked_me
         metrics=lambda: METRICS,
         info=lambda: {"internal_states": [{"memory_usage": {"token_capacity": tokens}} for tokens in (4, 5)]},
     )
-    monkeypatch.setattr(neighbour.overfill, "mixed", mixed)
+    monkeypatch.setattr(neighbour.overfill, "send_mixed", send_mixed)
     monkeypatch.setattr(neighbour, "Client", lambda url: client)
     server = SimpleNamespace(url="http://here", environment={neighbour.STAND_IN_VARIABLE: str(file)})
     outcome = neighbour.take_memory(server, {}, 5000, 1000, 1.0, ask)

@@ -54,7 +54,7 @@ def test_requests_with_penalties_are_short_and_sent_at_once(monkeypatch) -> None
 
     monkeypatch.setattr(overfill.Client, "generate", generate)
     server = SimpleNamespace(url="http://here", log_text=lambda: "")
-    outcome = overfill.penalized(server, {"max_total_num_tokens": 50_000}, 5000, 256)
+    outcome = overfill.send_penalized(server, {"max_total_num_tokens": 50_000}, 5000, 256)
     count, lengths, new_tokens, sampling = requests[0]
     assert (count, lengths, outcome["answered"]) == (256, {overfill.PENALIZED_PROMPT_TOKENS}, 257)
     assert new_tokens == overfill.PENALIZED_NEW_TOKENS

@@ -66,7 +66,7 @@ def test_the_clients_command_has_the_lengths_of_the_options(monkeypatch, tmp_pat
 def test_an_incomplete_load_is_rejected(monkeypatch, changed, missing):
     parsed = options(monkeypatch, "--images", "2", "--prompts", "120", "--output", "256")
     whole = {"completed": 120, "total_output_tokens": 120 * 256, "total_input_vision_tokens": 240 * 880}
-    assert serving.missing_part(whole | changed, parsed) == missing
+    assert serving.describe_missing(whole | changed, parsed) == missing
 
 
 def test_the_vision_model_is_not_divided_among_ranks():
@@ -129,7 +129,7 @@ def test_the_error_names_an_unknown_server(monkeypatch, capsys, name):
 
 def test_answers_are_compared_with_stock_and_with_stock_zeros():
     measured = {"stock": {"answers": [1, 2]}, "stock-zeros": {"answers": [1, 3]}, "fp4-weights": {"answers": [1, 3]}}
-    alike = [serving._answers_alike(measured, name, "answers") for name in measured]
+    alike = [serving._count_equal_answers(measured, name, "answers") for name in measured]
     assert alike == ["", "1 of 2", "1 of 2; 2 of 2 stock-zeros's"]
 
 

@@ -314,7 +314,7 @@ def test_slices_have_every_column_once_in_order(hidden, width):
 
 def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent():
     """The lower end of the paired interval of the time, default and tuned tiles, batch by batch."""
-    cells = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    cells = moe_tables.find_cells_by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())

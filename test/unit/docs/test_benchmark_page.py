@@ -18,7 +18,7 @@ def names() -> list[str]:
 
 
 def test_the_pages_and_their_plots_are_rendered_from_the_results():
-    assert render.outdated() == {}
+    assert render.find_outdated() == {}
 
 
 def test_every_result_is_on_the_page_and_every_image_on_some_page():
@@ -50,7 +50,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def outdated() -> list[str]:
-    return [path.name for path in render.outdated()]
+    return [path.name for path in render.find_outdated()]
 
 
 def test_an_outdated_result_page_or_plot_is_reported(apart: Path):

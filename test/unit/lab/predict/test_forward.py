@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from common import output
-from common.shapes import MODELS, Layout, as_the_engine_runs, every_change
+from common.shapes import MODELS, Layout, every_change, fuse_like_engine
 from sglang_moe_patches.lab.predict import forward
 from sglang_moe_patches.lab.predict.forward import Acting, Runner
 from whole import peak_memory
@@ -78,7 +78,7 @@ def test_whole_servers_needed_what_their_sizes_say(name):
     words = shlex.split(result["command"])
     option = dict(zip(words, [*words[1:], ""], strict=True))
     share = MODELS[option.get("--model", "kimi-k2.5")].shard(int(option.get("--shard", 4)))
-    model = as_the_engine_runs(share, "triton")
+    model = fuse_like_engine(share, "triton")
     newer = result["conditions"]["engine"] not in WITHOUT_BUFFER and model.q_lora_rank is not None
     stock = Acting(inputs_dropped=newer)
     for server, figures in result["figures"].items():
@@ -113,7 +113,7 @@ def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
         kind = (cell["model"], cell["layout"], cell.get("weights"))
         if name.startswith("moe-workspace/h200") and kind == ("deepseek-v3-fused", "tp8", "fp8"):
             continue
-        model = as_the_engine_runs(MODELS[cell["model"]], runner)
+        model = fuse_like_engine(MODELS[cell["model"]], runner)
         rank = model.per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
         if runner == "marlin":
             packed = cell["w2_bytes"] / (rank.experts * rank.hidden * rank.intermediate)
@@ -137,7 +137,7 @@ def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
     ],
 )
 def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
-    whole = as_the_engine_runs(MODELS[model], runner)
+    whole = fuse_like_engine(MODELS[model], runner)
     workspace = 1536 * 2**20 + peak_memory.REFERENCE_SCRATCH
     predicted = forward.predict(
         whole, Layout(tp=tp), Runner(runner, workspace=workspace), 16384, every_change(whole, 1024)
