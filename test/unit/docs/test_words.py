@@ -15,9 +15,11 @@ PACKAGE = tuple(
     f"python/sglang_moe_patches/{path}"
     for path in ("core", "lab/observers", "lab/regress", "lab/servers", "lab/without_gpu.py")
 )
+ENGINE_TESTS = ("arithmetic", "environment", "kv_sizing_answers", "recipes", "reference_cutedsl", "server_kinds")
 TESTS = (
     *("test/unit/benchmark", "test/unit/lab/observers", "test/unit/lab/regress", "test/unit/test_growing_server.py"),
     *("test/tools/growing_server.py", "test/tools/words.py", "test/unit/docs/test_words.py"),
+    *(f"test/engine/lab/test_{name}.py" for name in (*ENGINE_TESTS, "servers", "tiny_moe")),
 )
 BENCHMARKS = ("benchmark",)
 PAGES = (
