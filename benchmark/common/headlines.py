@@ -1,4 +1,4 @@
-"""README's first table, and the index of the benchmark pages with one or two figures of each result."""
+"""Make the README's first table, and the index of the benchmark pages with one or two figures of each result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LAUNCHED = {
     "gpt-oss-120b-30-layers": "gpt-oss-120b, 30 of 36 layers, H100, 100 requests",
     "kimi-k2.5-13-layers-h200": "Kimi-K2.5, 13 of 61 layers, rank of TP=8, H200, 200 requests",
 }
-"""Servers of the README's first table: the result of each, and what was served where."""
+"""Servers of the README's first table: name of the result, and description of the model, the GPU and the load."""
 CHART = output.RESULTS.parents[1] / "docs/images/kv-cache-by-server.svg"
-"""Chart of the README's first screen. The README shows it once it is there."""
+"""Chart of the README's first screen. The README shows the chart if the file exists."""
 
 
 def launched(load: Load) -> str:
-    """The README's first chart and table: KV cache and throughput of servers that people launch, stock and patched."""
+    """Make the README's first chart and table: KV cache and throughput of servers, stock and patched."""
 
     def cell(stock: float, patched: float, form: str, gains: bool = True) -> str:
         mark = "**" if gains else ""
@@ -40,7 +40,7 @@ def launched(load: Load) -> str:
     for name, server in LAUNCHED.items():
         figures = load(f"serving/{name}")["figures"]
         stock, grown = figures["servers"]["stock"], figures["servers"]["grown"]
-        # Emphasized if the load does not fit stock's KV cache: else a difference is noise.
+        # Bold only if the load does not fit the stock server's KV cache. Otherwise, a difference is noise.
         asked_tokens = figures["prompts"] * (sum(figures["input"]) // 2 + figures["output"])
         gains = asked_tokens > stock["tokens"] and grown["total_throughput"] > 1.01 * stock["total_throughput"]
         rows.append(
@@ -67,7 +67,7 @@ def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
 
 
 def index(load: Load) -> str:
-    """A line for each question that the pages of benchmarks answer."""
+    """Make a table with a row for each question that the pages of benchmarks answer."""
 
     def figures(name: str) -> dict[str, Any]:
         return load(name)["figures"]

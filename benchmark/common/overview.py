@@ -1,4 +1,4 @@
-"""README's table of servers, and the charts of the summary page, made from stored results.
+"""Make the README's table of servers and the charts of the summary page from stored results.
 
 The servers of the table are first starts of one commit (``benchmark/memory/first_starts.py``). A result of another
 commit is an error: two commits may size a KV cache differently.
@@ -14,6 +14,7 @@ from memory.first_starts import ROWS
 
 from common import headlines, output
 from common.charts import Bar, Group, bar_chart
+from common.growth import REHEARSAL
 from common.output import Result
 
 Load = Callable[[str], Result]
@@ -30,11 +31,11 @@ PHASE_SECONDS = re.compile(r"(?:^|, )(?P<phase>[^,:]+) (?P<seconds>\d+\.\d) s")
 
 
 class MixedCommits(ValueError):
-    """Results that must be of one commit are of several."""
+    """The results for one table were measured on several commits."""
 
 
 def first_starts(load: Load) -> dict[str, Result]:
-    """Results of the table's servers, by row.
+    """Load the results of the servers in the README's table, by row.
 
     :raises MixedCommits: the results name no commit, or several.
     """
@@ -47,13 +48,13 @@ def first_starts(load: Load) -> dict[str, Result]:
 
 
 def servers_of(result: Result) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    """Figures of a row's stock server, ``None`` if it did not start, and of its patched server."""
+    """Figures of the stock server (``None`` if it did not start) and of the patched server of a row."""
     servers = result["figures"]["servers"]
     return servers.get("stock"), servers["grown"]
 
 
 def table(load: Load) -> str:
-    """README's table: KV cache size and throughput of each server, stock and patched."""
+    """Make the README's table: KV cache size and throughput of each server, stock and patched."""
     rows = []
     for name, result in first_starts(load).items():
         row, (stock, patched) = ROWS[name], servers_of(result)
@@ -72,7 +73,7 @@ def table(load: Load) -> str:
 
 
 def kv_cache_chart(load: Load) -> str:
-    """KV cache size of servers in their first start, relative to stock's."""
+    """Draw the KV cache size of servers in their first start, relative to the stock server's."""
     results, groups = first_starts(load), []
     for name in (name for name in CHART_ROWS if name in results):
         stock, patched = servers_of(results[name])
@@ -87,13 +88,13 @@ def kv_cache_chart(load: Load) -> str:
 
 
 def label(name: str) -> str:
-    """Server of a row, with the part of the model that ran if the model is not whole."""
+    """Name the server of a row. If only a part of the model ran, name this part, too."""
     row = ROWS[name]
     return row.server if row.as_run == "whole" else f"{row.server}, {row.as_run}"
 
 
 def concurrency_chart(load: Load) -> str:
-    """Throughput of one server by the number of concurrent requests."""
+    """Draw the throughput of one server by the number of concurrent requests."""
     figures = load(f"{FOLDER}/{SWEPT_ROW}")["figures"]
     loads = {server: _throughputs(figures, figures["servers"][server]) for server in ("stock", "grown")}
     groups = [
@@ -113,7 +114,7 @@ def _throughputs(figures: Mapping[str, Any], server: Mapping[str, Any]) -> dict[
 
 
 def prefill_chart(load: Load) -> str:
-    """Peak memory of one prefill of 16,384 tokens, by model."""
+    """Draw the peak memory of one prefill of 16,384 tokens, by model."""
     groups = []
     for model, name in headlines.PEAKS.items():
         memory = load(name)["figures"]["memory"]
@@ -123,7 +124,7 @@ def prefill_chart(load: Load) -> str:
 
 
 def rehearsal_chart(load: Load) -> str:
-    """Seconds of each phase of a rehearsal, by server."""
+    """Draw the seconds of a rehearsal and the name of its longest phase, by server."""
     groups = []
     for name, result in first_starts(load).items():
         seconds = phase_seconds(servers_of(result)[1]["said"])
@@ -134,7 +135,7 @@ def rehearsal_chart(load: Load) -> str:
 
 
 def phase_seconds(lines: list[str]) -> dict[str, float]:
-    """Seconds of each phase, from the log lines of kv-sizing; empty if there was no rehearsal."""
-    line = next((line for line in lines if line.startswith("rehearsed in")), "")
+    """Read the seconds of each phase from the log lines of kv-sizing; empty if there was no rehearsal."""
+    line = next(filter(REHEARSAL.search, lines), "")
     phases = PHASE_SECONDS.finditer(line.partition(": ")[2].partition(";")[0])
     return {match["phase"]: float(match["seconds"]) for match in phases}
