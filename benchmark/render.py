@@ -88,7 +88,7 @@ SERVING: tuple[str, ...] = full_names(
     *("qwen3-30b-dp-attention", "qwen3-30b-pipeline", "qwen3-30b-ngram-h200", "qwen3-30b-0.5.17-256-h200"),
     *("qwen3-30b-mixed-h200", "qwen3-30b-mixed-h200-again"),
 )
-"""Servers on H200s whose KV cache grew in their start."""
+"""Results of ``benchmark memory/serving`` on H200s."""
 SERVING_EARLIER: tuple[str, ...] = full_names(
     "serving",
     *("qwen3-30b-default", "qwen3-30b-default-again", "qwen3-30b-h100", "qwen3-235b-fp8"),
@@ -96,7 +96,7 @@ SERVING_EARLIER: tuple[str, ...] = full_names(
     *("gpt-oss-120b-30-layers-0.5.17", "gpt-oss-120b-8-layers", "qwen3-30b-0.5.17", "qwen3-30b-0.5.17-256"),
     *("qwen3-30b-8-layers-short", "qwen3-30b-8-layers-short-stock", "qwen3-30b-8-layers-short-again"),
 )
-"""Servers on H100s, and one on four H200s whose code had a fault: they cannot be run again."""
+"""Results of ``benchmark memory/serving`` that cannot be measured again: on H100s, and one of faulty code on H200s."""
 SERVING_RECIPES: tuple[str, ...] = full_names(
     "serving", "deepseek-r1-recipe", "deepseek-r1-eagle-two-gpus", "deepseek-r1-eagle"
 )

@@ -58,7 +58,7 @@ SMALL = {
     "nvfp4, not gated": Layer("nvfp4", 5, 512, 256, gated=False),
     "nvfp4, not gated, biases": Layer("nvfp4", 3, 512, 256, gated=False, biased=True),
 }
-"""Layers that are only compared. Only the layer "padded" needs padding for Marlin."""
+"""Small layers. Their results are compared but not timed. Only the layer "padded" needs padding for Marlin."""
 LAYERS = {
     "deepseek-v4-flash, a quarter": Layer("mxfp4", 256, 4096, 512),
     "gpt-oss-120b": Layer("mxfp4", 128, 2880, 2880, biased=True),

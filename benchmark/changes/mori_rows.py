@@ -78,7 +78,7 @@ def count_received_rows(ep: int, batch: int, routing: str, generator: torch.Gene
 
 
 def make_cases(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
-    """Simulate all cases."""
+    """Count, for each case, the rows that a rank receives, and the rows that its kernel computes with each method."""
     generator = torch.Generator().manual_seed(0)
     cases = []
     for ep in eps:

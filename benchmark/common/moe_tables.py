@@ -51,7 +51,7 @@ def format_sliced_cell(cell: dict[str, Any]) -> str:
 
 
 def triton(result: output.Result) -> str:
-    """Tables of the measurements in which moe-workspace's own rule chose the slices. The result has the others, too."""
+    """Make the tables of the Triton runner. They leave out measurements with another slice width than the rule's."""
     return f"{rule_tables(result)}\n{graph_tables([result])}"
 
 

@@ -2,8 +2,8 @@
 
 - :func:`overfill` sends more requests than the KV cache has room for. Prompts of growing length come first, because the
   allocator keeps most memory after them. Requests that together need a little more than the KV cache follow, until the
-  engine retracts some of them. At the end, clients send the requests of :func:`mixed`.
-- :func:`mixed` sends requests of random lengths, with shared prefixes and penalties. Some clients close their
+  engine retracts some of them. At the end, clients send the requests of :func:`send_mixed`.
+- :func:`send_mixed` sends requests of random lengths, with shared prefixes and penalties. Some clients close their
   connection early.
 - :func:`send_penalized` sends many requests with penalties, which decode in one batch.
 
@@ -35,7 +35,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 from common.client import TIMEOUT_S, Client, Unanswered
 
 RANDOM_CLIENTS = 48
-"""Number of concurrent clients of :func:`mixed`."""
+"""Number of concurrent clients of :func:`send_mixed`."""
 SHARED_PREFIXES = 6
 """Number of prefixes that their prompts share."""
 ABORTED_FRACTION = 0.15
@@ -49,11 +49,11 @@ END_TIMEOUT_S = 240.0
 MAX_NEW_TOKENS_UNABORTED = 256
 """Maximum new tokens of a request, if requests may not be aborted. The load then ends in time."""
 MIN_FILLING_REQUESTS = 256
-"""Number of requests that fill the KV cache, if it has room for fewer chunks than that."""
+"""Number of requests that fill a small KV cache. A large KV cache is filled with requests of whole prefill chunks."""
 PROMPT_FRACTION = 0.98
 """Fraction of the KV cache that the prompts of these requests fill. Their new tokens need more than the rest."""
 MAX_DECODED_TOKENS = 1024
-"""Maximum new tokens of such a request. For more tokens, another prefill chunk is faster than decodes."""
+"""Maximum new tokens of a request of whole chunks. One more prefill chunk is faster than more new tokens."""
 FILL_TIME_FRACTION = 0.75
 """Fraction of the load's time that filling the KV cache may take."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64

@@ -1,4 +1,4 @@
-"""Stock and patched benchmark servers with real layer sizes and the same random weights."""
+"""Start stock and patched servers with real layer sizes and the same random weights, and send prompts to them."""
 
 from __future__ import annotations
 

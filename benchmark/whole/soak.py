@@ -168,7 +168,7 @@ def distinct_answers(servers: dict[str, Any], part: str = "answers") -> dict[str
 
 
 def find_failures(figures: dict[str, Any]) -> list[str]:
-    """Find the reasons why the run failed. Empty: it passed."""
+    """Find the reasons why the run failed. An empty list means that it passed."""
     servers = figures["servers"]
     failures = [f"{name}: not run" for name in SERVERS if name not in servers]
     for name, server in servers.items():

@@ -58,8 +58,7 @@ class Memory:
     cache_token_bytes: float | None = None
     """Bytes of one token in the KV cache of one rank; ``None`` if the model has KV caches of several kinds."""
     reserved_bytes: int | None = None
-    """Growth of the memory that PyTorch's allocator reserves, since the first forward pass began; the largest figure.
-    Only on CUDA."""
+    """Largest growth of the memory that PyTorch's allocator reserves since the first forward pass. Only on CUDA."""
     slack_bytes: int | None = None
     """Part of ``reserved_bytes`` that was never in use by tensors: ``reserved_bytes`` minus the growth of the peak of
     allocated memory. Only on CUDA."""

@@ -146,7 +146,7 @@ class Observer:
             self.buffers += 1
 
     def end_forward(self) -> None:
-        """Add the forward pass to the record. Write the record if it changed, and in every hundredth forward pass."""
+        """Add the forward pass to the record. Write the record if it changed, and every hundred forward passes."""
         import torch
 
         earlier, memory = replace(self.memory), self.memory
@@ -201,7 +201,7 @@ def workspace_bytes(wrappers: Iterable[Any]) -> int:
 
 
 def _tensor_bytes() -> int:
-    """Bytes of all tensors on the CPU that are alive."""
+    """Bytes of all tensors that exist in CPU memory."""
     import torch
 
     storages = {}
