@@ -74,7 +74,7 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, thres
 
 @functools.cache
 def min_questions(drop: float, alpha: float) -> int:
-    """Smallest number of questions that can show a drop below ``drop``.
+    """Smallest number of questions with which a run can show that accuracy drops by less than ``drop``.
 
     It suffices if the run has neither losses nor gains.
     """
@@ -85,7 +85,9 @@ def min_questions(drop: float, alpha: float) -> int:
 
 
 def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains: float = CHURN / 2) -> int | None:
-    """Number of questions that show a drop below ``drop`` with a probability of ``POWER``, by Nam's formula.
+    """Number of questions with which a run probably shows that accuracy drops by less than ``drop``.
+
+    The probability is ``POWER``. The number comes from Nam's formula.
 
     :param losses: true share of losses.
     :param gains: true share of gains.
@@ -102,7 +104,7 @@ def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains
 
 
 def pass_probability(questions: int, drop: float, alpha: float, losses: float, gains: float) -> float:
-    """Probability that a run shows a drop below ``drop``.
+    """Probability that a run shows that accuracy drops by less than ``drop``.
 
     :param losses: true share of losses.
     :param gains: true share of gains.
@@ -133,7 +135,7 @@ def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
 
 
 def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
-    """Distance of each table below ``drop``, in standard errors."""
+    """Score of each table: how far its drop lies below ``drop``, in standard errors."""
     import numpy as np
 
     return (questions * drop - (losses - gains)) / np.sqrt(questions * _variance(questions, losses, gains, drop))

@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether the patched server is worse."""
+        """Whether the patched server is significantly worse, or has another answer despite ``require_identical``."""
         return bool(self.reasons)
 
     @cached_property
@@ -147,7 +147,10 @@ class Comparison:
 
     @property
     def is_within_max_drop(self) -> bool:
-        """Whether the confidence interval of the drop ends below ``max_drop``, and a larger drop would have shown."""
+        """Whether the run shows that accuracy drops by less than ``max_drop``.
+
+        The confidence interval of the drop must end below ``max_drop``, and ``accuracy_can_tell`` must hold.
+        """
         return self.accuracy_can_tell and self.p_max_drop <= self.alpha
 
     @cached_property
@@ -185,9 +188,9 @@ class Comparison:
 
     @property
     def accuracy_can_tell(self) -> bool:
-        """Whether the stock server answers enough questions correctly.
+        """Whether the stock server is accurate enough for a comparison.
 
-        If the patched server lost all of them, that must be significant and more than ``max_drop``.
+        It is if a patched server without any correct answer would be significantly worse, by more than ``max_drop``.
         """
         few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
         return not few and 100 * self.stock.accuracy > self.max_drop
