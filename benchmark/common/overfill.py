@@ -41,7 +41,7 @@ SHARED_PREFIXES = 6
 ABORTED_FRACTION = 0.15
 """Fraction of their requests for which the client closes the connection early."""
 PENALIZED_FRACTION = 0.2
-"""Fraction of their requests with penalties and a logit bias."""
+"""Fraction of the random requests that have penalties and a logit bias."""
 ABORT_TIMEOUT_S = 60.0
 """Seconds until the server must have ended all aborted requests."""
 END_TIMEOUT_S = 240.0
