@@ -1,4 +1,4 @@
-"""``sglang-moe-patches``: look at an engine, and prove stock and patched equal."""
+"""The command ``sglang-moe-patches``: ``doctor`` examines an engine, ``regress`` compares two servers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from sglang_moe_patches.registry import CHANGES
 app = typer.Typer(
     help="""Memory and correctness patches for SGLang's mixture-of-experts layers.
 
-Installing the package patches every `sglang serve` of its environment; nothing has to be turned on.
+The installed package patches every `sglang serve` of its Python environment. No flag is needed.
 
-SGLANG_MOE_PATCHES = all (default) | none | a comma-separated list of changes: which changes are applied.
+SGLANG_MOE_PATCHES = all (default) | none | a comma-separated list of changes: the changes to apply.
 
-SGLANG_MOE_PATCHES_STRICT = 1: a selected change that cannot be applied ends the start-up.
+SGLANG_MOE_PATCHES_STRICT = 1: end the server's start if a selected change cannot be applied.
 """,
     no_args_is_help=True,
     add_completion=False,
@@ -36,15 +36,15 @@ SGLANG_MOE_PATCHES_STRICT = 1: a selected change that cannot be applied ends the
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# What follows `--` on the command line belongs to the engine, whatever it looks like.
+# Arguments after `--` are server arguments, even if they look like options of this command.
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 REGRESS_EXTRA = ("scipy", "psutil", "httpx", "jinja2")
-"""The modules that `regress` needs beyond what serving does: the package's extra."""
+"""Modules of the package's extra ``regress``. The command needs them, and serving does not."""
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """End with one clear line and a non-zero exit."""
+    """Print one line on standard error, and end with a non-zero exit code."""
     typer.echo(f"sglang-moe-patches: {message}", err=True)
     raise typer.Exit(code)
 
@@ -61,7 +61,7 @@ def require_engine() -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Show what is being done. Nothing is shown where standard error is no terminal."""
+    """Show a text with a spinner within the block. If standard error is not a terminal, show nothing."""
     from rich.console import Console
 
     with Console(stderr=True).status(text):
@@ -163,67 +163,69 @@ def regress(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Checkpoint folder or Hugging Face name.")] = None,
     data_path: Annotated[
-        Path | None, typer.Option(help="GSM8K's test.jsonl; without it the engine downloads the file.")
+        Path | None, typer.Option(help="GSM8K's test.jsonl. Default: the engine downloads the file.")
     ] = None,
     num_questions: Annotated[
         int | None,
-        typer.Option(min=1, help="How many of the first questions to ask. Default: as many as --max-drop needs."),
+        typer.Option(min=1, help="Number of questions, from the first one on. Default: as many as --max-drop needs."),
     ] = None,
-    num_shots: Annotated[int, typer.Option(min=0, help="Worked examples in front of each question.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
-    parallel: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
+    num_shots: Annotated[int, typer.Option(min=0, help="Number of worked examples in front of each question.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 512,
+    parallel: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 64,
     output: Annotated[Path, typer.Option(help="Folder for report.json, report.html and the logs.")] = Path(
         "regress-report"
     ),
     max_drop: Annotated[
         float,
-        typer.Option(
-            min=0.1, max=90, help="Points of accuracy that may be lost: no worse means, by no more than that."
-        ),
+        typer.Option(min=0.1, max=90, help="Allowed drop in accuracy, in percentage points."),
     ] = 3.0,
     alpha: Annotated[
-        float, typer.Option(min=1e-6, max=0.5, help="Significance level of the one-sided tests: of worse, of no worse.")
+        float,
+        typer.Option(
+            min=1e-6, max=0.5, help="Significance level of the two one-sided tests, for worse and for no worse."
+        ),
     ] = 0.05,
     require_identical: Annotated[
         bool,
-        typer.Option("--require-identical", help="Call it worse when any answer differs; on a GPU, add --parallel 1."),
+        typer.Option("--require-identical", help="Exit with 1 if any answer differs. On a GPU, add --parallel 1."),
     ] = False,
-    baseline_url: Annotated[str | None, typer.Option(help="A stock server that already runs.")] = None,
-    patched_url: Annotated[str | None, typer.Option(help="A patched server that already runs.")] = None,
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to get ready.")] = 1800,
-    port: Annotated[int | None, typer.Option(help="Port of the servers on 127.0.0.1. Default: a free one.")] = None,
+    baseline_url: Annotated[str | None, typer.Option(help="URL of a running stock server, instead of --model.")] = None,
+    patched_url: Annotated[
+        str | None, typer.Option(help="URL of a running patched server, instead of --model.")
+    ] = None,
+    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a server must be ready.")] = 1800,
+    port: Annotated[int | None, typer.Option(help="Port of both servers on 127.0.0.1. Default: a free port.")] = None,
 ) -> None:
-    """Serve a model stock and patched, evaluate both on GSM8K, and compare.
+    """Compare a stock server and a patched server of a model on GSM8K.
 
     Example: sglang-moe-patches regress --model nvidia/Kimi-K2.5-NVFP4
     --data-path test.jsonl -- --tp 4 --quantization modelopt_fp4
     --moe-runner-backend flashinfer_trtllm_routed
 
     Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own
-    GSM8K evaluation at temperature 0, ends it, does the same with the patched
-    server, and reports accuracy with McNemar's exact test and the interval of
-    its drop, the questions whose answers differ, throughput and memory side by
-    side.
+    GSM8K evaluation at temperature 0, and ends the server. Then does the same
+    with the patched server. The report compares accuracy, answers, throughput
+    and memory.
 
-    Refused as server arguments, because one command on this machine is not the
-    whole server: --nnodes above 1, --use-ray, --disaggregation-mode,
-    --checkpoint-engine-wait-weights-before-ready. Start both servers yourself
+    Rejects server arguments of servers that one command on this machine cannot
+    start: --nnodes above 1, --use-ray, --disaggregation-mode,
+    --checkpoint-engine-wait-weights-before-ready. Start both servers yourself,
     and give --baseline-url and --patched-url.
 
-    Refused because both servers listen on 127.0.0.1 alone and are asked over
-    plain HTTP: --ssl-*, --api-key, --admin-api-key, --grpc-mode, --host, --port,
-    --model, --model-path (give --model and --port before the `--`).
+    Rejects --ssl-*, --api-key, --admin-api-key, --grpc-mode and --host, because
+    both servers listen only on 127.0.0.1 and receive requests over plain HTTP.
+    Rejects --port, --model and --model-path after the `--`: give --model and
+    --port before it.
 
-    Refused because there is nothing to ask or to compare: --is-embedding,
-    --encoder-only, --skip-tokenizer-init; and --delete-ckpt-after-loading,
-    because the second server needs the checkpoint, too.
+    Rejects --is-embedding, --encoder-only and --skip-tokenizer-init, because
+    such servers generate no text. Rejects --delete-ckpt-after-loading, because
+    the second server needs the checkpoint, too.
 
-    Ctrl-C or another signal ends the servers, and so does the end of this
-    process, however it comes.
+    The servers end with this process, also after Ctrl-C or another signal.
 
-    Exit code: 0 no worse by more than --max-drop; 1 worse, or only the patched
-    server failed; 2 a run could not be made, or it is inconclusive: neither is
-    shown, and how many questions it takes is said.
+    Exit code: 0: no worse by more than --max-drop. 1: worse, or only the patched
+    server failed. 2: an error, or an inconclusive result. The last line says
+    what to change.
     """
     if missing := [name for name in REGRESS_EXTRA if util.find_spec(name) is None]:
         fail(f"regress needs {', '.join(missing)}: pip install '.[regress]' in a clone of sglang-moe-patches")
@@ -266,13 +268,13 @@ def regress(
 
 
 def main(app: typer.Typer = app) -> None:
-    """Run a command line; what nobody foresaw ends with 2."""
+    """Run the command line. After an unforeseen exception, exit with 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no such letter ends no command
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end the command
     try:
         app()
-    except Exception:  # exit code 1 means something else here: a change that cannot be applied, or a worse server
+    except Exception:  # Python would exit with 1, which means an unsupported change or a worse server
         traceback.print_exc()
         sys.exit(2)
 
