@@ -138,7 +138,7 @@ def longest_ms(number: torch.Tensor) -> float:
 def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:
     """Make the memory and measure all figures.
 
-    :param make: :func:`allocated` or :func:`mapped`.
+    :param make: :func:`allocate_buffers` or :func:`map_buffers`.
     :param size: bytes of all buffers together.
     """
     timing.free_memory()
