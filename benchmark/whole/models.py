@@ -33,7 +33,8 @@ BRIEF = {
 """Short form in the table of each longer text of `doctor --model`."""
 RESOLVED = (
     *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "chunked_prefill_size", "max_prefill_tokens"),
-    *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph"),
+    *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph", "attention_backend", "decode_attention_backend"),
+    *("max_running_requests", "pp_size", "speculative_num_draft_tokens"),
 )
 """Resolved server arguments that the formulas read."""
 Sizes = tuple[int, int, int, int, str, str | None]
@@ -50,8 +51,14 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
         answer = model_report.ask_engine(model["config"], arguments, model["gpu"])
     except model_report.CannotAsk as error:
         return {"refused": str(error)}
-    resolved = answer["resolved"]
-    return answer | {"resolved": {name: resolved[name] for name in RESOLVED if name in resolved}}
+    return keep_resolved(answer)
+
+
+def keep_resolved(asked: dict[str, Any]) -> dict[str, Any]:
+    """An answer with those of the resolved arguments alone that predictions read."""
+    if "refused" in asked:
+        return asked
+    return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
 
 
 # --- Measured results ------------------------------------------------------------------------------------------------

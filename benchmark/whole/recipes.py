@@ -17,7 +17,7 @@ from typing import Any
 from common import doctor_answers, output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.lab.predict import config, model_report
+from sglang_moe_patches.lab.predict import config, model_report, room, terminal
 from sglang_moe_patches.lab.predict.forward import BLOCKS
 from sglang_moe_patches.memory.kv_sizing import eligibility
 
@@ -66,8 +66,8 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         "kv_sizing": SIZED if sizing["acts"] else LEFT_ALONE if is_left_alone else REASON,
         "not_known": [change["name"] for change in found["changes"] if change["acts"] is None],
         "reason": sizing["reason"],
-        "fit": found["fit"] and model_report.describe_fit(found["fit"]),
-        "starts": found["fit"] is None or found["fit"]["starts"],
+        "fit": found["room"] and terminal.describe_verdict(found),
+        "starts": not found["room"] or found["room"]["patched"]["verdict"] != room.DOES_NOT_START,
         "unknown": [line for line in found["unknown"] if line not in model_report.ALWAYS_UNKNOWN],
     }
 

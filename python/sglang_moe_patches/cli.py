@@ -17,7 +17,7 @@ import typer
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
-from sglang_moe_patches.lab.predict import engine_query, model_report
+from sglang_moe_patches.lab.predict import engine_query, model_report, room, terminal
 from sglang_moe_patches.lab.predict.engine_query import GPUS
 from sglang_moe_patches.registry import CHANGES
 
@@ -151,8 +151,8 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     if json:
         typer.echo(json_module.dumps(report, indent=2))
     else:
-        model_report.show(report)
-    raise typer.Exit(report["fit"] is not None and not report["fit"]["starts"])
+        terminal.show(report)
+    raise typer.Exit(bool(report["room"]) and report["room"]["patched"]["verdict"] == room.DOES_NOT_START)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -201,10 +201,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "lab/predict/engine_query.py": {
         SAID + "[gathered from four ranks, 4,096 tokens each]": [("attention_ranks(resolved)\n", "1\n")],
         SAID + "[a given fraction below the weights]": [("parsed.mem_fraction_static is not None", "False")],
-        SAID + "[the first of two stages]": [
-            ("engine_pools.stage_layers(view, ", "int("),
-            ("resolved.pp_size * (dense_layers", "(dense_layers"),
-        ],
+        SAID + "[the last of two stages]": [("resolved.pp_size * (dense_layers", "(dense_layers")],
+        SAID + "[the last of four stages]": [("max(range(len(stages)), key=by_stage.__getitem__)", "0")],
         SAID + "[linear attention in FP8]": [("vars(made).update(given)", "pass")],
         SAID + "[a GPU that shares its memory]": [(", 48, integrated=True", ", 48")],
         SAID + "[no graphs of prefills]": [
@@ -230,7 +228,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         SAID + "[sliding windows]": [("_resolve_pools(maker, fit, fit.memory - fit.loaded)", "None")],
         SAID + "[four ranks on H200s]": [("HELD_BYTES = 1_200_000_000", "HELD_BYTES = 0")],
-        SAID + "[MXFP4 experts, whose loading leaves pieces]": [('{"triton_kernel": 0.15}', "{}")],
+        SAID + "[MXFP4 experts, whose loading leaves pieces]": [
+            ("return LOADING_SHARE if packed", "return 0.0 if packed")
+        ],
         SAID + "[a KV cache of another kind]": [(" or unknown_pool_reason(*_pool_classes(maker, config))", "")],
         SAID + "[a rule that leaves nothing, and a cache that is grown]": [
             ("if sizes and not skip_reason and not fit.given:", "if False:")

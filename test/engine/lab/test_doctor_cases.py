@@ -16,7 +16,7 @@ import pytest
 from common import doctor_answers, dummy_models
 from conftest import RELEASE
 from releases import ALL, ROOT
-from sglang_moe_patches.lab.predict import config, model_report
+from sglang_moe_patches.lab.predict import config, room, terminal
 
 Report = dict[str, Any]
 
@@ -40,15 +40,15 @@ R1, V4 = "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V4-Flash"
 
 
 def does_not_start(report: Report, least: float | None) -> None:
-    """For want of memory, with the fraction that would do, in a line that says whose fraction is in force."""
+    """For want of memory, with the least fraction that starts, in a line that says whose fraction is in force."""
     fit = report["fit"]
     assert not fit["starts"]
     assert fit["least_fraction"] == least
-    line = model_report.describe_fit(fit)
+    line = terminal.describe_verdict(report)
     assert line.startswith("Does not start: ")
     if least is not None:
         assert f"the {'given' if fit['given'] else 'engine'}" in line
-        assert f"at least about {least}" in line
+        assert f"at least {least}" in line
 
 
 def a_given_fraction_below_the_weights(report: Report) -> None:
@@ -72,13 +72,43 @@ def begins_below_the_rule(report: Report) -> None:
     fit = report["fit"]
     assert fit["starts"]
     assert fit["memory"] * fit["begins_with"] > fit["weights"] + fit["loading"] > fit["memory"] * fit["fraction"]
-    assert model_report.describe_fit(fit).startswith("Starts: ")
+    assert report["room"]["stock"]["verdict"] == room.DOES_NOT_START
+    assert "Patched starts" in terminal.describe_verdict(report)
 
 
 def takes_more_to_load_than_there_is(report: Report) -> None:
     does_not_start(report, 0.89)
     assert report["fit"]["memory"] * report["fit"]["fraction"] > report["fit"]["weights"]
-    assert "GB that loading them takes" in model_report.describe_fit(report["fit"])
+    assert "GB that loading them leaves" in terminal.describe_verdict(report)
+
+
+def weighs_too_much_for_an_h100(report: Report) -> None:
+    does_not_start(report, None)
+    assert report["fit"]["weights"] == pytest.approx(expert_bytes(public(R1), 2) * 16 / 58, rel=0.05)
+
+
+def runs_out_in(place: str) -> Callable[[Report], None]:
+    """Stock runs out of memory there, and the first line says so."""
+
+    def check(report: Report) -> None:
+        found = report["room"]["stock"]
+        assert place in found["short_of"]
+        assert found["free"] < found["need"]["graphs"] + found["need"]["forwards"].get(place, 0)
+        assert found["verdict"] == (room.DOES_NOT_START if place == room.GRAPHS else room.LITTLE_ROOM)
+
+    return check
+
+
+def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
+    """Of fractions: from the weights up to a need that was measured, with a margin and an error of a fifth."""
+
+    def check(report: Report) -> None:
+        for found in report["room"].values():
+            assert found["verdict"] == room.STARTS
+            assert found["least_fraction"] == least
+            assert lowest < found["highest_fraction"] < highest
+
+    return check
 
 
 def weighs(size: float) -> Callable[[Report], None]:
@@ -135,7 +165,6 @@ def is_not_sized_because(reason: str, *, given: bool = False) -> Callable[[Repor
         assert not sizing["acts"]
         assert reason in sizing["reason"]
         assert sizing["reason"].startswith(f"the {'given' if given else 'engine'}")
-        assert f"the {'given' if given else 'engine'}" in model_report.describe_fit(report["fit"])
 
     return check
 
@@ -143,7 +172,7 @@ def is_not_sized_because(reason: str, *, given: bool = False) -> Callable[[Repor
 def fewer_tokens_than_a_request(report: Report) -> None:
     fit = report["fit"]
     assert 0 < fit["tokens"] < fit["context"] == 202_752
-    assert "fewer than the longest request has (202,752)" in model_report.describe_fit(fit)
+    assert "fewer than the longest request (202,752)" in terminal.describe_short_cache(report)
 
 
 def says(acts: bool | None, change: str, words: str) -> Callable[[Report], None]:
@@ -283,7 +312,21 @@ CASES = {
         GLM, f"{ATTENTION} --chunked-prefill-size 32768", begins_below_the_rule, since="0.5.12.post1"
     ),
     # 61 layers are 31 and 30, of which the first has the three without routed experts.
-    "the first of two stages": Case(public(R1), "--tp 8 --pp-size 2", weighs(expert_bytes(public(R1), 8) * 28 / 58)),
+    "the last of two stages": Case(public(R1), "--tp 8 --pp-size 2", weighs(expert_bytes(public(R1), 8) * 30 / 58)),
+    # 15 or 16 layers a stage: the first has 12 with experts and starts, the last has 16.
+    "the last of four stages": Case(
+        public(R1), "--tp 2 --pp-size 4 --mem-fraction-static 0.88", weighs_too_much_for_an_h100, gpu="h100"
+    ),
+    "a fraction that leaves no room for graphs": Case(
+        public("Qwen/Qwen3-30B-A3B"), "--tp 1 --mem-fraction-static 0.99", runs_out_in(room.GRAPHS), gpu="h100"
+    ),
+    # 3 % of an H200 are 4.5 GB; a chunk of 32,768 tokens takes 5.3, with the patches 3.1.
+    "a fraction that leaves too little for a prefill": Case(
+        GLM, "--tp 8 --chunked-prefill-size 32768 --mem-fraction-static 0.97", runs_out_in(room.PREFILL)
+    ),
+    "a fraction that leaves enough": Case(
+        public("Qwen/Qwen3-30B-A3B"), "--tp 1", has_a_range(0.73, 0.85, 0.93), gpu="h100"
+    ),
     "sliding windows": Case(
         public("openai/gpt-oss-120b"), "--tp 8", tokens_of(bytes_at_four_fifths(64, whole=18, windows=18)), gpu="h100"
     ),

@@ -7,7 +7,8 @@ constructed is given what the engine's arithmetic reads of one. Its pools are no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,10 @@ FRACTION_STEP = 0.01
 HELD_BYTES = 1_200_000_000
 """What CUDA and the engine's libraries hold of a GPU before there is a KV cache. It was that on an H100 with one rank,
 and up to 2,800 MB on H200s: ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py`` compares."""
-LOADING_SHARE = {"triton_kernel": 0.15}
-"""By runner, of the weights: what loading them takes besides. The layout of ``triton_kernels`` pads rows, and PyTorch
-keeps pieces of what was there before: on an H100 19, 14 and 12 % with 8, 30 and 36 layers of gpt-oss-120b."""
+LOADING_SHARE = 0.15
+"""Bytes that loading MXFP4 experts for ``triton_kernels`` takes besides, as a share of the weights. The layout pads
+rows, and PyTorch keeps pieces of the tensors that were there before. An H100 had 19, 14 and 12 % with 8, 30 and 36
+layers of gpt-oss-120b."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ class Fit:
 
     :param memory: of the GPU, without :data:`HELD_BYTES`.
     :param weights: on this rank; ``beside``: what is not counted, in words, or "".
-    :param loading: what loading them takes besides (:data:`LOADING_SHARE`).
+    :param loading: bytes that loading them takes besides (:func:`loading_share`).
     :param fraction: ``--mem-fraction-static`` in force; ``given``: the user gave it.
     :param refusal: why the engine makes no KV cache, in its own words; "": it does.
     :param tokens: of the KV cache; ``None``: not known, for the reason ``unknown``.
     :param token_bytes: what one takes, with everything that the engine counts by it; ``None``: not known.
     :param context: tokens of the longest request.
     :param begins_with: the fraction with which kv-sizing begins where the engine's leaves less than such a request.
+    :param images: bytes that the engine's rule sets aside for images.
+    :param limited: ``--max-total-tokens`` bounds the KV cache.
     """
 
     memory: int
@@ -53,6 +57,8 @@ class Fit:
     unknown: str = ""
     context: int = 0
     begins_with: float | None = None
+    images: int = 0
+    limited: bool = False
 
     @property
     def loaded(self) -> int:
@@ -71,6 +77,17 @@ class Fit:
         return round(least, 2) if least < 1 else None
 
 
+def loading_share(layer: Mapping[str, Any] | None) -> float:
+    """The share of the weights that loading takes besides. The format decides: the runner runs BF16 experts, too."""
+    packed = layer and layer["runner"] == "triton_kernel" and "mxfp4" in layer["method"].lower()
+    return LOADING_SHARE if packed else 0.0
+
+
+def describe(fit: Fit) -> dict[str, Any]:
+    """The fields of a fit and its verdicts, JSON-ready."""
+    return asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction}
+
+
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     """What becomes of the KV cache.
 
@@ -81,7 +98,7 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
         launch = hooks.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
-        fit = replace(fit, token_bytes=hooks.bytes_per_token(maker))
+        fit = replace(fit, token_bytes=hooks.bytes_per_token(maker), images=launch.images)
         try:
             config = _resolve_pools(maker, fit, fit.memory - fit.loaded)
             fit = replace(fit, tokens=int(config.max_total_num_tokens))
@@ -106,21 +123,22 @@ def _resolve_pools(maker: Any, fit: Fit, free: int) -> Any:
     return maker._resolve_memory_pool_config(fit.memory / GIB)
 
 
-def stage_layers(resolved: Any, layers: int) -> int:
-    """How many of a model's layers are on the first stage of the pipeline."""
-    if resolved.pp_size == 1:
-        return layers
+def stage_bounds(pp_size: int, layers: int) -> list[tuple[int, int]]:
+    """The first layer and the end of each pipeline stage, by the engine's own division."""
+    if pp_size == 1:
+        return [(0, layers)]
     from sglang.srt.distributed.utils import get_pp_indices
 
-    return int(get_pp_indices(layers, 0, resolved.pp_size)[1])
+    return [tuple(map(int, get_pp_indices(layers, stage, pp_size))) for stage in range(pp_size)]
 
 
-def make_runner(server_args: Any, resolved: Any, config: Any, model: Any) -> Any:
-    """A model runner that was never constructed, with what the engine's arithmetic of pools reads.
+def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage: int = 0) -> Any:
+    """A model runner that was never constructed, with the attributes that the engine's arithmetic of pools reads.
 
     :param resolved: the server's arguments.
     :param config: the engine's ``ModelConfig``, of all layers.
-    :param model: of which the engine has built some.
+    :param model: the model, of which the engine has built some layers.
+    :param stage: pipeline stage of the runner.
     """
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.model_executor import model_runner
@@ -128,13 +146,13 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any) -> Any
 
     runner = object.__new__(model_runner.ModelRunner)
     ranks = resolved.dp_size if resolved.enable_dp_attention else 1
-    group = SimpleNamespace(world_size=resolved.pp_size, rank_in_group=0)
+    group = SimpleNamespace(world_size=resolved.pp_size, rank_in_group=stage)
     facts = {
         **{"server_args": server_args, "model_config": config, "model": model, "dtype": config.dtype},
         **{"device": "cuda", "gpu_id": 0, "forward_stream": None, "is_draft_worker": False, "draft_model_idx": None},
         **{"mem_fraction_static": resolved.mem_fraction_static, "page_size": resolved.page_size},
         **{"dp_size": ranks, "tp_size": resolved.tp_size, "pp_size": resolved.pp_size, "pp_group": group},
-        "ps": SimpleNamespace(tp_size=resolved.tp_size, pp_size=resolved.pp_size, attn_dp_size=ranks, pp_rank=0),
+        "ps": SimpleNamespace(tp_size=resolved.tp_size, pp_size=resolved.pp_size, attn_dp_size=ranks, pp_rank=stage),
         "spec_algorithm": SpeculativeAlgorithm.from_string(resolved.speculative_algorithm),
         "draft_attention_backend": None,
         **dict.fromkeys(("req_to_token_pool", "token_to_kv_pool_allocator", "memory_pool_config")),
@@ -148,24 +166,24 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any) -> Any
         facts["_linear_attn_registry_cache"] = model_runner._UNSET
     for name, value in facts.items():
         vars(runner)[name] = value
-    _set_layers(runner, model_runner)
+    _set_layers(runner, model_runner, stage)
     runner.configure_kv_cache_dtype()
     return runner
 
 
-def _set_layers(runner: Any, module: Any) -> None:
-    """All layers of the model on this rank: those that are built say nothing of how many there are."""
+def _set_layers(runner: Any, module: Any, stage: int) -> None:
+    """Set the range of layers of a pipeline stage. The built layers do not say how many there are."""
     config = runner.model_config
-    layers = stage_layers(runner, max(config.num_hidden_layers, config.num_attention_layers))
+    start, end = stage_bounds(runner.pp_size, max(config.num_hidden_layers, config.num_attention_layers))[stage]
     if resolve := getattr(module, "resolve_layer_indices", None):
-        stage = SimpleNamespace(start_layer=0, end_layer=layers)
-        asked = {"model": stage, "model_config": config, "is_draft_worker": False}
+        built = SimpleNamespace(start_layer=start, end_layer=end)
+        asked = {"model": built, "model_config": config, "is_draft_worker": False}
         if "spec_algorithm" in engine.parameters(resolve):  # in some releases
             asked["spec_algorithm"] = runner.spec_algorithm
         vars(runner)["layer_info"] = resolve(**asked)
         return
     loops = getattr(config.hf_config, "loop_num", 1)
-    vars(runner).update(start_layer=0, end_layer=layers, num_effective_layers=layers * max(1, loops))
+    vars(runner).update(start_layer=start, end_layer=end, num_effective_layers=(end - start) * max(1, loops))
 
 
 def _configurator(runner: Any) -> Any:

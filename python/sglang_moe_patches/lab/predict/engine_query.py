@@ -254,27 +254,39 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     mode = eligibility.KV_SIZING.read()
     skip_reason = eligibility.skip_reason(mode or "auto", resolved, os.environ) or ""
     beside = "the part beside the language model" if language_model else ""
-    if view.speculative_algorithm not in (None, "NGRAM"):
+    if view.speculative_algorithm not in (None, "NGRAM") and not _drafts_by_itself(view):
         beside = "a draft model"
-    fit = None
+    fit = stock_fit = None
+    sampling: dict[str, Any] = {}
     layer, unknown, decisions = None, "", {}
     try:
         # That the engine has no class for a part of a model says nothing of the model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
             model, config = _build(server_args, view, gpu)
-            layers = engine_pools.stage_layers(view, config.hf_text_config.num_hidden_layers)
-        weights, layer = _count_weight_bytes(model, layers), _describe_layer(model)
+            stages = engine_pools.stage_bounds(view.pp_size, config.hf_text_config.num_hidden_layers)
+        (by_stage, own_draft), layer = _count_weight_bytes(model, stages), _describe_layer(model)
+        # The stage with the most weights has the least room, and all stages have as many KV tokens as that one.
+        stage = max(range(len(stages)), key=by_stage.__getitem__)
+        weights = by_stage[stage]
         room = Fit(
             gpu.memory - engine_pools.HELD_BYTES,
             weights,
             view.mem_fraction_static,
             given,
             beside,
-            loading=int(weights * engine_pools.LOADING_SHARE.get((layer or {}).get("runner", ""), 0)),
+            loading=int(weights * engine_pools.loading_share(layer)),
             context=int(config.context_len),
+            limited=view.max_total_tokens is not None,
         )
         sizes = bool(mode) and not skip_reason
-        fit, why_not_pools = _ask_pools(server_args, view, room, model, config, sizes=sizes)
+        fit, stock_fit, why_not_pools = _ask_pools(server_args, view, room, model, config, stage, sizes=sizes)
+        sampling = {
+            "vocabulary": int(config.vocab_size),
+            "layers": stages[stage][1] - stages[stage][0],
+            "captured": captured_requests(resolved),
+            "newer_graphs": graph_settings(resolved, "decode") is not None,
+            "draft_bytes": own_draft if _drafts_by_itself(view) else 0,
+        }
         skip_reason = skip_reason or why_not_pools
         # Data-parallel ranks bring a chunk each.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
@@ -298,7 +310,9 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             **{"mode": mode, "skip_reason": skip_reason, "given": given},
             "unknown": fit.unknown if fit else unknown,
         },
-        "fit": fit and asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction},
+        "fit": fit and engine_pools.describe(fit),
+        "stock_fit": stock_fit and engine_pools.describe(stock_fit),
+        "sampling": sampling,
         "engine_drops": probe.has_engine_offer(),
         "float_logits": _has_float_logits(),
         "prefill_graphs": _prefill_graphs(resolved),
@@ -312,6 +326,14 @@ def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
         off = resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]
         return None if off else ("piecewise", resolved["piecewise_cuda_graph_max_tokens"] or 0)
     return None if settings["off"] else (settings["backend"], settings["max_bs"] or max(settings["bs"] or [0]))
+
+
+def captured_requests(resolved: Mapping[str, Any]) -> int:
+    """Requests of the largest decode graph; 0: decodes run without graphs."""
+    settings = graph_settings(resolved, "decode")
+    if settings is None:  # up to 0.5.13
+        return 0 if resolved["disable_cuda_graph"] else int(resolved["cuda_graph_max_bs"] or 0)
+    return 0 if settings["off"] else int(settings["max_bs"] or max(settings["bs"] or [0]))
 
 
 def chunk_tokens(resolved: Mapping[str, Any]) -> int:
@@ -370,14 +392,27 @@ def claim_gpu(gpu: Gpu) -> None:
             setattr(common, name, lambda *args, **kwargs: mib)
 
 
-def _ask_pools(server_args: Any, resolved: Any, fit: Fit, model: Any, config: Any, *, sizes: bool) -> tuple[Fit, str]:
-    """Whether weights and KV cache fit, and why kv-sizing leaves the KV cache alone (:func:`.engine_pools.ask`)."""
-    try:
-        runner = engine_pools.make_runner(server_args, resolved, config, model)
-    except Exception as error:
-        return replace(fit, unknown=_one_line(error)), ""
+def _ask_pools(
+    server_args: Any, resolved: Any, fit: Fit, model: Any, config: Any, stage: int, *, sizes: bool
+) -> tuple[Fit, Fit, str]:
+    """Whether weights and KV cache fit, patched and stock, and why kv-sizing leaves the KV cache alone.
+
+    :func:`.engine_pools.ask` says both. Stock has no kv-sizing.
+    """
+
+    def ask(*, sizes: bool) -> tuple[Fit, str]:
+        try:
+            runner = engine_pools.make_runner(server_args, resolved, config, model, stage)
+        except Exception as error:
+            return replace(fit, unknown=_one_line(error)), ""
+        return engine_pools.ask(runner, fit, sizes=sizes)
+
     gc.freeze()  # the engine collects garbage there, and looking at all that was imported takes a second
-    return engine_pools.ask(runner, fit, sizes=sizes)
+    stock, reason = ask(sizes=False)
+    if not sizes:
+        return stock, stock, reason
+    patched, reason = ask(sizes=True)
+    return patched, stock, reason
 
 
 def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
@@ -431,10 +466,21 @@ def _keep_attributes_of_fake_tensors() -> None:
     BasevLLMParameter.__new__ = make_with_attributes
 
 
-def _count_weight_bytes(model: Any, layers: int) -> int:
-    """Of the whole model on one rank: layers that were left out are as those that were built last."""
+def _drafts_by_itself(resolved: Any) -> bool:
+    """Whether the draft model is a layer of the model's own checkpoint."""
+    drafts = resolved.speculative_algorithm in ("EAGLE", "NEXTN")
+    return drafts and resolved.speculative_draft_model_path in (None, resolved.model_path)
+
+
+def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list[int], int]:
+    """Weight bytes on one rank of each pipeline stage, and of a draft model of one layer.
+
+    A draft model has embeddings and an output head of its own. Layers that were left out are as large as the average of
+    the layers that were built last. The model was built as on the first stage of a pipeline, which has the embeddings;
+    the output head of the last stage is as large.
+    """
     by_layer: dict[int, int] = {}
-    outside = 0
+    outside = embeddings = 0
     for name, parameter in model.named_parameters():
         if name.endswith("_blockscale_swizzled"):  # it takes the place of the scales, or is given up
             continue
@@ -443,8 +489,14 @@ def _count_weight_bytes(model: Any, layers: int) -> int:
             by_layer[int(numbered[1])] = by_layer.get(int(numbered[1]), 0) + size
         else:
             outside += size
+            embeddings += size * ("embed" in name)
     last = [by_layer[index] for index in sorted(by_layer)][-_MOE_LAYERS:]
-    return outside + sum(by_layer.values()) + (layers - len(by_layer)) * sum(last) // len(last)
+    average = sum(last) // len(last)
+    by_stage = [sum(by_layer.get(layer, average) for layer in range(start, end)) for start, end in stages]
+    by_stage[0] += outside
+    if len(stages) > 1:
+        by_stage[-1] += embeddings
+    return by_stage, average + outside
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:

@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from sglang_moe_patches.core.patch import (
     describe_unread_variables,
 )
 from sglang_moe_patches.lab import without_gpu
-from sglang_moe_patches.lab.predict import config, forward
+from sglang_moe_patches.lab.predict import config, forward, room
 from sglang_moe_patches.lab.predict.config import ModelSizes
+from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
+from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
 from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, given_reason
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
@@ -133,6 +135,10 @@ def describe_change(
     return row | {"reason": decision.reason}
 
 
+WOULD_SIZE = "it would size this server"
+"""The end of kv-sizing's reason, if only its variable is missing."""
+
+
 def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
     """kv-sizing's row, by what the server itself would decide.
 
@@ -146,7 +152,7 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
         return row | {"reason": f"{source} {'is used' if mode else 'would be used'} because {reason}"}
     if not mode:
         turns_on = f"{KV_SIZING.name}={ALWAYS if given else 'auto'} turns it on"
-        would = "whether it would size this server is not known" if unknown else "it would size this server"
+        would = "whether it would size this server is not known" if unknown else WOULD_SIZE
         return row | {"status": "not needed", "reason": f"{turns_on}; {would}"}
     if unknown:
         return row | {"acts": None, "reason": f"not known: the engine could not be asked for its KV cache ({unknown})"}
@@ -301,10 +307,11 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
     return arguments, ""
 
 
-def advise(sizes: ModelSizes, asked: Mapping[str, Any]) -> dict[str, Any]:
+def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
     """What follows from the sizes and from what the engine said.
 
     :param asked: as :func:`.engine_query.ask` returns it.
+    :param requests: as :func:`predict_rooms` takes it.
     """
     unknown = []
     answers = asked["changes"]
@@ -312,6 +319,10 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any]) -> dict[str, Any]:
         unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
     if draft := asked.get("missing_draft"):
         unknown.append(f"the draft model {draft}: its config.json is not at hand")
+    if (fit := asked.get("fit")) and fit["beside"]:
+        unknown.append(f"{fit['beside']}: its weights are not counted")
+    if fit and fit["tokens"] is None and fit["unknown"]:
+        unknown.append(f"KV tokens ({fit['unknown']})")
     server, model = _describe_server(sizes.model, asked)
     sizes = replace(sizes, model=model)
     decided = {answer["name"]: Decision(**answer["decision"]) for answer in answers if answer.get("decision")}
@@ -329,20 +340,115 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any]) -> dict[str, Any]:
         )
     sizing = asked.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
+    rows = [
+        describe_kv_sizing(sizing)
+        if sizing and answer["name"] == "kv-sizing"
+        else describe_change(server, model, changes[answer["name"]], answer, decided.get(answer["name"]))
+        for answer in answers
+    ]
+    rooms = predict_rooms(sizes, server, asked, both, {row["name"] for row in rows if row["acts"]}, requests)
     return {
         "sizes": asdict(model),
         "server": asdict(server),
-        "changes": [
-            describe_kv_sizing(sizing)
-            if sizing and answer["name"] == "kv-sizing"
-            else describe_change(server, model, changes[answer["name"]], answer, decided.get(answer["name"]))
-            for answer in answers
-        ],
+        "changes": rows,
         "fit": asked.get("fit"),
+        "stock_fit": asked.get("stock_fit") or asked.get("fit"),
+        "room": {name: each.describe() for name, each in rooms.items()},
         "stock": _to_plain(both[0]) if both else None,
         "patched": _to_plain(both[1]) if both else None,
         "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if both else ())],
     }
+
+
+def predict_rooms(
+    sizes: ModelSizes,
+    server: Server,
+    asked: Mapping[str, Any],
+    both: tuple[Prediction, Prediction] | None,
+    acting: set[str],
+    requests: int = 0,
+) -> dict[str, Room]:
+    """The memory of the stock and of the patched server; empty if the engine's KV cache is not known.
+
+    :param both: predicted forward passes of a prefill chunk.
+    :param acting: names of the changes that act.
+    :param requests: requests that run at once, if that is known and no argument says it; 0: as kv-sizing admits.
+    """
+    if not asked.get("fit"):
+        return {}
+    names = {each.name for each in fields(Fit)}
+    fits = {"stock": asked.get("stock_fit") or asked["fit"], "patched": asked["fit"]}
+    found = {}
+    for name, forward_pass in zip(fits, both or (None, None), strict=True):
+        fit = Fit(**{key: value for key, value in fits[name].items() if key in names})
+        patched = name == "patched"
+        grows, segments = patched and "kv-sizing" in acting, patched and "activation-segments" in acting
+        try:
+            peak = forward_pass.peak if forward_pass else estimate_peak(sizes, server)
+            decodes, forwards = _sizes_of_need(sizes.model, server, asked, peak, segments=segments)
+        except ValueError as error:
+            found[name] = Room(fit, unknown=str(error), grows=grows)
+            continue
+        if asked["resolved"].get("max_running_requests") is None:
+            default = room.default_requests(decodes, forwards, Room(fit).cache_bytes)
+            decodes = replace(default, requests=requests or default.requests)
+        found[name] = Room(fit, room.predict_need(decodes, forwards), "", grows, decodes)
+    return found
+
+
+def estimate_peak(sizes: ModelSizes, server: Server) -> int:
+    """Bytes of the forward pass of a prefill chunk, if its runner has no formula: as of Triton's runner in BF16.
+
+    :raises ValueError: there is no estimate; the message says why.
+    """
+    if server.all_to_all:
+        raise ValueError(f"all-to-all by {server.all_to_all} is not predicted")
+    if server.runner is None:
+        raise ValueError("the runner of the experts is not known")
+    if sizes.residual:
+        raise ValueError(f"{sizes.residual}: not predicted")
+    # With data-parallel attention a rank attends to its own tokens alone and computes the experts of all tokens.
+    layout, tokens = replace(server.layout, dp=1), server.tokens * server.layout.dp
+    return forward.predict(sizes.model, layout, forward.Runner("triton"), tokens, Acting(), graphs=server.graphs).peak
+
+
+def _sizes_of_need(
+    model: Model, server: Server, asked: Mapping[str, Any], peak: int, *, segments: bool
+) -> tuple[Decodes, Forwards]:
+    """The sizes that decide a server's need.
+
+    :raises ValueError: the engine's answer is of an older version, or its layers could not be built.
+    """
+    resolved, sampling = asked["resolved"], asked.get("sampling")
+    if not sampling:
+        raise ValueError("the layers could not be built")
+    layout = server.layout
+    backend = resolved.get("decode_attention_backend") or resolved.get("attention_backend")
+    heads = model.heads * layout.dp // layout.tp
+    latent = backend == "triton" and model.q_lora_rank is not None
+    requests = (resolved.get("max_running_requests") or 0) // layout.dp
+    stages = resolved.get("pp_size") or 1
+    decodes = Decodes(
+        vocabulary=sampling["vocabulary"],
+        captured=sampling["captured"],
+        requests=requests // stages,
+        penalized=requests // stages,
+        rows=resolved.get("speculative_num_draft_tokens") or 1,
+        ranks=layout.tp,
+        split_bytes=4 * heads * room.DECODE_SPLITS * model.latent.kv_rank if latent else 0,
+    )
+    graphs = asked.get("prefill_graphs")
+    forwards = Forwards(
+        layers=sampling["layers"],
+        peak=peak,
+        chunk=server.tokens * layout.dp,
+        prefill_graphs=tuple(graphs) if graphs else None,
+        stages=stages,
+        segments=segments,
+        newer=sampling["newer_graphs"],
+        draft_bytes=sampling["draft_bytes"],
+    )
+    return decodes, forwards
 
 
 def _to_plain(prediction: Prediction) -> dict[str, Any]:
@@ -399,92 +505,3 @@ def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
     if "fp8" in name:
         return (forward.BLOCKS, "FP8 in blocks") if blocks else ("rows", "FP8 by rows")
     return method, method
-
-
-# --- On a terminal ---------------------------------------------------------------------------------------------------
-
-
-def show(report: Mapping[str, Any]) -> None:
-    """Print it: what runs, what acts, the peak term by term, and what is not known."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    server, sizes = report["server"], report["sizes"]
-    layout = server["layout"]
-    ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
-    gpu, chunk = GPUS[report["gpu"]].name, f"{server['tokens']:,}"
-    console.print(describe_fit(report["fit"]), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"[bold]{escape(report['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
-    experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'}"
-    console.print(f"{experts} (asked of SGLang {report['engine']})", markup=False)
-    console.print(
-        f"{sizes['experts']} experts, top-{sizes['top_k']}, hidden {sizes['hidden']}, intermediate "
-        f"{sizes['moe_intermediate']}, shared experts of its own: {sizes['shared_experts']}",
-        highlight=False,
-    )
-    table = Table("change", "acts", "what it does here, or why it does nothing")
-    for change in report["changes"]:
-        mark = {True: "[green]yes[/]", False: "[dim]no[/]", None: "[yellow]not known[/]"}[change["acts"]]
-        table.add_row(change["name"], mark, escape(change["does"] or change["reason"] or change["status"]))
-    console.print(table)
-    if report["stock"]:
-        terms = Table("MB, one rank", "stock", "patched")
-        for row in list_terms(report):
-            terms.add_row(*row)
-        console.print(terms)
-    console.print("Not known:")
-    for line in report["unknown"]:
-        console.print(f"  - {line}", highlight=False, markup=False)
-
-
-def describe_fit(fit: Mapping[str, Any] | None) -> str:
-    """Whether the server starts, in a line: its weights, what the fraction in force leaves, the least that starts."""
-    if fit is None:
-        return "Whether it fits is not known: its layers could not be built"
-    weights = f"{fit['weights'] / 1e9:,.1f} GB of weights"
-    if fit["loading"]:
-        weights += f", and about {fit['loading'] / 1e9:,.1f} GB that loading them takes,"
-    weights += f" on each GPU, where {fit['memory'] / 1e9:,.1f} GB are free"
-    if fit["beside"]:
-        weights += f", without {fit['beside']}"
-    source = "given" if fit["given"] else "engine's"
-    allowed, least = fit["memory"] * fit["fraction"], fit["least_fraction"]
-    fraction = f"the {source} fraction {fit['fraction']:.3f} allows {allowed / 1e9:,.1f} GB"
-    if fit["begins_with"]:
-        return f"Starts: {weights}; {fraction}, and kv-sizing begins with {fit['begins_with']:.3f}"
-    if not fit["starts"]:
-        if least is None:
-            return f"Does not start: {weights}"
-        if least > fit["fraction"] or not fit["refusal"]:
-            return f"Does not start: {weights}, and {fraction}; it takes at least about {least:.2f}"
-        return f"Does not start: {weights}, and {fraction}; the engine: {fit['refusal']}"
-    room = allowed - fit["weights"] - fit["loading"]
-    left = f"the {source} fraction {fit['fraction']:.3f} leaves {room / 1e9:,.1f} GB"
-    if fit["tokens"] is None:
-        tokens = f"KV tokens are not known ({fit['unknown']})"
-    else:
-        tokens = f"{'at most' if fit['beside'] else 'about'} {fit['tokens']:,} KV tokens"
-        if fit["tokens"] < fit["context"]:
-            tokens += f", fewer than the longest request has ({fit['context']:,})"
-    return f"Fits: {weights}; {left}, {tokens}; the least fraction is about {least:.2f}"
-
-
-def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """A row for each term of both predictions, and for each other place that can be the peak."""
-    both = (report["stock"], report["patched"])
-
-    def row(title: str, sizes: Iterable[int]) -> tuple[str, str, str]:
-        stock, patched = (f"{size / 1e6:,.1f}" for size in sizes)
-        return title, stock, patched
-
-    rows = [
-        row(f"  {words}", (one["parts"][part] for one in both))
-        for part, words in forward.PARTS.items()
-        if any(one["parts"][part] for one in both)
-    ]
-    rows.append(row(f"at {forward.MOE}", (sum(one["parts"].values()) for one in both)))
-    rows += [row(f"at {place}", (one["elsewhere"][place] for one in both)) for place in both[0]["elsewhere"]]
-    rows.append(row("peak", (one["peak"] for one in both)))
-    return rows

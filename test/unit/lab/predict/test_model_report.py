@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from common.shapes import MODELS, every_change
-from releases import ROOT
 from sglang_moe_patches import cli
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import (
@@ -22,14 +21,11 @@ from sglang_moe_patches.core.patch import (
     Decision,
     Skip,
 )
-from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
-from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
 from sglang_moe_patches.lab.predict.shapes import Layout
-from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
 
@@ -200,69 +196,6 @@ def test_what_is_asked_for_is_predicted_of_marlin():
     assert workspace["patched"] == rows * 2 * 256 + 1024 * (2 * rows + 384 * 256 * 0.5625)
 
 
-FIT = Fit(150_000_000_000, 90_000_000_000, 0.9, given=False, tokens=500_000, context=100_000)
-
-
-@pytest.mark.parametrize(
-    ("facts", "starts", "said"),
-    [
-        (
-            {},
-            True,
-            "Fits: 90.0 GB of weights on each GPU, where 150.0 GB are free; the engine's fraction 0.900 leaves "
-            "45.0 GB, about 500,000 KV tokens; the least fraction is about 0.60",
-        ),
-        ({"given": True}, True, "the given fraction 0.900 leaves"),
-        ({"tokens": 99_999}, True, "about 99,999 KV tokens, fewer than the longest request has (100,000)"),
-        ({"tokens": None, "unknown": "NameError: x"}, True, "KV tokens are not known (NameError: x)"),
-        ({"beside": "a draft model"}, True, "150.0 GB are free, without a draft model; "),
-        ({"beside": "a draft model"}, True, "at most 500,000 KV tokens"),
-        (
-            {"given": True, "fraction": 0.5, "tokens": None},
-            False,
-            "Does not start: 90.0 GB of weights on each GPU, where 150.0 GB are free, and the given fraction 0.500 "
-            "allows 75.0 GB; it takes at least about 0.60",
-        ),
-        (
-            {"weights": 150_000_000_001},
-            False,
-            "Does not start: 150.0 GB of weights on each GPU, where 150.0 GB are free",
-        ),
-        (
-            {"loading": 9_000_000_000},
-            True,
-            "90.0 GB of weights, and about 9.0 GB that loading them takes, on each GPU, where 150.0 GB are free; the "
-            "engine's fraction 0.900 leaves 36.0 GB, about 500,000 KV tokens; the least fraction is about 0.66",
-        ),
-        ({"loading": 45_000_000_000}, False, "it takes at least about 0.90"),
-        ({"refusal": "No room for states."}, False, "allows 135.0 GB; the engine: No room for states."),
-        ({"fraction": 0.5, "begins_with": 0.8123}, True, "allows 75.0 GB, and kv-sizing begins with 0.812"),
-    ],
-)
-def test_the_first_line_says_whether_a_server_starts(facts, starts, said) -> None:
-    fit = replace(FIT, **facts)
-    assert fit.starts is starts
-    found = asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction}
-    assert said in model_report.describe_fit(found)
-    assert "None" not in model_report.describe_fit(found)
-
-
-def test_the_least_fraction_holds_the_weights() -> None:
-    for weights in range(1, 150, 7):
-        least = replace(FIT, weights=weights * 10**9).least_fraction
-        assert least is None or 0 <= least * 150 - weights < 1.5 + 1e-6
-    assert replace(FIT, weights=149 * 10**9).least_fraction is None
-
-
-@pytest.mark.parametrize(("starts", "code"), [(True, 0), (False, 1)])
-def test_a_server_that_does_not_start_is_exit_code_1(starts, code, monkeypatch) -> None:
-    fit = asdict(FIT) | {"starts": starts, "least_fraction": 0.6, "fraction": 0.9 if starts else 0.5}
-    report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5", "fit": fit}
-    monkeypatch.setattr(model_report, "examine", lambda *asked: report)
-    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b"])
-    assert (done.exit_code, done.stdout.splitlines()[0]) == (code, model_report.describe_fit(fit))
-
-
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -334,16 +267,6 @@ def test_a_kernels_own_workspace_is_said_to_come_on_top():
 )
 def test_a_format_is_known_by_the_engines_class(method, blocks, quantization, words):
     assert model_report._name_format(method, blocks) == (quantization, words)
-
-
-def test_the_terms_add_up():
-    found = json.loads(json.dumps(advise()))
-    rows = {title.strip(): (stock, patched) for title, stock, patched in model_report.list_terms(found)}
-    assert rows["peak"] == ("3,027.2", "1,168.1")
-    for column, server in enumerate(("stock", "patched")):
-        parts = found[server]["parts"]
-        assert rows[f"at {forward.MOE}"][column] == f"{sum(parts.values()) / 1e6:,.1f}"
-        assert rows[forward.PARTS["workspace"]][column] == f"{parts['workspace'] / 1e6:,.1f}"
 
 
 @pytest.mark.parametrize(
@@ -439,35 +362,3 @@ def test_kv_sizings_row_is_what_the_server_would_decide(answer, acts, words) -> 
     row = row_of("kv-sizing", found)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])
-
-
-def recorded_reasons() -> set[str]:
-    """Of every release's changes, and of every published recipe."""
-    releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
-    reasons = {reason for release in releases for _, reason in release["changes"].values()}
-    for file in (ROOT / "benchmark/results/recipes").glob("*.json"):
-        answers = [recipe["found"] for recipe in json.loads(file.read_text())["figures"]["recipes"]]
-        reasons |= {answer.get("refused") or answer["reason"] for answer in answers}
-    return reasons
-
-
-def test_every_reason_is_printed_as_it_is(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "2000")
-    facts: tuple[dict[str, Any], ...] = (
-        {},
-        {"layer": None},
-        {"decided": WHOLE},
-        {"moe_a2a_backend": "deepep"},
-    )
-    rows = [change for each in facts for change in advise(**each)["changes"]]
-    reasons = recorded_reasons() | {row["reason"] for row in rows} | {"[/b] closes nothing"}
-    reasons |= {f"because of {kind.name}: {kind.reason}" for kind in eligibility.UNSIZED}
-    row = {"name": "a", "summary": "", "status": "unsupported", "acts": False, "does": ""}
-    report = advise() | {"model": "a[/b]", "gpu": "h200", "engine": "0.5", "torch": "2", "python": "3", "package": "0"}
-    report |= {"gpus": ["a[/b]"], "variables": {"A": "[/b]"}, "unread": ["[/b]"]}
-    report["changes"] = [row | {"reason": reason} for reason in sorted(reasons)]
-    for module in (model_report, doctor):
-        module.show(report)
-        printed = capsys.readouterr().out
-        assert "a[/b]" in printed
-        assert [reason for reason in reasons if reason not in printed] == []

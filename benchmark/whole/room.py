@@ -1,0 +1,150 @@
+"""The memory that ``doctor --model`` predicts beside weights and KV cache, compared with the measured servers.
+
+    python benchmark whole/room --json benchmark/results/room/0.5.12.post1.json
+
+Nothing is served. ``doctor`` is asked about each server in benchmark/results/serving that measured its need with the
+installed release. The result keeps the engine's answers; the page is made from them and from the measured servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import doctor_answers, kinds, output, served
+from memory import serving
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.lab.predict import config, model_report
+from sglang_moe_patches.lab.predict.room import NEED_ERROR
+
+from whole import models
+
+SERVING = output.RESULTS / "serving"
+GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+"""Names for ``doctor --gpu``."""
+ADMITTED = re.compile(r"([\d,]+) requests run at once")
+FACTS = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "arguments")
+"""The figures of a result that decide its servers' memory."""
+
+
+def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Result name, server name, result and server of each server that measured its need with a release."""
+    for path in sorted(SERVING.glob("*.json")):
+        result = output.load(f"serving/{path.stem}")
+        if result["conditions"]["engine"] != release:
+            continue
+        for name, server in result["figures"]["servers"].items():
+            if server.get("growth"):
+                yield path.stem, name, result, server
+
+
+def describe_server(result: dict[str, Any]) -> dict[str, Any]:
+    """The servers of a result, as :func:`.doctor_answers.ask_each` takes one."""
+    figures = result["figures"]
+    options = argparse.Namespace(**{name: figures[name] for name in FACTS}, quick=False)
+    with tempfile.TemporaryDirectory() as folder:
+        model = served.write_model(Path(folder) / "model", options)
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    runner = kinds.RUNNERS.get(figures["model"], "triton")
+    flags = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", runner]
+    flags += ["--tp", str(figures["tp"]), "--chunked-prefill-size", str(figures["chunk"])]
+    if figures["requests"]:
+        flags += ["--max-running-requests", str(figures["requests"])]
+    return {"model": figures["model"], "config": config, "gpu": GPUS[result["conditions"]["gpu"]], "flags": flags}
+
+
+def ask(server: dict[str, Any]) -> dict[str, Any]:
+    """The engine's answers about a server, or the reason why there are none."""
+    try:
+        return model_report.ask_engine(server["config"], server["flags"], server["gpu"])
+    except model_report.CannotAsk as error:
+        return {"refused": str(error)}
+
+
+def admitted_requests(server: dict[str, Any]) -> int:
+    """Requests that a measured server ran at once, by its log; 0: its log does not say."""
+    found = ADMITTED.search("\n".join(server["said"]))
+    return int(found[1].replace(",", "")) if found else 0
+
+
+# --- The page --------------------------------------------------------------------------------------------------------
+
+
+def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
+    """The predicted room of a measured server; and the relative errors of its need and of its KV tokens."""
+    asked = answer["asked"]
+    sizes = config.read(answer["config"], answer["result"])
+    requests = admitted_requests(server) // (asked["resolved"].get("pp_size") or 1)
+    room = model_report.advise(sizes, asked, requests)["room"]["patched"]
+    growth = server["growth"]
+    return room, room["need"]["total"] / growth["need_bytes"] - 1, room["grown_tokens"] / growth["tokens"] - 1
+
+
+def tables(results: list[output.Result]) -> str:
+    """A row for each measured server, and the number of those within :data:`room.NEED_ERROR`."""
+    rows, errors, token_errors = [], [], []
+    for result in results:
+        measured = {(name, kind): (found, server) for name, kind, found, server in measured_servers(release_of(result))}
+        for answer in result["figures"]["servers"]:
+            found, server = measured[answer["result"], answer["server"]]
+            room, error, token_error = compare(answer, server)
+            errors.append(abs(error))
+            token_errors.append(abs(token_error))
+            growth = server["growth"]
+            rows.append(
+                (
+                    f"{served.run_label(found)}; {answer['server']}",
+                    f"{room['requests']:,}",
+                    f"{room['need']['total'] / 1e6:,.0f}, {growth['need_bytes'] / 1e6:,.0f}",
+                    f"{100 * error:+.0f} %",
+                    f"{room['grown_tokens']:,}, {growth['tokens']:,}",
+                    f"{100 * token_error:+.0f} %",
+                )
+            )
+    within = sum(error <= NEED_ERROR for error in errors)
+    line = (
+        f"The need of {within} of {len(errors)} servers was predicted within {100 * NEED_ERROR:.0f} %, the KV cache of "
+        f"{sum(error <= 0.05 for error in token_errors)} within 5 %.\n\n"
+    )
+    header = (
+        "server",
+        "requests at once",
+        "need in MB: predicted, measured",
+        "error",
+        "KV tokens: predicted, measured",
+        "error",
+    )
+    return line + output.table(header, rows, left=1)
+
+
+def release_of(result: output.Result) -> str:
+    """The release that a result is of."""
+    release: str = result["conditions"]["engine"]
+    return release
+
+
+def main() -> None:
+    options = output.parse(output.parser(__doc__))
+    release = engine.version()
+    servers: list[dict[str, Any]] = []
+    for name, kind, result, _ in measured_servers(release):
+        server = describe_server(result)
+        server["flags"] += result["figures"]["arguments"]
+        changes = serving.kind_of(kind).changes
+        selected = changes if changes == "all" else f"kv-sizing,{changes}"
+        env = {"SGLANG_MOE_PATCHES_KV_SIZING": "always", "SGLANG_MOE_PATCHES": selected}
+        servers.append(server | {"result": name, "server": kind, "env": env})
+    answers: list[dict[str, Any]] = []
+    found = output.result("room", {"servers": answers}, {"machine": "no GPU", "engine": release})
+    for server, asked in doctor_answers.ask_each(servers, "whole.room:ask"):
+        kept = {name: server[name] for name in ("result", "server", "config")}
+        answers.append(kept | {"asked": models.keep_resolved(asked)})
+        print(server["result"], asked.get("refused") or asked["unknown"], asked.get("fit"), flush=True)
+        if options.json:
+            output.write(options.json, found)
+    output.finish(options, found, lambda result: tables([result]))

@@ -1,0 +1,235 @@
+"""The report of ``doctor --model`` on a terminal: the verdict first, then tables, then values to copy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from sglang_moe_patches.lab.predict import forward, room
+from sglang_moe_patches.lab.predict.engine_query import GPUS
+from sglang_moe_patches.lab.predict.model_report import WOULD_SIZE
+from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING
+
+SERVERS = ("stock", "patched")
+NARROW_COLUMNS = 72
+"""Columns of a terminal below which the changes are listed: a table would cut their names."""
+SETTING = re.compile(r"SGLANG_\w+=\d+")
+"""A variable and its value within a change's reason."""
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print a report."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+
+    def print_line(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    server, sizes = report["server"], report["sizes"]
+    layout = server["layout"]
+    ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
+    gpu, chunk = GPUS[report["gpu"]].name, f"{server['tokens']:,}"
+    print_line(describe_verdict(report))
+    if warning := describe_short_cache(report):
+        print_line(warning)
+    console.print(f"[bold]{escape(report['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
+    experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'}"
+    console.print(f"{experts} (asked of SGLang {report['engine']})", markup=False)
+    console.print(
+        f"{sizes['experts']} experts, top-{sizes['top_k']}, hidden {sizes['hidden']}, intermediate "
+        f"{sizes['moe_intermediate']}, shared experts of its own: {sizes['shared_experts']}",
+        highlight=False,
+    )
+    if report["room"]:
+        memory = Table("GB on each GPU", *SERVERS)
+        for line in list_memory(report):
+            memory.add_row(*line)
+        console.print(memory)
+    if report["stock"]:
+        terms = Table("MB of a prefill chunk", *SERVERS)
+        for line in list_terms(report):
+            terms.add_row(*line)
+        console.print(terms)
+    marks = {True: "yes", False: "no", None: "not known"}
+    colours = {True: "green", False: "dim", None: "yellow"}
+    changes = Table("change", "acts", "what it does here, or why it does nothing")
+    for change in report["changes"]:
+        acts, words = change["acts"], change["does"] or change["reason"] or change["status"]
+        if console.width < NARROW_COLUMNS:
+            print_line(f"{change['name']}: {marks[acts]}; {words}")
+        changes.add_row(change["name"], f"[{colours[acts]}]{marks[acts]}[/]", escape(words))
+    if console.width >= NARROW_COLUMNS:
+        console.print(changes)
+    for name in SERVERS if report["room"] else ():
+        if report["room"][name]["need"] and report["room"][name]["highest_fraction"] is None:
+            print_line(f"No --mem-fraction-static leaves {name} enough room for weights, KV cache and need.")
+    if values := list(list_values(report)):
+        print_line("To copy:")
+        for value, words in values:
+            print_line(f"  {value}")
+            print_line(f"    {words}")
+    print_line("Not known:")
+    for line in report["unknown"]:
+        print_line(f"  - {line}")
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in GB, for people."""
+    return f"{size / 1e9:,.1f}"
+
+
+def round_tokens(tokens: int) -> str:
+    """A predicted number of tokens, to three digits."""
+    return f"{round(tokens, 3 - len(str(tokens))):,}"
+
+
+def describe_verdict(report: Mapping[str, Any]) -> str:
+    """The first line: whether the server starts, and its room and its need, stock and patched."""
+    rooms = report["room"]
+    if not rooms:
+        return "Whether it starts is not known: its layers could not be built"
+    stock, patched = (_describe_start(report, name) for name in SERVERS)
+    verdict = f"{stock[0].upper()}{stock[1:]}" if stock == patched else f"Stock {stock}. Patched {patched}"
+    if all(rooms[name]["verdict"] == room.DOES_NOT_START for name in SERVERS):
+        return f"{verdict}."
+
+    def both(key: str) -> str:
+        sizes = [gigabytes(rooms[name]["need"]["total"] if key == "need" else rooms[name][key]) for name in SERVERS]
+        return f"{sizes[0]} GB" if sizes[0] == sizes[1] else f"{sizes[0]} GB stock, {sizes[1]} GB patched"
+
+    numbers = f"Room beside weights and KV cache: {both('free')}"
+    if all(rooms[name]["need"] for name in SERVERS):
+        numbers += f"; need: about {both('need')}"
+    return f"{verdict}. {numbers}."
+
+
+def describe_short_cache(report: Mapping[str, Any]) -> str:
+    """A warning if the KV cache holds fewer tokens than the longest request; "": it holds more, or it is not known."""
+    rooms, fit = report["room"], report["fit"]
+    tokens = rooms["patched"]["tokens"] if rooms else None
+    if not tokens or tokens >= fit["context"]:
+        return ""
+    return f"The KV cache has {tokens:,} tokens, fewer than the longest request ({fit['context']:,}): --context-length"
+
+
+def _describe_start(report: Mapping[str, Any], name: str) -> str:
+    """The verdict on the stock or the patched server, beginning in lower case and without a full stop."""
+    found = report["room"][name]
+    fit = report["stock_fit"] if name == "stock" else report["fit"]
+    if found["verdict"] == room.STARTS:
+        fraction = fit["begins_with"]
+        return f"starts, and kv-sizing begins with --mem-fraction-static {fraction:.3f}" if fraction else "starts"
+    if found["verdict"] == room.NOT_KNOWN:
+        return f"starts; whether its room is enough is not known ({found['unknown']})"
+    *others, last = (_name_place(report, name, place) for place in found["short_of"] or [room.MIXED_LOAD])
+    places = f"{', in '.join(others)} and in {last}" if others else last
+    if found["verdict"] == room.LITTLE_ROOM:
+        return f"starts, but little room: expect out-of-memory in {places}"
+    source = "given" if fit["given"] else "engine's"
+    weights = f"{gigabytes(fit['weights'])} GB of weights"
+    if fit["loading"]:
+        weights += f" and about {gigabytes(fit['loading'])} GB that loading them leaves"
+    if found["short_of"]:
+        room_left, graphs = gigabytes(found["free"]), gigabytes(found["need"]["graphs"])
+        return (
+            f"does not start: the {source} --mem-fraction-static {fit['fraction']:.3f} leaves {room_left} GB beside "
+            f"weights and KV cache, and {places} takes about {graphs} GB"
+        )
+    if fit["starts"]:
+        return f"does not start: beside {weights} there is no room for the need and a KV cache"
+    free = f"{gigabytes(fit['memory'])} GB are free on each GPU"
+    if (least := fit["least_fraction"]) is None:
+        return f"does not start: {weights}, and {free}"
+    allowed = gigabytes(fit["memory"] * fit["fraction"])
+    fraction = f"the {source} --mem-fraction-static {fit['fraction']:.3f} allows {allowed} GB"
+    if least > fit["fraction"] or not fit["refusal"]:
+        return f"does not start: {weights}, and {fraction}; it takes at least {least:.2f}"
+    return f"does not start: {weights}, and {fraction}; the engine: {fit['refusal']}"
+
+
+def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
+    """A place where memory runs out, for people."""
+    found = report["room"][name]
+    tokens = report["server"]["tokens"]
+    return {
+        room.GRAPHS: "the capture of CUDA graphs",
+        room.PREFILL: f"a prefill of {tokens:,} tokens",
+        room.SAMPLING: f"a decode of {found['requests']:,} requests",
+        room.PENALTIES: f"a decode of {found['penalized']:,} requests with penalties",
+        room.MIXED_LOAD: "a mixed load",
+    }[place]
+
+
+def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """A row for each part of a GPU's memory, and for each part of the need, in GB."""
+    rooms = [report["room"][name] for name in SERVERS]
+    rows = [("free before the weights", *(gigabytes(found["memory"]) for found in rooms))]
+    rows.append(("weights", *(gigabytes(found["weights"]) for found in rooms)))
+    if any(found["loading"] for found in rooms):
+        rows.append(("left by loading them, about", *(gigabytes(found["loading"]) for found in rooms)))
+    rows.append(("KV cache", *(gigabytes(found["cache"]) for found in rooms)))
+    rows.append(("room beside them", *(gigabytes(found["free"]) for found in rooms)))
+    if all(found["need"] for found in rooms):
+        needs = [found["need"] for found in rooms]
+        rows.append(("need, about", *(gigabytes(need["total"]) for need in needs)))
+        rows.append(("  buffers and CUDA graphs", *(gigabytes(need["graphs"]) for need in needs)))
+        for place in needs[0]["forwards"]:
+            words = _name_place(report, "patched", place)
+            rows.append((f"  {words}", *(gigabytes(need["forwards"][place]) for need in needs)))
+        rows.append(("  held by PyTorch's allocator", *(gigabytes(need["held"]) for need in needs)))
+    tokens = [found["tokens"] for found in rooms]
+    rows.append(("KV tokens", *("not known" if each is None else f"{each:,}" for each in tokens)))
+    return rows
+
+
+def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings to copy, each with its effect."""
+    rooms = report["room"]
+    for name in SERVERS if rooms else ():
+        found = rooms[name]
+        if (highest := found["highest_fraction"]) is None:
+            continue
+        tokens = found["tokens_at_highest"]
+        reaches = f", with about {round_tokens(tokens)} KV tokens" if tokens else ""
+        least = found["least_fraction"]
+        yield (
+            f"--mem-fraction-static {highest:.2f}",
+            f"{name}: the highest that leaves enough room{reaches}; the least that starts is {least:.2f}",
+        )
+    sizing = next((change for change in report["changes"] if change["name"] == "kv-sizing"), None)
+    if rooms and sizing and (tokens := rooms["patched"]["grown_tokens"]) and is_sizable(sizing):
+        low, high = map(round_tokens, rooms["patched"]["grown_range"])
+        value = ALWAYS if report["fit"]["given"] else "auto"
+        words = f"measures the need in each start: about {round_tokens(tokens)} KV tokens ({low} to {high})"
+        yield f"{KV_SIZING.name}={value}", words
+    for change in report["changes"]:
+        for setting in dict.fromkeys(SETTING.findall(f"{change['does']} {change['reason']}")):
+            yield setting, f"{change['name']}: see the table"
+
+
+def is_sizable(sizing: Mapping[str, Any]) -> bool:
+    """Whether kv-sizing sizes the server, or would if its variable were set."""
+    return bool(sizing["acts"]) or sizing["reason"].endswith(WOULD_SIZE)
+
+
+def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """A row for each term of both predictions, and for each other place that can be the peak."""
+    both = (report["stock"], report["patched"])
+
+    def row(title: str, sizes: Iterable[int]) -> tuple[str, str, str]:
+        stock, patched = (f"{size / 1e6:,.1f}" for size in sizes)
+        return title, stock, patched
+
+    rows = [
+        row(f"  {words}", (one["parts"][part] for one in both))
+        for part, words in forward.PARTS.items()
+        if any(one["parts"][part] for one in both)
+    ]
+    rows.append(row(f"at {forward.MOE}", (sum(one["parts"].values()) for one in both)))
+    rows += [row(f"at {place}", (one["elsewhere"][place] for one in both)) for place in both[0]["elsewhere"]]
+    rows.append(row("peak", (one["peak"] for one in both)))
+    return rows
