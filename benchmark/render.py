@@ -24,7 +24,7 @@ from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_s
 from common import equality, headlines, machine, moe_tables, output, verdicts
 from memory import segments, serving
 from tiny_moe import mutations
-from whole import engine_suite, launcher_cost, models, peak_memory, recipes, soak, triton_server
+from whole import engine_suite, launcher_cost, models, peak_memory, recipes, room, soak, triton_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -144,6 +144,7 @@ SECTIONS = {
     "peak-memory-marlin": section_of_one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.setting_tables),
     "models": section_of_one("models/0.5.23", models.tables),
     "recipes": Section(RECIPES, recipes.tables),
+    "room": Section(under("room", "0.5.12.post1", "0.5.17"), room.tables),
     "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "triton-servers": Section(TRITON_SERVERS, triton_server.runs_table),

@@ -129,7 +129,8 @@ def stage_bounds(pp_size: int, layers: int) -> list[tuple[int, int]]:
         return [(0, layers)]
     from sglang.srt.distributed.utils import get_pp_indices
 
-    return [tuple(map(int, get_pp_indices(layers, stage, pp_size))) for stage in range(pp_size)]
+    bounds = [get_pp_indices(layers, stage, pp_size) for stage in range(pp_size)]
+    return [(int(start), int(end)) for start, end in bounds]
 
 
 def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage: int = 0) -> Any:

@@ -166,24 +166,27 @@ def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
 
 def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """A row for each part of a GPU's memory, and for each part of the need, in GB."""
-    rooms = [report["room"][name] for name in SERVERS]
-    rows = [("free before the weights", *(gigabytes(found["memory"]) for found in rooms))]
-    rows.append(("weights", *(gigabytes(found["weights"]) for found in rooms)))
-    if any(found["loading"] for found in rooms):
-        rows.append(("left by loading them, about", *(gigabytes(found["loading"]) for found in rooms)))
-    rows.append(("KV cache", *(gigabytes(found["cache"]) for found in rooms)))
-    rows.append(("room beside them", *(gigabytes(found["free"]) for found in rooms)))
-    if all(found["need"] for found in rooms):
-        needs = [found["need"] for found in rooms]
-        rows.append(("need, about", *(gigabytes(need["total"]) for need in needs)))
-        rows.append(("  buffers and CUDA graphs", *(gigabytes(need["graphs"]) for need in needs)))
+    stock, patched = (report["room"][name] for name in SERVERS)
+
+    def row(title: str, first: int, second: int) -> tuple[str, str, str]:
+        return title, gigabytes(first), gigabytes(second)
+
+    rows = [row("free before the weights", stock["memory"], patched["memory"])]
+    rows.append(row("weights", stock["weights"], patched["weights"]))
+    if stock["loading"] or patched["loading"]:
+        rows.append(row("left by loading them, about", stock["loading"], patched["loading"]))
+    rows.append(row("KV cache", stock["cache"], patched["cache"]))
+    rows.append(row("room beside them", stock["free"], patched["free"]))
+    needs = stock["need"], patched["need"]
+    if all(needs):
+        rows.append(row("need, about", *(need["total"] for need in needs)))
+        rows.append(row("  buffers and CUDA graphs", *(need["graphs"] for need in needs)))
         for place in needs[0]["forwards"]:
             words = _name_place(report, "patched", place)
-            rows.append((f"  {words}", *(gigabytes(need["forwards"][place]) for need in needs)))
-        rows.append(("  held by PyTorch's allocator", *(gigabytes(need["held"]) for need in needs)))
-    tokens = [found["tokens"] for found in rooms]
-    rows.append(("KV tokens", *("not known" if each is None else f"{each:,}" for each in tokens)))
-    return rows
+            rows.append(row(f"  {words}", *(need["forwards"][place] for need in needs)))
+        rows.append(row("  held by PyTorch's allocator", *(need["held"] for need in needs)))
+    first, second = ("not known" if each is None else f"{each:,}" for each in (stock["tokens"], patched["tokens"]))
+    return [*rows, ("KV tokens", first, second)]
 
 
 def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

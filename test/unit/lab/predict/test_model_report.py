@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from common.shapes import MODELS, every_change
+from doctor_reports import ALL, DECIDED, LAYER, WHOLE, advise, asked
 from sglang_moe_patches import cli
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import (
     COLUMNS,
-    INPUTS_DROPPED,
     OUTPUT_IN_DEAD_INPUT,
     SCRATCH_IN_DEAD_INPUT,
     SHARED_LAST,
@@ -29,54 +29,11 @@ from sglang_moe_patches.lab.predict.shapes import Layout
 from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
 
-ALL = {change.name: "applied" for change in CHANGES}
-NOTHING = Decision(reason="there is nothing to do")
-DECIDED = {
-    "output-buffer": Decision((INPUTS_DROPPED,)),
-    "deferred-shared-experts": Decision((SHARED_LAST,)),
-    "moe-workspace": Decision((COLUMNS, OUTPUT_IN_DEAD_INPUT), width=1024),
-}
-"""What the changes decide for DeepSeek's layers on Triton, at Kimi-K2.5's widths."""
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
 GPT_OSS = {
     **{"layers": 36, "dense_layers": 0, "hidden": 2880, "experts": 128, "top_k": 4, "moe_intermediate": 2880},
     **{"shared_experts": 0, "intermediate": 0, "heads": 64, "kv_heads": 8, "q_lora_rank": None, "head_dim": 64},
 }
-LAYER = {
-    **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
-    **{
-        "experts": 384,
-        "top_k": 8,
-        "intermediate": 512,
-        "shared_experts": True,
-        "family": "deepseek_v2",
-        "in_place": True,
-    },
-}
-RESOLVED = {
-    **{"tp_size": 4, "ep_size": 1, "dp_size": 1, "enable_dp_attention": False, "chunked_prefill_size": 16384},
-    **{"moe_runner_backend": "auto", "moe_a2a_backend": "none", "disable_cuda_graph": True},
-}
-
-
-def asked(
-    layer: dict[str, Any] | None = LAYER,
-    changes: dict[str, str] = ALL,
-    decided: dict[str, Decision] = DECIDED,
-    **resolved: Any,
-) -> dict[str, Any]:
-    decisions = {
-        change.name: asdict(decided.get(change.name, NOTHING)) for change in CHANGES if change.decide and layer
-    }
-    told = [
-        {"name": name, "status": status, "reason": "", "decision": decisions.get(name)}
-        for name, status in changes.items()
-    ]
-    return {"resolved": RESOLVED | resolved, "layer": layer, "unknown": "", "changes": told}
-
-
-def advise(**facts: Any) -> dict[str, Any]:
-    return model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts))
 
 
 def row_of(change: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +125,6 @@ def test_a_router_in_float32_is_deepseeks_alone():
     assert model_report.advise(read, newer)["server"]["float_logits"]
     newer["layer"] = LAYER | {"family": "qwen3_moe"}
     assert not model_report.advise(read, newer)["server"]["float_logits"]
-
-
-WHOLE = {"moe-workspace": Decision(reason="it costs too much; SGLANG_X=1 asks for it")}
 
 
 def test_each_change_says_what_it_does_here_or_why_not():

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 from common import output
+from doctor_reports import FIT, GB, NEED
 from sglang_moe_patches.lab.predict import room
-from sglang_moe_patches.lab.predict.engine_pools import Fit, loading_share
-from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Need, Room
+from sglang_moe_patches.lab.predict.engine_pools import loading_share
+from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from whole import room as benchmark
-
-GB = 10**9
-FIT = Fit(150 * GB, 90 * GB, 0.9, given=False, tokens=450_000, token_bytes=100_000.0, context=100_000)
-NEED = Need(2 * GB, {room.PREFILL: 5 * GB, room.SAMPLING: 1 * GB, room.PENALTIES: 3 * GB}, 1 * GB)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from doctor_reports import FIT, GB, NEED, WHOLE, advise
 from releases import ROOT
 from sglang_moe_patches import cli
 from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import engine_pools, forward, model_report, room, terminal
 from sglang_moe_patches.lab.predict.room import Room
 from sglang_moe_patches.memory.kv_sizing import eligibility
-from test_model_report import WHOLE, advise
-from test_room import FIT, GB, NEED
 from typer.testing import CliRunner
 
 Report = dict[str, Any]

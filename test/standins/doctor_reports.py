@@ -1,0 +1,65 @@
+"""Answers of an engine query, and the report and the room that follow from them, for tests of ``doctor --model``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from common.shapes import MODELS
+from sglang_moe_patches.core.patch import COLUMNS, INPUTS_DROPPED, OUTPUT_IN_DEAD_INPUT, SHARED_LAST, Decision
+from sglang_moe_patches.lab.predict import model_report, room
+from sglang_moe_patches.lab.predict.config import ModelSizes
+from sglang_moe_patches.lab.predict.engine_pools import Fit
+from sglang_moe_patches.lab.predict.room import Need
+from sglang_moe_patches.registry import CHANGES
+
+ALL = {change.name: "applied" for change in CHANGES}
+NOTHING = Decision(reason="there is nothing to do")
+DECIDED = {
+    "output-buffer": Decision((INPUTS_DROPPED,)),
+    "deferred-shared-experts": Decision((SHARED_LAST,)),
+    "moe-workspace": Decision((COLUMNS, OUTPUT_IN_DEAD_INPUT), width=1024),
+}
+"""What the changes decide for DeepSeek's layers on Triton, at Kimi-K2.5's widths."""
+LAYER = {
+    **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
+    **{
+        "experts": 384,
+        "top_k": 8,
+        "intermediate": 512,
+        "shared_experts": True,
+        "family": "deepseek_v2",
+        "in_place": True,
+    },
+}
+RESOLVED = {
+    **{"tp_size": 4, "ep_size": 1, "dp_size": 1, "enable_dp_attention": False, "chunked_prefill_size": 16384},
+    **{"moe_runner_backend": "auto", "moe_a2a_backend": "none", "disable_cuda_graph": True},
+}
+
+
+def asked(
+    layer: dict[str, Any] | None = LAYER,
+    changes: dict[str, str] = ALL,
+    decided: dict[str, Decision] = DECIDED,
+    **resolved: Any,
+) -> dict[str, Any]:
+    decisions = {
+        change.name: asdict(decided.get(change.name, NOTHING)) for change in CHANGES if change.decide and layer
+    }
+    told = [
+        {"name": name, "status": status, "reason": "", "decision": decisions.get(name)}
+        for name, status in changes.items()
+    ]
+    return {"resolved": RESOLVED | resolved, "layer": layer, "unknown": "", "changes": told}
+
+
+def advise(**facts: Any) -> dict[str, Any]:
+    return model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts))
+
+
+WHOLE = {"moe-workspace": Decision(reason="it costs too much; SGLANG_X=1 asks for it")}
+
+GB = 10**9
+FIT = Fit(150 * GB, 90 * GB, 0.9, given=False, tokens=450_000, token_bytes=100_000.0, context=100_000)
+NEED = Need(2 * GB, {room.PREFILL: 5 * GB, room.SAMPLING: 1 * GB, room.PENALTIES: 3 * GB}, 1 * GB)
