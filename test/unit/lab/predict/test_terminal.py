@@ -144,7 +144,7 @@ def test_every_reason_is_printed_as_it_is(capsys, monkeypatch):
     )
     rows = [change for each in facts for change in advise(**each)["changes"]]
     reasons = recorded_reasons() | {row["reason"] for row in rows} | {"[/b] closes nothing"}
-    reasons |= {f"because of {flag}, {reason}" for flag, (_, reason) in eligibility.INELIGIBLE.items()}
+    reasons |= {f"because of {kind.name}: {kind.reason}" for kind in eligibility.UNSIZED}
     row = {"name": "a", "summary": "", "status": "unsupported", "acts": False, "does": ""}
     report = advise() | {"model": "a[/b]", "gpu": "h200", "engine": "0.5", "torch": "2", "python": "3", "package": "0"}
     report |= {"gpus": ["a[/b]"], "variables": {"A": "[/b]"}, "unread": ["[/b]"]}
