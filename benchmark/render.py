@@ -144,7 +144,7 @@ SECTIONS = {
     "peak-memory-marlin": section_of_one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.setting_tables),
     "models": section_of_one("models/0.5.23", models.tables),
     "recipes": Section(RECIPES, recipes.tables),
-    "room": Section(under("room", "0.5.12.post1", "0.5.17"), room.tables),
+    "room": Section(full_names("room", "0.5.12.post1", "0.5.17"), room.tables),
     "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "triton-servers": Section(TRITON_SERVERS, triton_server.runs_table),

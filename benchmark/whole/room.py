@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import doctor_answers, kinds, output, served
+from common import doctor_answers, dummy_models, dummy_servers, output
 from memory import serving
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.lab.predict import config, model_report
@@ -48,9 +48,9 @@ def describe_server(result: dict[str, Any]) -> dict[str, Any]:
     figures = result["figures"]
     options = argparse.Namespace(**{name: figures[name] for name in FACTS}, quick=False)
     with tempfile.TemporaryDirectory() as folder:
-        model = served.write_model(Path(folder) / "model", options)
+        model = dummy_servers.write_model(Path(folder) / "model", options)
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    runner = kinds.RUNNERS.get(figures["model"], "triton")
+    runner = dummy_models.RUNNERS.get(figures["model"], "triton")
     flags = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", runner]
     flags += ["--tp", str(figures["tp"]), "--chunked-prefill-size", str(figures["chunk"])]
     if figures["requests"]:
@@ -98,7 +98,7 @@ def tables(results: list[output.Result]) -> str:
             growth = server["growth"]
             rows.append(
                 (
-                    f"{served.run_label(found)}; {answer['server']}",
+                    f"{dummy_servers.run_label(found)}; {answer['server']}",
                     f"{room['requests']:,}",
                     f"{room['need']['total'] / 1e6:,.0f}, {growth['need_bytes'] / 1e6:,.0f}",
                     f"{100 * error:+.0f} %",
