@@ -75,7 +75,7 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
     if skip := change.skip(server_args):
         return {"skipped": skip.reason}
     hooks.ranks.is_first_rank = lambda: True  # there are no process groups
-    hooks.ranks.all_gather = lambda told: [told]
+    hooks.ranks.all_gather = lambda value, kind: [value]
     hooks.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)
     start = hooks.ServerStart()
     start._gather(SimpleNamespace(server_args=server_args, gpu_id=0), 100.0)

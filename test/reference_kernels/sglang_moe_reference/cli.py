@@ -34,7 +34,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, completed for an engine process."""
+    """Return this process's environment with the variables that an engine process needs."""
     cli.require_engine()
     try:
         return {**os.environ, **environment.variables()}
@@ -66,7 +66,7 @@ def serve(
     Example: sglang-moe-reference serve -- --model-path ./tiny --quantization modelopt_fp4
     --moe-runner-backend flashinfer_trtllm_routed
 
-    Without a GPU, flags that the engine needs on a CPU (--device cpu, ...) are added where they are not given.
+    Without a GPU, the flags that the engine needs on a CPU are added (--device cpu, ...), unless they are set.
     """
     arguments = environment.server_arguments(server_args)
     os.execve(sys.executable, [sys.executable, "-m", "sglang.launch_server", *arguments], child_environment())
@@ -100,8 +100,8 @@ def make_model(
     nextn: Annotated[bool, typer.Option("--nextn", help="Add a NextN (MTP) draft layer (deepseek-v3).")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
-    unless --bf16 is given."""
+    """Write a tiny checkpoint with random weights that the stock engine can load. Its experts are NVFP4 unless --bf16
+    is given."""
     from sglang_moe_reference.model import make_model as write
 
     try:

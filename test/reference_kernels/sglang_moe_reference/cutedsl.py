@@ -1,12 +1,12 @@
 """FlashInfer's CuteDSL NVFP4 MoE kernels in plain PyTorch, below FlashInfer's own ``CuteDslMoEWrapper``.
 
-The wrapper itself is FlashInfer's, whichever release is installed (from 0.6.14 on without buffers and guard). Replaced
-are the kernels that it calls (:data:`KERNELS`), each at FlashInfer's own signature, and where there is no GPU the
-second stream on which it zeroes the output (:data:`ON_ONE_STREAM`).
+The wrapper is that of the installed FlashInfer release (from 0.6.14 on it has no buffers and no guard). The stand-ins
+replace the kernels that the wrapper calls (:data:`KERNELS`) and have the same signatures. Without a GPU, they also
+replace the second stream, on which the wrapper zeroes the output (:data:`ON_ONE_STREAM`).
 
-The kernels use the wrapper's buffers as the real ones do, so one that is too small, shared at the wrong time or
-poisoned, or an output that was not zeroed, shows here as it would there. What the real kernels never write (rows of a
-tile beyond the last token) is not written here either.
+The stand-ins use the wrapper's buffers as the real kernels do. A buffer that is too small, shared at the wrong time or
+poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile behind the last
+token are not written, neither by the real kernels nor by the stand-ins.
 
 As in :mod:`~sglang_moe_reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
 added in the order of their numbers. The real second kernel adds the experts with bfloat16 atomics in any order; here
@@ -49,7 +49,7 @@ _ONLY = {
     "swiglu_limit": torch.finfo(torch.float32).max,
     **dict.fromkeys(("situ_beta", "situ_linear_beta", "a_per_token_scale"), None),
 }
-"""Options of the products that are not about tuning, with the one value that is served: NVFP4, plain SwiGLU."""
+"""Options of the products that change results, with the only supported value: NVFP4, plain SwiGLU."""
 
 
 def moe_sort(
@@ -224,7 +224,7 @@ def gemm_finalize(
     shape = (tokens if use_fused_finalize else tokens * topk, hidden)
     if out is None:
         out = torch.zeros(shape, dtype=torch.bfloat16, device=a.device)
-    # The real kernel takes the address and assumes the rest.
+    # The real kernel uses only the address and does not check shape and strides.
     if out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise ValueError(f"out must be contiguous bfloat16 {list(shape)}, got {out.dtype} {list(out.shape)}")
     columns = half * 2 // nvfp4.BLOCK_SIZE
@@ -286,7 +286,7 @@ def _require_supported(options: dict[str, Any]) -> None:
 def _runs(
     tile_to_expert: torch.Tensor, tile_to_limit: torch.Tensor, num_tiles: torch.Tensor, tile_rows: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(local expert, first row, row behind the last) for each expert that has tokens: its tiles lie side by side."""
+    """Yield the local expert, its first row and the row behind its last row, for each expert with tokens."""
     n = int(num_tiles)
     tiles = zip(range(n), tile_to_expert[:n].tolist(), tile_to_limit[:n].tolist(), strict=True)
     for expert, group in groupby(tiles, key=lambda tile: tile[1]):
@@ -295,12 +295,13 @@ def _runs(
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as they lie in memory, whatever its shape and strides say: the kernels take the address."""
+    """Return a tensor's bytes in memory order, whatever its shape and strides are. The real kernels read from its
+    address."""
     return tensor.view(torch.uint8).as_strided((tensor.numel(),), (1,))
 
 
 def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int) -> torch.Tensor:
-    """One expert's weight, [rows, K] in float64, the whole-tensor scale left out."""
+    """Return one expert's weight as float64 [rows, K], without the whole-tensor scale."""
     rows, columns = packed.shape[1], packed.shape[2] * 2 // nvfp4.BLOCK_SIZE
     if rows % _TILE_ROWS or columns % _TILE_COLS or scale.numel() != experts * rows * columns:
         raise ValueError(
@@ -314,7 +315,7 @@ def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int
 
 
 def _without_streams(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around ``CuteDslMoEWrapper.__init__``: all its buffers, and no CUDA stream and events beside them."""
+    """Wrap ``CuteDslMoEWrapper.__init__``: create all buffers, but no CUDA stream and no events."""
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -323,7 +324,7 @@ def _without_streams(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def _zero_in_line(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Around ``_moe_core_impl``: the output is zeroed between the products, not beside the first one."""
+    """Wrap ``_moe_core_impl``: zero the output between the two products instead of on a second stream."""
     return original(*args, **{**kwargs, "use_async_memset": False})
 
 
@@ -341,17 +342,17 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "fused_moe.moe_unpermute": unpermute,  # from 0.6.17
     "blackwell.moe_finalize.moe_unpermute": unpermute,  # from 0.7.2
 }
-"""Stand-ins by the names under which FlashInfer's wrapper calls the kernels, in any of its releases."""
+"""Stand-ins, by the names of the kernels that the wrapper calls. The names differ between FlashInfer's releases."""
 
 ON_ONE_STREAM: dict[str, Callable[..., Any]] = {
     INIT: _without_streams,
     f"{_PACKAGE}.fused_moe._moe_core_impl": _zero_in_line,
 }
-"""What is wrapped where there is no GPU: each is called with the original and its arguments."""
+"""Wrappers for machines without a GPU. Each is called with the original function and its arguments."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """What replaces what in the installed FlashInfer, of which this imports the wrapper's module."""
+    """Return the stand-ins and wrappers for the installed FlashInfer. The wrapper's module is imported."""
 
     def is_there(module: str, name: str) -> bool:
         return has_module(module) and hasattr(importlib.import_module(module), name)

@@ -1,9 +1,9 @@
-"""What lets the engine run without a Blackwell GPU, or without any GPU: only ever active when asked for.
+"""Environment in which the engine runs without a Blackwell GPU, or without any GPU. It must be enabled by a variable.
 
-Two halves. :func:`variables` is what must be right *before* an interpreter starts, a stub CUDA driver where there is no
-GPU. :func:`install` is what each engine process does when it loads plugins: FlashInfer's kernels replaced by plain
-PyTorch, the check for Blackwell lifted, and on the CPU an attention path that exists there and an add-RMSNorm that
-works in place, as it does on GPUs (out of place, aliasing bugs would not show).
+- :func:`variables` returns the environment variables of a new process. Without a GPU, they include a stub CUDA driver.
+- :func:`install` runs in each engine process when it loads plugins. It replaces FlashInfer's kernels by plain PyTorch
+  and disables the check for Blackwell. On the CPU it also selects an attention that works there, and makes the norm
+  after an addition work in place as on GPUs, because an out-of-place norm would hide aliasing bugs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_moe_patches.lab.without_gpu import UnusableEnvironment
 
 
 def whole_number(text: str) -> int:
-    """``parse`` of a variable that is a number from 0 on."""
+    """Parse the text of a variable that is an integer of at least 0."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"expected a whole number from 0 on, got {text!r}")
     return int(text)
@@ -58,7 +58,7 @@ CPU_SERVER_ARGUMENTS = {
     "--sleep-on-idle": None,
     "--max-total-tokens": "65536",
 }
-"""Flags that the engine needs on a CPU, with their values; :func:`server_arguments` adds those not given."""
+"""Flags that the engine needs on a CPU, with their values. :func:`server_arguments` adds the flags that are not set."""
 
 MATRIX_PRODUCTS = (
     "torch.matmul",
@@ -66,25 +66,25 @@ MATRIX_PRODUCTS = (
     "torch.nn.functional.linear",
     "torch.nn.functional.scaled_dot_product_attention",
 )
-"""What a request's answer would depend on: BLAS adds up in another order when more rows share a call."""
+"""Matrix products whose rounding depends on the batch, because BLAS adds in another order if a call has more rows."""
 
 
 # --- Before the interpreter starts -----------------------------------------------------------------------------------
 
 CPU_VARIABLES = {
-    # The kernels are small: with the server's own processes beside them, OpenMP threads wait for one another.
+    # The kernels are small. OpenMP threads would only wait for each other, because the server has several processes.
     "OMP_NUM_THREADS": "1",
-    # The engine compiles small functions at the first request: 40 s that buy nothing here.
+    # The engine would compile small functions at the first request. This takes 40 s and is of no use here.
     "TORCHDYNAMO_DISABLE": "1",
-    # Some virtual machines announce Intel's tiles (AMX) and kill who uses them with SIGILL; and tiles add up in another
-    # order than the vectors that every such processor has.
+    # Do not use Intel's matrix tiles (AMX). Some virtual machines announce them, but kill a process that uses them.
+    # Tiles also add in another order than vectors, which every such processor has.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
-"""What a server is given where there is no GPU, unless the user has set it."""
+"""Variables of a server without a GPU, unless the user has set them."""
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables to add so that a process started with them can use the reference kernels.
+    """Return the environment variables with which a new process can use the reference kernels.
 
     :raises UnusableEnvironment: as :func:`sglang_moe_patches.lab.without_gpu.variables`, or ``SGLANG_PLUGINS`` keeps
         the plugin from being loaded.
@@ -99,7 +99,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def server_arguments(given: list[str]) -> list[str]:
-    """``given`` server arguments, completed with what the engine needs where there is no GPU."""
+    """Add the flags that the engine needs without a GPU to server arguments."""
     if machine.has_gpu():
         return given
     present = {argument.split("=", 1)[0] for argument in given}
@@ -111,9 +111,10 @@ def server_arguments(given: list[str]) -> list[str]:
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``.
+    """Entry point ``sglang.srt.plugins``: install the reference kernels if a variable enables them.
 
-    :raises SystemExit: a variable is wrong. The engine swallows an ``Exception`` here and goes on without the kernels.
+    :raises SystemExit: a variable has an invalid value. The engine swallows an ``Exception``, and would start without
+        the kernels.
     """
     try:
         WORKSPACE_MB.read()
@@ -131,7 +132,7 @@ def install() -> None:
     from sglang_moe_reference import cutedsl
     from sglang_moe_reference import flashinfer_kernels as kernels
 
-    if multiprocessing.parent_process() is None:  # once a server, not once a process
+    if multiprocessing.parent_process() is None:  # only one process of a server prints the line
         logger.warning(WARNING, SWITCH)
     for target, kernel in {
         "flashinfer.fp4_quantize": kernels.fp4_quantize,
@@ -182,7 +183,7 @@ def _lift_blackwell_check(module: Any) -> None:
     class Blackwell(wrapt.ObjectProxy):
         is_blackwell = True
 
-    # In this module alone: elsewhere the same question chooses kernels.
+    # Replace the function in this module alone, because in other modules its result chooses kernels.
     if hasattr(module, "get_platform"):
         get_platform = module.get_platform
         module.get_platform = lambda: Blackwell(get_platform())
@@ -213,7 +214,7 @@ def _bind_to_no_core(module: Any) -> None:
 def _unwrap_quantizer(module: Any) -> None:
     from sglang_moe_reference import flashinfer_kernels
 
-    # From 0.5.12 on the engine registers the quantizer as an operator, which PyTorch then has for GPUs alone.
+    # The engine registers the quantizer as an operator from 0.5.12 on. PyTorch then has the operator for GPUs alone.
     if getattr(module, "fp4_quantize", None) is not None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
 
@@ -221,20 +222,21 @@ def _unwrap_quantizer(module: Any) -> None:
 def _with_buffers(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     from sglang_moe_reference import cutedsl
 
-    # With CUDA graphs, the default on a GPU, the wrapper has buffers, and refuses a batch that does not fit. The engine
-    # has no graphs here (its attention backend turns them off); what they bring with them must not be lost.
+    # CUDA graphs are the default on a GPU. The wrapper then has buffers, and refuses a batch that is too large for
+    # them. The engine's attention on the CPU disables graphs, but the buffers must be tested.
     cutedsl.ON_ONE_STREAM[cutedsl.INIT](original, self, *args, **{**kwargs, "use_cuda_graph": True})
 
 
 def _scale_routed_experts_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
+    # NVFP4 layers have this factor in their routing weights. Without a GPU the layer would multiply by it a second
+    # time.
     if self.experts.should_fuse_routed_scaling_factor_in_topk:
         self.routed_scaling_factor = 1.0
 
 
 def _norm_all_heads(module: Any) -> None:
-    """MiniMax-M2's norm over all heads of a token, which the engine has in Triton alone: the same in PyTorch."""
+    """Stand-in in PyTorch for MiniMax-M2's norm over all heads of a token, which the engine has only in Triton."""
     import torch
 
     def rms_sumsq_serial(x1: Any, x2: Any) -> Any:
@@ -261,7 +263,7 @@ def _register_attention_path(module: Any) -> None:
 
 
 def _in_double(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add up in float64, so that the order in which BLAS does it is lost in the rounding to the result's dtype."""
+    """Compute a product in float64. The rounding to the result's dtype then hides the order in which BLAS adds."""
     import torch
 
     def widened(value: Any) -> Any:
@@ -281,9 +283,10 @@ def _without_gpu_links(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
 
 def as_its_own(owner: type, function: Callable[..., Any]) -> FunctionType:
-    """A method that counts as its owner's own code to whoever asks where its globals are.
+    """Return a copy of a method whose globals are those of its owner's module, so that it counts as the engine's own
+    code.
 
-    Layers of which another plugin has wrapped a method do not offer their dead inputs.
+    A layer does not offer its dead input if another plugin has wrapped one of its methods.
     """
 
     def method(*args: Any, **kwargs: Any) -> Any:

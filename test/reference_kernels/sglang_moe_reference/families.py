@@ -1,6 +1,6 @@
-"""The model families that tiny checkpoints are written of: what config.json says, and which tensors there are.
+"""Model families of the tiny checkpoints: their configuration and the names and shapes of their tensors.
 
-A family is data: its names in config.json, its names in the checkpoint, and the parts that it has. They are those of
+A family is data: its names in config.json, its names in the checkpoint, and its parts. They are those of
 DeepSeek-V3, Qwen3-235B-A22B, GLM-4.5 and MiniMax-M2, as the engine's model classes read them.
 """
 
@@ -16,12 +16,12 @@ QK_ROPE_HEAD_DIM = 64
 QK_NOPE_HEAD_DIM = 128
 V_HEAD_DIM = 128
 HEAD_DIM = 128
-"""Of the families without multi-head latent attention."""
+"""Head dimension of the families without multi-head latent attention."""
 
 ROUTED_SCALING_FACTOR = 2.5
 
 ROW_MULTIPLE = 128
-"""Rows of a weight that the TRT-LLM kernel's block scale layout comes in."""
+"""Number of rows of a weight must be a multiple of this, because of the TRT-LLM kernel's layout of block scales."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -50,7 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family has.
+    """Description of a model family.
 
     :param architecture: the engine's class.
     :param layers: the engine's module with its decoder layer, below ``sglang.srt.models``.
@@ -321,7 +321,8 @@ class ModelSpec:
             ("kv_heads", same_heads, f"heads ({self.heads}) for {self.family}"),
             ("max_position", self.max_position >= 256 and self.max_position % 2 == 0, "even and at least 256"),
             ("nextn", family.nextn or not self.nextn, f"false for {self.family}"),
-            # With one layer the engine looks for the NextN weights under layer 0, where the main model's are.
+            # The engine expects the NextN weights under layer 0 if the model has one layer, where the main model's
+            # weights are.
             ("nextn", self.layers >= 2 or not self.nextn, "false when there is one layer"),
         ):
             _require(holds, field, rule, getattr(self, field))
@@ -337,7 +338,7 @@ class ModelSpec:
 
 
 def expert_prefix(spec: ModelSpec, layer: int, expert: int) -> str:
-    """What the names of a routed expert's tensors begin with."""
+    """Return the beginning of the names of a routed expert's tensors."""
     return f"model.layers.{layer}.{FAMILIES[spec.family].moe}.experts.{expert}"
 
 

@@ -1,17 +1,19 @@
 """FlashInfer's NVFP4 kernels in plain PyTorch, at FlashInfer's own signatures.
 
-They read what the real kernels read, in the layout the real kernels read it: weights whose rows are permuted for the
-tensor cores and block scales that are interleaved on top. A wrong preparation of the weights gives wrong answers here
-as it would there. What a stand-in does not do is refused by the name of the argument, never ignored.
+The stand-ins read weights in the layout of the real kernels: the rows are permuted for the tensor cores, and the block
+scales are interleaved, too. Weights that are prepared incorrectly therefore give wrong answers, as on the hardware. An
+unsupported argument is refused by its name and never ignored.
 
-**A token's result does not depend on the rest of the batch, to the last bit.** NVFP4 values without their
-whole-tensor scale are multiples of 2**-10 no larger than 2688, so that every partial sum of a matrix product over up
-to 1,188 elements fits in the 53 bits of a float64: the product is exact, whatever order, blocking or number of threads
-the BLAS chooses. (With longer rows only sums beyond 2**33 round, in a bit that the following conversion to float32
-all but never shows.) The activation is evaluated in float64 for the same reason, and the experts of a token are added
-in the order of their numbers.
+**A token's result does not depend on the rest of the batch, to the last bit.**
 
-The real kernels round otherwise: they accumulate in float32, use approximate reciprocals, and round each expert's
+- NVFP4 values without their whole-tensor scale are multiples of 2**-10 and at most 2688. Every partial sum of a matrix
+  product over up to 1,188 elements therefore fits in the 53 bits of a float64. The product is exact in any order, with
+  any blocking and any number of threads of the BLAS. In longer rows only sums beyond 2**33 are rounded. The rounded bit
+  almost never survives the following conversion to float32.
+- The activation is computed in float64 for the same reason.
+- The experts of a token are added in the order of their numbers.
+
+The real kernels round in another way: they accumulate in float32, use approximate reciprocals, and round each expert's
 output to bfloat16 before the weighted sum.
 """
 
@@ -48,10 +50,10 @@ _TUNING = ("enable_pdl", "tune_max_num_tokens")
 
 
 def _at_the_signature_of(target: str, *, served: Iterable[str] = (), ignored: Iterable[str] = ()) -> Callable[..., Any]:
-    """Make a function callable as the installed FlashInfer's is: ``target``, of whatever release.
+    """Give a stand-in the signature of ``target``, a function of the installed FlashInfer release.
 
-    The function gets by name what it has parameters for and what is ``served``. Any other argument is refused by its
-    name unless it is FlashInfer's default, or ``ignored``.
+    The stand-in receives the arguments for which it has parameters, and those in ``served``. Another argument is
+    refused by its name, unless it has FlashInfer's default value or is in ``ignored``.
     """
 
     def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +77,8 @@ def _at_the_signature_of(target: str, *, served: Iterable[str] = (), ignored: It
 
 @cache
 def _signature_of(target: str) -> inspect.Signature:
-    # Also once it is replaced: the engine's wrapper around a stand-in keeps the signature of what it replaces.
+    # This must hold after the replacement, too: the engine's wrapper around a stand-in keeps the signature of the
+    # original.
     return inspect.signature(pkgutil.resolve_name(target))
 
 
@@ -87,7 +90,7 @@ def fp4_quantize(
     is_global_scale_inversed: bool = False,
     backend: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 only.
+    """Stand-in for ``flashinfer.fp4_quantize``, for NVFP4 only.
 
     :param input: bfloat16 or float16 [M, K], row-major, K a multiple of 16.
     :param global_scale: one float32 value, the multiplier 448 * 6 / amax; None is 1.
@@ -96,7 +99,7 @@ def fp4_quantize(
     :returns: packed: uint8 [M, K // 2], first element in the low nibble. scales: the bytes of the E4M3 block scales as
         uint8, [M, K // 16] linear, or swizzled with M rounded up to a multiple of 128 and K // 16 to a multiple of 4.
     """
-    if backend not in ("cuda", "cute-dsl"):  # two implementations of one function; the engine asks for either
+    if backend not in ("cuda", "cute-dsl"):  # two implementations of one function; the engine may request either
         raise NotImplementedError(f"backend={backend!r}: only 'cuda' and 'cute-dsl'")
     if input.dtype not in (torch.bfloat16, torch.float16) or input.dim() != 2 or input.stride(-1) != 1:
         raise NotImplementedError(f"input: only a row-major matrix of bfloat16 or float16, got {_describe(input)}")
@@ -113,7 +116,7 @@ def nvfp4_quantize(
     sfLayout: int = SF_SWIZZLED,
     backend: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``fp4_quantize`` by other names.
+    """Stand-in for ``flashinfer.nvfp4_quantize``: ``fp4_quantize`` with other names of its arguments.
 
     :param a_global_sf: the multiplier.
     :param sfLayout: 0 swizzled or 2 linear block scales.
@@ -128,14 +131,14 @@ def nvfp4_quantize(
 
 
 def _scale_bytes(block_scale: torch.Tensor, swizzled: bool) -> torch.Tensor:
-    """E4M3 block scales as FlashInfer hands them out: uint8, linear or swizzled."""
+    """Return E4M3 block scales in FlashInfer's format: uint8, linear or swizzled."""
     scales = block_scale.view(torch.uint8)
     columns = scales.shape[-1]
     return nvfp4_block_scale_interleave(scales).view(-1, columns + -columns % _TILE_COLS) if swizzled else scales
 
 
 def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
-    """``flashinfer.nvfp4_block_scale_interleave`` (``block_scale_interleave``).
+    """Stand-in for ``flashinfer.nvfp4_block_scale_interleave`` (``block_scale_interleave``).
 
     The byte at row r, column c goes to tile (r // 128, c // 4), and in it to (r % 32, r % 128 // 32, c % 4).
 
@@ -155,7 +158,7 @@ def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
 
 
 def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """The inverse of ``nvfp4_block_scale_interleave`` for one matrix without padding: uint8 [rows, cols]."""
+    """Undo ``nvfp4_block_scale_interleave`` for one matrix without padding. Return uint8 [rows, cols]."""
     tiles = interleaved.view(torch.uint8).reshape(
         rows // _TILE_ROWS, cols // _TILE_COLS, _TILE_ROWS // 4, 4, _TILE_COLS
     )
@@ -164,7 +167,7 @@ def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int)
 
 @dataclass(frozen=True)
 class _Layer:
-    """A NVFP4 layer and its input, by the names of FlashInfer's arguments.
+    """An NVFP4 layer and its input. The fields are named like FlashInfer's arguments.
 
     :param hidden_states: uint8 [tokens, hidden // 2], NVFP4.
     :param hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
@@ -216,7 +219,7 @@ class _Layer:
 
     @property
     def rows(self) -> int:
-        """Of the first weight."""
+        """Number of rows of the first weight."""
         return self.intermediate_size * (2 if self.gated else 1)
 
     @property
@@ -224,7 +227,7 @@ class _Layer:
         return self.hidden_states.is_cuda
 
     def activate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """What lies between the two products; x is a row of the first product.
+        """Compute the activation between the two products. x is a row of the first product.
 
         Not gated: relu(x * gate_scale)^2 * scale. Gated, x being up and gate: silu(gate * gate_scale) * up * scale.
 
@@ -252,7 +255,7 @@ def trtllm_fp4_block_scale_routed_moe(
     output: torch.Tensor | None = None,
     **layer: Any,
 ) -> list[torch.Tensor]:
-    """The NVFP4 MoE kernel with the routing decided by the caller.
+    """Stand-in for the NVFP4 MoE kernel that receives the routing from its caller.
 
     :param topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
         newer releases, a tuple (ids int [tokens, top_k], weights bfloat16 or float32 [tokens, top_k]). An id that is
@@ -286,7 +289,7 @@ def trtllm_fp4_block_scale_moe(
     output: torch.Tensor | None = None,
     **layer: Any,
 ) -> list[torch.Tensor]:
-    """The NVFP4 MoE kernel that routes by itself.
+    """Stand-in for the NVFP4 MoE kernel that computes the routing itself.
 
     The activation of hidden_states @ gemm1_weights is quantized to NVFP4: its multiplier is part of
     output1_scale_scalar already, or one per token with ``per_token_scale``. It is multiplied with gemm2_weights and
@@ -318,7 +321,7 @@ def trtllm_fp4_block_scale_moe(
 
 
 def _unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 (id << 16 | bfloat16 bits) to ids (int64) and weights (float32). An id of -1 stays -1."""
+    """Unpack int32 (id << 16 | bfloat16 bits) to ids (int64) and weights (float32). An id of -1 stays -1."""
     if packed.dtype != torch.int32:
         raise ValueError(f"packed topk_ids must be int32, got {packed.dtype}")
     return (packed >> 16).long(), packed.to(torch.int16).view(torch.bfloat16).float()
@@ -333,14 +336,14 @@ def _route(
     routed_scaling_factor: float | None,
     method: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts as the kernel does: ids int64 and weights bfloat16, both [tokens, top_k].
+    """Choose the experts as the kernel does. Return ids (int64) and weights (bfloat16), both [tokens, top_k].
 
     Equal scores go to the lower expert id, and weights are rounded to bfloat16, as in the kernel.
     """
     if bias is not None and method not in (ROUTING_DEEPSEEK_V3, ROUTING_MINIMAX2):
         raise NotImplementedError(f"routing_bias with routing_method_type={method}")
-    # Vectorized and scalar exponentials differ in the last bit, and which of them an element meets depends on its
-    # place in the batch; evaluated in float64, that bit is gone after the rounding to float32.
+    # Compute in float64. Vectorized and scalar exponentials differ in the last bit, and the position in the batch
+    # decides between them. The rounding to float32 removes this difference.
     logits = logits.double()
     if method in (ROUTING_DEFAULT, ROUTING_RENORMALIZE_NAIVE):  # softmax over all experts, then the best
         scores = logits.softmax(-1).float()
@@ -367,17 +370,20 @@ def _route(
 
 
 def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest of each row, best first, the lower index first among equals."""
+    """Return the indices of the k largest values of each row, largest first. Of equal values the lower index comes
+    first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of each row, [n, k] to [n, 1], always in the same order: ``sum`` may choose another for another n."""
+    """Sum each row, [n, k] to [n, 1], in an order that does not depend on n. The order of ``torch.sum`` may depend on
+    n."""
     return sum((x[:, i : i + 1] for i in range(1, x.shape[1])), x[:, :1])
 
 
 def _limit_to_groups(biased: torch.Tensor, n_group: int, topk_group: int | None) -> torch.Tensor:
-    """Rule out the experts outside the topk_group groups whose two best experts have the largest sum."""
+    """Exclude all experts outside the ``topk_group`` best groups. A group's score is the sum of its two best
+    experts."""
     if not topk_group or biased.shape[-1] % n_group:
         raise ValueError(f"n_group={n_group} needs topk_group and a number of experts that it divides")
     grouped = biased.unflatten(-1, (n_group, -1))
@@ -391,9 +397,10 @@ def _limit_to_groups(biased: torch.Tensor, n_group: int, topk_group: int | None)
 def _unshuffle_orders(
     helper_name: str, rows: int, k: int, gated: bool | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row orders that undo FlashInfer's shuffle of one expert's weights and block scales.
+    """Return the row orders that undo FlashInfer's shuffle of one expert's weights and block scales.
 
-    Only shapes decide them, so they are kept; the weights, which may be reloaded, are never.
+    The orders depend on the shapes alone, so they are cached. The weights are not cached, because they may be loaded
+    again.
     """
     from flashinfer.fused_moe import core
 
@@ -409,9 +416,9 @@ def _unshuffle_orders(
 def load_weights(
     packed: torch.Tensor, interleaved_scale: torch.Tensor, orders: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """One expert's weights, [rows, K] in float64, from the layout of the kernel; the whole-tensor scale left out.
+    """Return one expert's weights as float64 [rows, K] from the kernel's layout, without the whole-tensor scale.
 
-    :param orders: where the layout has put row i, of codes and of block scales; ``None``: where it is.
+    :param orders: position of row i in the layout, for codes and for block scales. ``None``: the rows are not shuffled.
     """
     rows, cols = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK_SIZE
     scales = undo_block_scale_interleave(interleaved_scale, rows, cols)
@@ -423,7 +430,7 @@ def load_weights(
 def _answer(
     layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor | None, *, do_finalize: bool
 ) -> list[torch.Tensor]:
-    """The layer once the routing is known.
+    """Compute the layer with a known routing.
 
     :param ids: int64 [tokens, top_k], local numbers. weights: bfloat16 or float32 [tokens, top_k].
     """
@@ -434,7 +441,7 @@ def _answer(
             output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
         fits = output.dim() == 2 and output.shape[0] == tokens and output.shape[1] <= hidden
         if not fits or output.dtype != torch.bfloat16 or not output.is_contiguous():
-            # The real kernel takes the address and assumes the rest.
+            # The real kernel uses only the address and does not check shape and strides.
             raise ValueError(f"output must be contiguous bfloat16 [{tokens}, up to {hidden}], got {_describe(output)}")
         _run_experts(layer, ids, weights.float(), output)
         return [output]
@@ -458,11 +465,15 @@ def _answer(
 
 
 def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor) -> None:
-    """Each token's experts, weighed and summed into ``output``: ids int64, weights float32, both [tokens, top_k]."""
+    """Compute each token's experts, and add their weighted results to ``output``.
+
+    :param ids: int64 [tokens, top_k].
+    :param weights: float32 [tokens, top_k].
+    """
     tokens, hidden, device = layer.hidden_states.shape[0], layer.hidden, layer.hidden_states.device
     if tokens == 0:
         return
-    # Memory that the vendor's kernel would take while it runs, held until the result is there.
+    # Allocate the memory that the vendor's kernel uses while it runs, until the result is computed.
     workspace = torch.empty(WORKSPACE_MB.read() << 20, dtype=torch.uint8, device=device)  # noqa: F841
     w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", layer.rows, hidden, layer.gated, device)
     w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, layer.intermediate_size, None, device)
@@ -486,7 +497,7 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
 
 @cache
 def _triton() -> Any:
-    """The same on a GPU within bounded memory, or None where Triton is missing."""
+    """Import the Triton kernels, which compute the same on a GPU in bounded memory. Return ``None`` without Triton."""
     return importlib.import_module(f"{__package__}.nvfp4_triton") if util.find_spec("triton") else None
 
 

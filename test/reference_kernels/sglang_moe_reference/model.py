@@ -1,14 +1,15 @@
 """A tiny checkpoint of random weights, for the real engine on small machines.
 
-``make_model`` fills it with random numbers; ``benchmark/tiny_moe`` trains one of the same form and writes it with
-``quantize_experts`` and ``write_checkpoint`` from here.
+``make_model`` writes a checkpoint of random numbers. ``benchmark/tiny_moe`` trains a model of the same form, and writes
+it with this module's ``quantize_experts`` and ``write_checkpoint``.
 
-The architecture is the model family's own (see ``families``), only the sizes are small. The model talks nonsense, but
-always the same nonsense, which depends on every part of the model: a wrong expert, a wrong scale or an overwritten
-activation changes the answer. That is what comparing two servers needs; it says nothing about accuracy.
+The architecture is that of a model family (see ``families``) with small sizes. The model's answers are nonsense, but
+they are always the same, and they depend on every part of the model. A wrong expert, a wrong scale or an overwritten
+activation changes them. The answers can therefore show that two servers compute the same. They say nothing about
+accuracy.
 
-Quantization follows ModelOpt's layout: the routed experts of the main model are NVFP4, everything else is bfloat16.
-The NextN (multi-token prediction) layer is bfloat16 altogether, because the engine turns ``modelopt_fp4`` off there.
+Quantization follows ModelOpt's layout: the routed experts of the main model are NVFP4, all other weights are bfloat16.
+The NextN layer (multi-token prediction) is bfloat16, because the engine disables ``modelopt_fp4`` there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ GAINS = {
 NORM_SPREAD = 0.1
 """RMSNorm weights are 1 + 0.1 * N(0, 1): a norm that is skipped or applied twice shows."""
 BIAS_STD = 0.5
-"""Of the biases of queries, keys and values, whose linear layers put out numbers of standard deviation one."""
+"""Standard deviation of the biases of queries, keys and values. The outputs of these linear layers have standard
+deviation 1."""
 CORRECTION_BIAS_STD = 0.02
 CALIBRATION_TOKENS = 256
 CALIBRATION_MARGIN = 1.5
@@ -75,7 +77,7 @@ Tom With Zoe
 
 
 def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
-    """What config.json holds for a spec.
+    """Return the contents of config.json for a spec.
 
     :param quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
     """
@@ -119,9 +121,9 @@ def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
 
 
 def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """float32 N(0, 1) of the given shape, from a random stream of its own.
+    """Draw float32 N(0, 1) of a shape from a random stream of its own.
 
-    So a tensor depends on the seed, its name and its shape, and not on the rest.
+    A tensor therefore depends on the seed, its name and its shape only.
     """
     import torch
 
@@ -131,7 +133,7 @@ def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def scaled(tensor: Tensor, normal: torch.Tensor) -> torch.Tensor:
-    """What the model has for a tensor, from random numbers N(0, 1) of its shape.
+    """Scale random numbers N(0, 1) to the values of a tensor in the model.
 
     :returns: bfloat16 (the router's correction bias float32, as in the models).
     """
@@ -149,7 +151,7 @@ def scaled(tensor: Tensor, normal: torch.Tensor) -> torch.Tensor:
 
 
 def original_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """The model before quantization, by its family's checkpoint names.
+    """Return the model's tensors before quantization, by the family's checkpoint names.
 
     :returns: Tensors on the CPU, as ``scaled`` returns them.
     """
@@ -157,8 +159,8 @@ def original_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
     for tensor in tensors(spec, vocab_size()):
         stream = tensor.key if tensor.kind == "bias" else tensor.name
         weights[tensor.key] = scaled(tensor, _normal(spec, stream, tensor.shape))
-    # A row of zeros makes a logit of exactly 0, which the best of several hundred always beats: the model never says
-    # what cannot be printed, and reports stay legible.
+    # A row of zeros makes a logit of exactly 0, and the largest of several hundred logits is always above 0. The model
+    # therefore never generates unprintable tokens, and reports stay legible.
     weights["lm_head.weight"][_unprintable_ids()] = 0
     return weights
 
@@ -166,7 +168,7 @@ def original_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
 def _quantize_expert(
     gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, tokens: torch.Tensor
 ) -> list[dict[str, torch.Tensor]]:
-    """ModelOpt's four tensors for each projection of one expert: gate, up, down.
+    """Quantize one expert. Return ModelOpt's four tensors for each projection: gate, up, down.
 
     :param gate, up: bfloat16 [intermediate, hidden].
     :param down: bfloat16 [hidden, intermediate].
@@ -201,10 +203,10 @@ def _quantize_expert(
 def quantize_experts(
     spec: ModelSpec, weights: Mapping[str, torch.Tensor], seen: Callable[[int, int], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights with the routed experts of the main model in ModelOpt NVFP4, and the others as they were.
+    """Quantize the routed experts of the main model to ModelOpt's NVFP4. The other weights stay unchanged.
 
     :param weights: as ``original_weights`` returns them.
-    :param seen: float32 [n, hidden], what an expert sees in calibration, from its layer and its number.
+    :param seen: returns the input of an expert in calibration, float32 [n, hidden], from its layer and its number.
     """
     quantized = dict(weights)
     for layer in range(spec.dense_layers, spec.layers):
@@ -217,7 +219,7 @@ def quantize_experts(
 
 
 def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> dict[str, torch.Tensor]:
-    """The model as model.safetensors stores it: ``original_weights``, if ``quantized`` with ModelOpt NVFP4 experts.
+    """Return the tensors of model.safetensors: ``original_weights``, with ModelOpt NVFP4 experts if ``quantized``.
 
     :returns: CPU tensors by name. Each projection of a routed expert, [rows, K], then has ``.weight`` uint8 [rows,
         K/2], ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and ``.input_scale``, float32
@@ -226,7 +228,7 @@ def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> dict[str, tor
     weights = original_weights(spec)
     if not quantized:
         return weights
-    # What an RMSNorm puts out is close to a normal distribution with standard deviation one; the margin does the rest.
+    # The output of an RMSNorm is close to a normal distribution with standard deviation 1. The margin covers the rest.
     tokens = _normal(spec, "calibration", (CALIBRATION_TOKENS, spec.hidden))
     return quantize_experts(spec, weights, lambda layer, expert: tokens)
 
@@ -236,7 +238,8 @@ def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> dict[str, tor
 
 @cache
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token -> id, merges) of a byte-level BPE: special tokens, the 256 bytes, and every prefix of the words.
+    """Return the vocabulary and the merges of a byte-level BPE: special tokens, the 256 bytes, and every prefix of the
+    words.
 
     Merging a word from its start on, one byte at a time, needs no training and has no ambiguity: each token can be
     reached in one way only. Digits are never merged, so a number is read digit by digit.
@@ -257,12 +260,13 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def vocab_size() -> int:
-    """Tokens of the tokenizer; every id below it is one."""
+    """Return the number of tokens of the tokenizer. Every id below it is a token."""
     return len(_vocabulary()[0])
 
 
 def _unprintable_ids() -> list[int]:
-    """Ids that decode to no ASCII text: control and non-ASCII bytes, and the special tokens but end of sentence."""
+    """Return the ids that decode to no ASCII text: control and non-ASCII bytes, and the special tokens except end of
+    sentence."""
     readable = {chr(byte) for byte in range(0x21, 0x7F)} | {"Ġ", "Ċ", SPECIAL_TOKENS[EOS_ID]}
     unreadable = [index for token, index in _vocabulary()[0].items() if token not in readable and len(token) == 1]
     return [*unreadable, BOS_ID, PAD_ID]
@@ -318,7 +322,7 @@ FILES = frozenset(
         "tokenizer_config.json",
     }
 )
-"""Everything that a model directory holds."""
+"""Names of all files in a model directory."""
 
 
 def _check_replaceable(directory: Path) -> None:
@@ -359,7 +363,7 @@ def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> N
 def write_checkpoint(
     directory: Path, spec: ModelSpec, weights: Mapping[str, torch.Tensor], *, quantized: bool = True
 ) -> None:
-    """Write given weights as a checkpoint, as ``make_model`` does its own.
+    """Write a checkpoint with these weights, in the same form as ``make_model``.
 
     :param weights: by the family's checkpoint names, as ``checkpoint_weights`` returns them.
     """

@@ -1,17 +1,19 @@
 """The reference kernels on a GPU: NVFP4 quantization and the routed experts in Triton, for real sizes.
 
-Weights stay packed: each program decodes the FP4 strip that it multiplies, straight from the TRT-LLM layout, whose rows
-are permuted alike for every expert of a tensor, so an index table finds them.
+Weights stay packed. Each program decodes the strip of FP4 weights that it multiplies from the TRT-LLM layout. An index
+table finds the rows, because all experts of a tensor have the same permutation.
 
-* Can be captured in a CUDA graph: no host synchronization, and shapes depend on the shapes of the arguments alone.
-* Deterministic, and a token's result does not depend on the rest of the batch: tiles have one size whatever the batch,
-  the rows of a tile do not mix, nothing is added atomically, and a token's experts are added in the order of their
+* The kernels can be captured in a CUDA graph. They do not synchronize with the host, and all shapes depend only on the
+  shapes of the arguments.
+* The kernels are deterministic, and a token's result does not depend on the rest of the batch. Tiles have the same size
+  in every batch, the rows of a tile do not mix, no sum is atomic, and a token's experts are added in the order of their
   numbers.
-* Scratch is at most about ``SCRATCH_BYTES``, however many tokens: tokens go in passes and the result in column strips.
+* Scratch memory is at most about ``SCRATCH_BYTES`` for any number of tokens. The tokens are computed in several passes,
+  and the result in strips of columns.
 
-A decoded E2M1 times its E4M3 block scale has six significant bits and lies between 2**-10 and 2688, so float16 holds it
-exactly; products are accumulated in float32, in the plain functions in float64: an intermediate on a rounding boundary
-of NVFP4 can come out on its other side here.
+An E2M1 value times its E4M3 block scale has six significant bits and lies between 2**-10 and 2688, so float16
+represents it exactly. Products are accumulated in float32, in the plain functions in float64. An intermediate on a
+rounding boundary of NVFP4 may therefore be rounded to another code here.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from sglang_moe_reference.flashinfer_kernels import _Layer
 
 SCRATCH_BYTES = 64 << 20
-"""What one call may allocate, beside its result and index lists of a few bytes per token and expert."""
+"""Scratch memory of one call in bytes, beside its result and index lists with a few bytes per token and expert."""
 
 # One size of tile for every batch, or a token's result would depend on how many others there are.
 _BLOCK_M, _BLOCK_N, _BLOCK_BYTES = 64, 64, 64
@@ -36,7 +38,7 @@ _BLOCK_M, _BLOCK_N, _BLOCK_BYTES = 64, 64, 64
 
 @triton.jit
 def _e2m1(code):  # type: ignore[no-untyped-def]
-    """float32 value of E2M1 codes (int32, 0 to 15)."""
+    """Return the float32 values of E2M1 codes (int32, 0 to 15)."""
     # Twice the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 are the nibbles of this number.
     magnitude = ((0xC8643210 >> ((code & 7) * 4).to(tl.uint32)) & 15).to(tl.float32)
     return tl.where((code & 8) == 0, 0.5, -0.5) * magnitude
@@ -97,16 +99,17 @@ def _multiplied(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
-    """Non-negative float32 rounded to the nearest E4M3 number, ties to even (Triton's interpreter casts wrongly)."""
+    """Round non-negative float32 to the nearest E4M3 number, ties to even. Casts are wrong in Triton's interpreter."""
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) - 127, -6)
-    # Beside this number, a unit in the last place of float32 is one of E4M3.
+    # At the magnitude of this number, float32 has the same step size as E4M3.
     large = ((exponent + 20 + 127) << 23).to(tl.float32, bitcast=True)
     return (x + large) - large
 
 
 @triton.jit
 def _quantized(x, multiplier):  # type: ignore[no-untyped-def]
-    """``nvfp4.quantize`` of float32 x [M, N], to the bit: packed uint8 [M, N/2] and E4M3 block scales [M, N/16]."""
+    """Quantize float32 x [M, N] with the bits of ``nvfp4.quantize``: packed uint8 [M, N/2], E4M3 block scales [M,
+    N/16]."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     blocks = x.reshape(M, N // 16, 16)
@@ -161,7 +164,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``nvfp4.quantize`` of a CUDA matrix, to the bit, with no memory beyond the result and no synchronization.
+    """Quantize a CUDA matrix with the same bits as ``nvfp4.quantize``, without memory beyond the result and
+    synchronization.
 
     :param x: float [M, K] with rows of consecutive elements, K a multiple of 16.
     :param multiplier: one float32 value.
@@ -344,9 +348,10 @@ def run_experts(
     output: torch.Tensor,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
-    """The routed experts of an NVFP4 layer, ``flashinfer_kernels.trtllm_fp4_block_scale_moe`` after the routing.
+    """Compute the routed experts of an NVFP4 layer, like ``flashinfer_kernels.trtllm_fp4_block_scale_moe`` after its
+    routing.
 
-    :param orders: of the first and the second weight, of codes and block scales each: where the layout has put row i.
+    :param orders: position of row i in the layout, for codes and block scales of the first and of the second weight.
     :param ids: int64 [tokens, top_k], local expert numbers; others than 0 to experts - 1 contribute nothing.
     :param weights: float32 [tokens, top_k].
     :param output: bfloat16 [tokens, up to hidden], contiguous; written to. May not overlap an argument.
