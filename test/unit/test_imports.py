@@ -1,4 +1,4 @@
-"""The floors of the package: no file imports from a floor above its own, and no files import each other in a circle."""
+"""Tests of the package's floors: no file imports from a higher floor, and no imports are circular."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ FLOORS = (
     {"lab"},
     {"plugin", "cli"},
 )
-"""From the bottom up: the package's modules and wings. ``plugin`` is the engine's way in, ``cli`` the user's."""
+"""Floors of the package from the bottom up, with their modules. The engine enters by ``plugin``, the user by
+``cli``."""
 ROOMS = (
     {"without_gpu", "observers"},
     {"predict", "servers"},
     {"regress"},
     {"doctor"},
 )
-"""From the bottom up, within ``lab``."""
+"""Floors within ``lab``, from the bottom up."""
 APART = {"changes": {"memory"}, "memory": {"changes"}}
 """Wings of one floor that do not import each other."""
 
@@ -33,7 +34,7 @@ Imports = Mapping[str, set[str]]
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """What each module of the package imports of it, wherever in its code it does: names without the package's."""
+    """Map each module of the package to the modules of the package that it imports anywhere in its code."""
     files = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts
@@ -96,7 +97,7 @@ def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
 
 
 def test_upward_and_circular_imports_are_found(tmp_path: Path) -> None:
-    """Inside functions too, and under TYPE_CHECKING: whoever reads a file has to know the other."""
+    """Imports inside functions and under TYPE_CHECKING count, too, because a reader must know the imported file."""
     for name, text in {
         "core/engine": "def f():\n    from sglang_moe_patches.lab.servers.client import Client\n",
         "changes/a": "from sglang_moe_patches.changes import b\nfrom sglang_moe_patches import memory\n",

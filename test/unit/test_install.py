@@ -1,4 +1,5 @@
-"""What pyproject.toml promises: serving needs wrapt, the command line typer and rich, and the rest are extras."""
+"""Tests of the dependencies in pyproject.toml: a server needs wrapt, the command line typer and rich, all others are
+extras."""
 
 from __future__ import annotations
 

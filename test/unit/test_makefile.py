@@ -1,4 +1,4 @@
-"""The Makefile: a release that nobody froze can be installed, and CI ends with the test runner's own words."""
+"""Tests of the Makefile: a release without constraints can be installed, and CI shows the test runner's output last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_release_without_a_constraints_file_can_be_installed(target: str):
 
 
 def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fails(tmp_path: Path):
-    """In the place of the tests of each release: two lines with a pause between them, and one release that fails."""
+    """A stand-in replaces the tests of each release. It prints two lines with a pause, and fails on one release."""
     tests, failing = tmp_path / "tests", releases.EVERY_TIME[-1]
     tests.write_text(
         f"#!/bin/sh\nfor word; do case $word in ENGINE=*) release=${{word#ENGINE=}};; esac; done\n"

@@ -1,4 +1,4 @@
-"""What a test's server spawns is forked from the server as it was before the engine, and fails and ends with it."""
+"""Tests of the fork server for servers of tests (``test/standins/preloaded``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test that takes too much processor time fails, wherever it takes it, unless it says why."""
+"""Tests of the limit on the processor time of a test."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def run(folder: Path, **variables: str) -> set[str]:
-    """The tests that failed."""
+    """Run tests in a new process. Return the names of the tests that failed."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rE", str(folder)]

@@ -1,4 +1,4 @@
-"""README and the pages of the benchmarks are what their results say."""
+"""Tests that README and the pages of the benchmarks are rendered from their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common import output
 
 
 def names() -> list[str]:
-    """Every result, as ``output.load`` takes it."""
+    """Return the names of all results, as ``output.load`` expects them."""
     return sorted(str(path.relative_to(output.RESULTS).with_suffix("")) for path in output.RESULTS.rglob("*.json"))
 
 
@@ -34,7 +34,7 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
 
 @pytest.fixture
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The results, a page and two plots where a test may write."""
+    """Copy the results, a page and two plots to a folder in which the test may write."""
     docs, page = tmp_path / "docs", "benchmarks/overheads-and-checks.md"
     shutil.copytree(output.RESULTS, tmp_path / "results")
     shutil.copytree(render.IMAGES, docs / "images")

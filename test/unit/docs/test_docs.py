@@ -1,4 +1,4 @@
-"""README and docs: what is generated is up to date, and links lead somewhere."""
+"""Tests that generated parts of README and docs are up to date, that links are valid, and that pages are short."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MAX_COLUMNS = 6
 
 
 def prose(page: Path) -> str:
-    """A page without its code."""
+    """Return a page without its code."""
     return re.sub(r"```.*?```|`[^`\n]*`", "`", page.read_text(), flags=re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return the anchors that GitHub creates for a page's headings."""
     headings = HEADING.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
@@ -41,7 +41,7 @@ def prose_words(text: str) -> int:
 
 
 def broken(page: Path) -> list[str]:
-    """The links of a page that lead nowhere; those to the web are not followed."""
+    """Return the broken links of a page. Links to the web are not checked."""
     found = []
     for link in LINK.findall(prose(page)):
         place, _, anchor = link.partition("#")

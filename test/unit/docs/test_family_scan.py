@@ -1,4 +1,4 @@
-"""Which families of models offer their dead input, by their source alone."""
+"""Tests of the scan that finds families whose layers may offer their dead input."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_family_offers_if_every_proof_holds_and_otherwise_gives_a_reason(scan)
         dense=source.replace("get_moe_impl_class(None)", "MLP"),
     ) == {
         "a": "",
-        "reads_it_again": "",  # what the norm after attention made
+        "reads_it_again": "",  # the layer keeps the result of the norm after attention
         "not_at_first": "ALayer may read its input after the first norm",
         "keeps_it": "ALayer may read attention's input after attention",
         "loop": "AModel may keep its layers' inputs",

@@ -1,4 +1,4 @@
-"""Each mutation of ``make guards`` matches one place, and names a test that exists; so do the tests that pages name."""
+"""Tests that each mutation of ``make guards`` matches one place, and that named tests exist."""
 
 from __future__ import annotations
 

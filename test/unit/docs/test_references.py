@@ -1,4 +1,4 @@
-"""What docstrings and pages refer to: each module, function and file exists under that name."""
+"""Tests that each module, function and file to which a docstring or a page refers exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUR_FOLDERS = {path.split("/")[0] for path in TRACKED if "/" in path} | {
     folder for path in TRACKED if path.startswith("python/") for folder in Path(path).parts[:-1]
 }
 ENGINES = {"test/registered", "benchmark/one_batch.py"}
-"""Paths of the engine's that begin like ours."""
+"""Paths of the engine that begin like paths of this project."""
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def source(module: str) -> Path | None:
-    """The file of a module of ours; ``None``: there is none."""
+    """Return the file of a module of this project, or ``None`` if there is none."""
     paths = [root.joinpath(*module.split(".")) for root in ROOTS]
     return next(
         (file for path in paths for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None
@@ -47,7 +47,7 @@ def source(module: str) -> Path | None:
 
 
 def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What the statements of a module or a class bind, in branches and by ``self`` in methods, too."""
+    """Return the names that the statements of a module or class bind, including branches and attributes of ``self``."""
     found: dict[str, ast.stmt] = {}
     for statement in body:
         match statement:
@@ -70,7 +70,7 @@ def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 
 def has(body: list[ast.stmt], names: list[str]) -> bool:
-    """Whether a dotted name leads somewhere from the statements of a module or a class."""
+    """Return whether a dotted name exists, looked up from the statements of a module or class."""
     found = members(body).get(names[0])
     if found is None or len(names) == 1:
         return found is not None
@@ -78,7 +78,7 @@ def has(body: list[ast.stmt], names: list[str]) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one; other packages' modules are looked for where they are."""
+    """Return whether a dotted name is a module or a member of a module. It may belong to another package."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         if path := source(".".join(parts[:end])):
@@ -87,7 +87,7 @@ def exists(name: str) -> bool:
     home = importlib.util.find_spec(parts[0])
     places = [Path(folder, *parts[1:]) for folder in (home and home.submodule_search_locations) or ()]
     if any(place.is_dir() or place.with_suffix(".py").is_file() for place in places):
-        return True  # without the import of the packages above it, which is the engine's minute
+        return True  # without importing the parent packages, because the engine's import takes a minute
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # not a package: a module, perhaps, that has something of that name
@@ -95,7 +95,10 @@ def exists(name: str) -> bool:
 
 
 def unknown_names(path: Path) -> list[str]:
-    """What a module refers to that does not exist, as seen from its classes, itself, its package, or anywhere."""
+    """Return the references of a module that do not exist.
+
+    A reference may be relative to a class of the module, to the module or to its package, or absolute.
+    """
     root = next(root for root in ROOTS if path.is_relative_to(root))
     module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -111,16 +114,16 @@ def unknown_names(path: Path) -> list[str]:
 
 
 def unknown_paths(path: Path) -> list[str]:
-    """The paths in backticks, in folders that are called like ours, that no file or folder of ours ends with."""
+    """Return the paths in backticks that look like paths of this project and match the end of no file or folder."""
     ours = [reference for reference in PATH.findall(path.read_text()) if reference.split("/")[0] in OUR_FOLDERS]
     return [name for name in ours if name not in ENGINES and not any(f"/{name}/" in f"/{file}/" for file in TRACKED)]
 
 
 def unknown_members(path: Path) -> list[str]:
-    """What a page or a docstring says is in a file, and no file of ours of that path has.
+    """Return the references to a member of a file that the file does not define.
 
-    It says so as ``file.py:NAME``, as *NAME in file.py*, or as *NAME (file.py)*; where that is a link, the file that it
-    leads to is meant.
+    Such a reference has the form ``file.py:NAME``, *NAME in file.py* or *NAME (file.py)*. If it is a link, the link's
+    target is the file.
     """
     text = path.read_text()
     found = [match.groupdict() for form in (MEMBER, MEMBER_IN) for match in form.finditer(text)]

@@ -1,4 +1,4 @@
-"""releases.toml is the one place that states the engine releases."""
+"""Tests that releases.toml is the only place that states the engine releases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], compl
 
 
 def test_pip_installs_a_supported_engine():
-    """pip cannot read releases.toml, so that one number is stated again."""
+    """pip cannot read releases.toml, so pyproject.toml states the oldest release again."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["engine"] == [f"sglang>={releases.ALL[0]}"]
 

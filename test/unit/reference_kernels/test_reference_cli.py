@@ -1,4 +1,4 @@
-"""The command ``sglang-moe-reference``, its plugin, and that the product knows neither."""
+"""Tests of the command ``sglang-moe-reference`` and of its plugin. The product must use neither."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_make_model_does_not_overwrite(tmp_path):
 
 
 def test_a_locale_without_unicode_changes_no_file(tmp_path):
-    """ASCII, as Python takes it from the C locale when it is told not to improve on it."""
+    """Python uses ASCII in the C locale if its UTF-8 mode and locale coercion are off."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     done = command("make-model", str(tmp_path / "m"), "--layers", "1", "--dense-layers", "1", **ascii_only)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,8 @@ def test_exec_names_a_missing_command():
 
 
 def test_regress_compares_servers_on_the_reference_kernels(tmp_path, monkeypatch):
-    """With the product's own options, what the engine needs without a GPU added to those of the servers."""
+    """The command passes the options on to ``regress``, and adds the server arguments that the engine needs without a
+    GPU."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -119,14 +120,14 @@ def test_nothing_is_replaced_unless_the_variable_is_set(monkeypatch, value, inst
 
 @pytest.mark.parametrize("variable", [environment.KERNELS, environment.WORKSPACE_MB])
 def test_an_invalid_value_ends_the_start(monkeypatch, variable):
-    """The engine goes on without a plugin that raises an ``Exception``."""
+    """The engine starts without a plugin that raises an ``Exception``, so the plugin raises ``SystemExit``."""
     monkeypatch.setenv(variable.name, "yes")
     with pytest.raises(SystemExit, match=f"{variable.name}: expected"):
         environment.register()
 
 
 def test_no_file_of_the_product_names_the_reference_kernels():
-    """So that no variable makes a server that somebody installs run on them."""
+    """Otherwise a variable could make a user's server run on the reference kernels."""
     files = [path for path in (ROOT / "python").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     naming = [path for path in files if b"moe_reference" in path.read_bytes().lower().replace(b"-", b"_")]
     assert len(files) > 50

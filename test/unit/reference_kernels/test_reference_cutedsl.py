@@ -1,4 +1,4 @@
-"""FlashInfer's own CuteDSL wrapper on stand-ins of its kernels, against a dense computation and TRT-LLM's kernel."""
+"""Tests of FlashInfer's CuteDSL wrapper on the stand-ins, against a dense computation and TRT-LLM's stand-in."""
 
 import functools
 import importlib
@@ -43,7 +43,7 @@ INIT, CORE = cutedsl.ON_ONE_STREAM
 
 
 def prepare(layer: Layer) -> dict[str, torch.Tensor]:
-    """Weights and scales as the engine makes them, with its own helper and FlashInfer's."""
+    """Prepare weights and scales with the engine's and FlashInfer's own functions."""
     interleave = engine_function("moe/moe_runner/flashinfer_cutedsl.py", "interleave_w13_halves")
     w13, w13_scale, w2, w2_scale = layer.stored
     arguments = {}
@@ -173,7 +173,7 @@ SORTED = (
 @holds_buffers
 @pytest.mark.parametrize("name", [*OUTPUTS, *(f"out_{name}" for name in SORTED)])
 def test_a_buffer_that_is_too_small_is_an_error(name: str) -> None:
-    """One that is too small ends the run; none is silently replaced."""
+    """The stand-ins compute in the wrapper's buffers, and never replace a buffer silently."""
     layer = Layer(experts=2)
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
     owner = vars(wrapper) if name in OUTPUTS else wrapper._moe_sort_buffers
@@ -192,7 +192,8 @@ def test_an_output_that_is_not_zeroed_changes_the_result(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("target", KERNELS)
 def test_signatures(target: str) -> None:
-    """What FlashInfer can be called with, its stand-in can: same names, order and defaults, or as an option."""
+    """A stand-in accepts all arguments of FlashInfer's function, with the same names, order and defaults, or as
+    options."""
     stand_in = inspect.signature(KERNELS[target]).parameters
     for position, (name, parameter) in enumerate(inspect.signature(REAL[target]).parameters.items()):
         if name not in stand_in:

@@ -1,4 +1,4 @@
-"""The MoE stand-ins against a dense computation of its own, on weights that the engine itself prepared."""
+"""Tests of the MoE stand-ins against a dense computation, on weights that the engine's own code prepares."""
 
 import ast
 import importlib.util
@@ -26,7 +26,7 @@ BFLOAT16_ROUNDOFF = 2.0**-8  # half a unit in the last of eight places, relative
 
 @cache
 def engine_function(module: str, name: str) -> Callable[..., Any]:
-    """A function of the engine below ``sglang/srt/layers``, as installed.
+    """Return a function of the installed engine, from a module in ``sglang/srt/layers``.
 
     Importing its module needs the CUDA driver; the function itself needs only torch and FlashInfer, so its source is
     compiled alone.
@@ -57,7 +57,7 @@ def dense_decode(packed: torch.Tensor, block_scale: torch.Tensor) -> np.ndarray:
 
 
 def dense_quantize(x: np.ndarray) -> np.ndarray:
-    """What a vector becomes by going through NVFP4 with a multiplier of 1, by search over all numbers."""
+    """Quantize a vector to NVFP4 with a multiplier of 1 and back, by a search over all numbers."""
     blocks = x.reshape(-1, 16)
     scale = nearest(np.minimum(np.abs(blocks).max(1) / 6, 448.0), E4M3)[:, None]
     scaled = np.clip(blocks / np.where(scale == 0, np.inf, scale), -6, 6)
@@ -121,7 +121,7 @@ class Layer:
         }
 
     def prepared_weights(self) -> dict[str, torch.Tensor]:
-        """By the engine's own function, as installed."""
+        """Prepare the weights with the installed engine's own function."""
         prepare = engine_function("quantization/utils.py", "prepare_static_weights_for_trtllm_fp4_moe")
         w13, w13_scale, w2, w2_scale = self.stored
         sizes = self.hidden, self.intermediate, self.experts
@@ -134,7 +134,7 @@ class Layer:
         return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
 
     def expect_one(self, x: np.ndarray, expert: int) -> np.ndarray:
-        """One token's output of one expert, [hidden], float64, of x: [hidden]."""
+        """Compute one expert's output for one token, float64 [hidden], from x [hidden]."""
         y = self.dense["w13"][expert] @ x * self.dense["alpha1"][expert]
         gated, multiplier = self.gated, self.dense["multiplier"]
         act = silu_gate(y[: self.intermediate], y[self.intermediate :]) if gated else np.maximum(y, 0) ** 2
@@ -155,7 +155,7 @@ class Layer:
         return self.answer(tokens, **arguments)[0]
 
     def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
-        """Every argument by its name, as the engine calls; logits decide which of the two kernels."""
+        """Call a stand-in as the engine does, with keyword arguments. With routing logits, the kernel routes itself."""
         nothing = ("routing_bias", "routed_scaling_factor", "gemm1_bias", "gemm1_alpha", "gemm1_beta")
         named: dict[str, Any] = {
             **dict.fromkeys((*nothing, "gemm1_clamp_limit", "gemm2_bias")),
@@ -304,7 +304,7 @@ class TestLeftToBeFinalized:
     """``do_finalize=False``, as the engine calls under graph capture from 0.5.18 on: without an output."""
 
     def finalized(self, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor) -> np.ndarray:
-        """By hand: [tokens, hidden]."""
+        """Finalize by hand. Return [tokens, hidden]."""
         of_slots = rows.double()[row_of.long()].masked_fill((row_of < 0).unsqueeze(-1), 0)
         return (of_slots.view(*weights.shape, -1) * weights.double().unsqueeze(-1)).sum(1).numpy()
 
@@ -403,7 +403,7 @@ class TestBatchInvariance:
             assert torch.equal(intermediate(slice(0, n)), together[:n]), n
 
     def test_nan_in_padding_rows_does_not_change_other_rows(self) -> None:
-        """Padding rows may hold anything."""
+        """Padding rows may have any values."""
         layer = Layer()
         tokens = layer.tokens(4)
         ids, weights = routing(4, 4, 2)
@@ -438,7 +438,7 @@ OF_ANY = {"local_expert_offset", "do_finalize", "output", "enable_pdl", "tune_ma
 
 
 def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
-    """A call that is answered, but for ``more``."""
+    """Call the kernel with valid arguments, some of which ``more`` replaces."""
     x, multiplier = torch.zeros(2, 32).bfloat16(), torch.tensor(1.0)
     if name == "fp4_quantize":
         kernels.fp4_quantize(**{"input": x, "global_scale": multiplier, **more})

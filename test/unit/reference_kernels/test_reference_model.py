@@ -142,7 +142,7 @@ def test_unprintable_tokens_cannot_win(weights, tokenizer):
 
 @pytest.mark.parametrize("path", ["model.layers.0.mlp.gate_up_proj", "model.layers.3.mlp.experts"])
 def test_dense_layers_and_the_nextn_layer_are_not_quantized(directory, path):
-    """By the engine's own rule for ModelOpt's patterns: fullmatch of the pattern as a glob on the module's path."""
+    """The engine's rule for ModelOpt's patterns decides: a full match of the glob pattern with the module's path."""
     patterns = json.loads((directory / "config.json").read_text())["quantization_config"]["ignore"]
     assert any(fnmatchcase(path, pattern) for pattern in patterns)
     assert not any(

@@ -1,4 +1,4 @@
-"""NVFP4 against its definition: the nearest of all sixteen values, looked for one by one."""
+"""Tests of NVFP4 against its definition, by an exhaustive search for the nearest of the sixteen values."""
 
 import math
 
@@ -15,7 +15,7 @@ E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e
 
 
 def nearest_code(x: float) -> int:
-    """By exhaustive search; on a tie the even code. The sign of zero is kept."""
+    """Find the nearest code by exhaustive search. A tie goes to the even code. The sign of zero is kept."""
     codes = range(8, 16) if math.copysign(1, x) < 0 else range(8)
     return min(codes, key=lambda code: (abs(VALUES[code] - x), code % 2))
 

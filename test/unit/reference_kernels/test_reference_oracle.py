@@ -1,8 +1,9 @@
-"""A second opinion: FlashInfer's own PyTorch references of its kernels, written by nobody here, against the stand-ins.
+"""Tests of the stand-ins against FlashInfer's own PyTorch references of its kernels, as an independent second opinion.
 
-They read weights and block scales as a checkpoint has them, and the stand-ins what the engine's own preparation makes
-of these: so layout, order of the block scales, which half is the gate, and the routing are compared. They do not
-quantize the intermediate, and know no output scales: both are made to have no effect here.
+The references read weights and block scales in a checkpoint's layout. The stand-ins read the same weights after the
+engine's own preparation. The tests therefore compare the layout, the order of the block scales, the order of gate and
+up, and the routing. The references do not quantize the intermediate and have no output scales, so the tests give both
+no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.every_release
 
 
 class PlainLayer(Layer):
-    """Output scales that do nothing, and values of about one: in the references the block scales stand alone."""
+    """A layer with output scales of no effect and values of about 1, because the references apply only block scales."""
 
     multiplier_of_tokens: ClassVar = 1.0
 
@@ -38,7 +39,7 @@ class PlainLayer(Layer):
         self.prepared = self.prepared_weights() | dict.fromkeys(scales, torch.ones(self.experts))
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
-        """The intermediate goes into the second product as it is."""
+        """Run the reference without a quantization of the intermediate."""
         decode = nvfp4.decode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nvfp4, "quantize", lambda x, scale: (x, None))
@@ -47,14 +48,17 @@ class PlainLayer(Layer):
 
 
 def checkpoint(layer: Layer, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The arguments of a reference: what is stored, and no biases."""
+    """Return the arguments of a reference: the checkpoint's tensors, and no biases."""
     names = ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale")
     stored = dict(zip(names, layer.stored, strict=True))
     return {**tokens, **stored, "gemm1_bias": None, "gemm2_bias": None}
 
 
 def assert_same(got: torch.Tensor, expected: torch.Tensor, top_k: int) -> None:
-    """But for float32 sums, and bfloat16 rounding of the result and, here alone, of the routing weights."""
+    """Check that results are equal except for float32 sums and bfloat16 rounding.
+
+    The stand-ins round the result and the routing weights to bfloat16; the references round only the result.
+    """
     assert got.dtype == expected.dtype == torch.bfloat16
     got, expected = got.double(), expected.double()
     size = expected.abs().max().item()
