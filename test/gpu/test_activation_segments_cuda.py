@@ -173,7 +173,7 @@ assert torch.cuda.memory_reserved() == before, "unmapped again"
 
 
 def test_many_lengths_keep_less_memory() -> None:
-    """With tensors of rising and of random sizes, expandable segments reserve less memory than ordinary ones."""
+    """Expandable segments reserve less memory than ordinary ones for tensors of rising and of random sizes."""
     run("""
 import random
 def forwards():
@@ -334,7 +334,7 @@ def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
     arguments += ["--max-total-tokens", "40000", "--tp", str(case.gpus), *case.arguments]
     if "--cuda-graph-bs" not in arguments:
         arguments += ["--cuda-graph-max-bs", "4", "--max-running-requests", "32"]
-    # With FlashInfer's fused all-reduce, the server would not use custom all-reduce.
+    # FlashInfer's fused all-reduce would replace custom all-reduce.
     arguments += ["--enforce-disable-flashinfer-allreduce-fusion"] if case.gpus > 1 else []
     seen = work / f"{mode}.jsonl"
     variables = {

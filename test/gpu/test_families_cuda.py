@@ -44,8 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 2048, "moe_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 6},
         **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
     },
-    # From 0.5.15.post1 on its runner does not work in place, because the shared expert's gate reads the runner's input
-    # later.
+    # Its runner does not work in place from 0.5.15.post1 on, because the shared expert's gate reads the runner's input.
     "qwen2-moe": {
         **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048},
         **{"moe_intermediate_size": 352, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": False},

@@ -338,8 +338,7 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, ran, 
 
 @pytest.mark.usefixtures("small")
 def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(modules, ran, monkeypatch):
-    """From 0.5.20 on, the first GEMM can include the activation. It is off by default. The GEMM then fills the second
-    tensor."""
+    """The first GEMM can include the activation from 0.5.20 on, off by default. It then fills the second tensor."""
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")
     invoke = getattr(modules.sequence, triton.INVOKE)

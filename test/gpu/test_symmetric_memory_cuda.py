@@ -22,7 +22,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 RANKS, STEPS = 2, 3
-#: More than 32 tokens, because the engine compiles sums of fewer tokens first.
+#: Prompts of one decode batch. There are 40, because the engine compiles sums of up to 32 tokens first.
 PROMPTS = [[7 + seed, 11, 300, 42] * (5 + seed % 16) for seed in range(40)]
 #: Arguments for a GPU. A trial run on a CPU has no NCCL.
 GPU = {

@@ -37,7 +37,7 @@ LAYERS = 3
 #: Two layers for each pipeline stage, because the first layer of a stage has no dead input.
 STAGED_LAYERS = 4
 IN_FLIGHT = 6
-#: With this many tokens, the expert outputs take 384 MiB in the narrowest model.
+#: Number of tokens in a prompt. The expert outputs then take 384 MiB in the narrowest model.
 TOKENS = 8192
 CAPTURED_TOKENS = 4096
 RANK = 8

@@ -13,7 +13,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
 MAX_PROSE_WORDS = 1_500
-"""Of one page, without tables, code and what is generated: a longer page is not read."""
+"""Largest number of words on a page, without tables, code and generated parts. Longer pages are not read."""
 MAX_README_WORDS = 1_100
 """Words of README.md, counted as those of any page."""
 MAX_FIRST_SCREEN_WORDS = 250

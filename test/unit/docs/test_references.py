@@ -156,7 +156,7 @@ def test_a_dangling_reference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     there = "`core/patch.py:Plan`, `Plan` in [`patch.py`](../core/patch.py), `Plan.skipped(why)` (`core/patch.py`)"
     module.write_text(f"{there}, `core/patch.py:GONE` and `core/gone.py:Plan`")
     assert unknown_members(module) == ["core/patch.py:GONE", "core/gone.py:Plan"]
-    # Where it is not; in the file of that name, but not in the one that the link leads to.
+    # The first member does not exist. The others exist, but not in the linked file.
     other = "`INELIGIBLE` in [`eligibility.py`](../../memory/activation_segments/eligibility.py)"
     module.write_text(f"{there}, `GONE` in\n[`patch.py`](patch.py), `Plan` (`core/engine.py`), {other}")
     assert unknown_members(module) == [
