@@ -12,7 +12,7 @@ sglang_moe_patches:given_back_bytes{gpu="1",rank="1"} 5e+06
 """
 
 
-def test_memory_is_taken_to_less_than_half_the_margin_and_questions_are_asked_meanwhile(tmp_path, monkeypatch):
+def test_a_neighbour_leaves_less_than_half_the_margin_while_questions_are_asked(tmp_path, monkeypatch):
     file, observed = tmp_path / "short", []
 
     def send_mixed(server, info, vocabulary, seconds):
