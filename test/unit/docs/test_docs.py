@@ -1,4 +1,4 @@
-"""Tests that generated parts of README and docs are up to date, that links are valid, and that pages are short."""
+"""Test README and docs: generated parts are up to date, links are valid, and pages are short."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ PACKAGE = tuple(
     )
 )
 LAB_TESTS = ("arithmetic", "environment", "kv_sizing_answers", "recipes", "reference_cutedsl", "server_kinds")
+UNIT_TESTS = ("benchmark", "core", "docs", "lab/observers", "lab/regress", "reference_kernels", "conftest.py")
 TESTS = (
-    *("test/gpu", "test/tools", "test/engine/core", "test/engine/architectures.py"),
-    *("test/engine/harness.py", "test/engine/servers.py", "test/engine/snapshot.py"),
+    *("test/gpu", "test/reference_kernels", "test/standins", "test/tools", "test/engine/core"),
+    *(f"test/engine/{name}.py" for name in ("architectures", "harness", "servers", "snapshot")),
     *(f"test/engine/lab/test_{name}.py" for name in (*LAB_TESTS, "servers", "tiny_moe")),
-    *("test/unit/benchmark", "test/unit/core", "test/unit/lab/observers", "test/unit/lab/regress"),
-    *("test/unit/conftest.py", "test/unit/test_growing_server.py", "test/unit/test_plugin.py"),
-    *("test/unit/test_processor_time.py", "test/unit/docs/test_words.py"),
+    *(f"test/unit/{name}" for name in UNIT_TESTS),
+    *(f"test/unit/{path.name}" for path in sorted((ROOT / "test/unit").glob("test_*.py"))),
 )
 BENCHMARKS = ("benchmark",)
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
