@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import json as json_module
 import os
@@ -49,6 +50,27 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+def refuse(message: str, code: int = 2, *, json: bool) -> NoReturn:
+    """End with a non-zero exit code and one line: on standard error, or as JSON on standard output."""
+    if json:
+        typer.echo(json_module.dumps({"refused": message}))
+        raise typer.Exit(code)
+    fail(message, code)
+
+
+DOCTOR_OPTIONS = ("--model", "--gpu", "--json", "--help")
+
+
+def find_misspelt_option(arguments: list[str]) -> str:
+    """Which of doctor's own options an argument misspells, in one line; "": none does."""
+    for argument in arguments:
+        option = argument.split("=")[0]
+        near = difflib.get_close_matches(option, DOCTOR_OPTIONS, n=1, cutoff=0.8)
+        if option.startswith("--") and option not in DOCTOR_OPTIONS and near:
+            return f"there is no option {option}; did you mean {near[0]}?"
+    return ""
+
+
 def require_engine() -> None:
     version = engine.version()
     if version is None:
@@ -88,35 +110,42 @@ def doctor(
             help="Folder with config.json, that file, or a Hugging Face name: published models, the local cache."
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(help=f"With --model: {', '.join(GPUS)}; none need be there.")] = "h200",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With --model: {', '.join(GPUS)}; h100:94GB: with another memory. None need be there. Default: h200."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Show the engine, the GPU, each change's status in a server without flags, and the variables in force.
 
-    Exits with 1 if a selected change cannot be applied to this engine, with 2 if a variable has a value with which no
-    server starts.
+    Exit code: 1 if a selected change cannot be applied to this engine, 2 if a variable has a value with which no server
+    starts.
 
-    With --model: what a server of that model would run, without starting one.
+    With --model: whether a server of that model starts, whether its memory lasts, and which changes act in it.
     Example: sglang-moe-patches doctor --model Qwen/Qwen3-30B-A3B-FP8 --gpu h100
     -- --tp 2 --chunked-prefill-size 16384
 
-    Reads config.json alone: no weights, no GPU. The installed engine is asked
-    which runner and format it would choose on such a GPU. Shown are the changes
-    that act, the reason where one does not, the peak of a first prefill chunk,
-    stock and patched, term by term, and what is not known. docs/commands/models.md has
-    this for models that people serve.
+    Reads config.json alone: no weights, no GPU. The installed engine says
+    which runner and format it would choose on such a GPU. The first line compares
+    the memory beside weights and KV cache with the memory that CUDA graphs and
+    forward passes need. The last lines are settings to copy.
+    docs/commands/models.md says how to read the rest.
 
-    Says first whether the server starts: weights, what the fraction leaves,
-    KV tokens. Exits with 1 where it does not for want of memory; with 2 where
-    there is no config.json, the model has no routed experts, a variable is
-    misspelt, or the engine refuses the model or the arguments: then with its
-    own words.
+    Exit code: 1 if the server does not start; 2 if there is no config.json, the
+    model has no routed experts, a variable or an option is misspelt, or the engine
+    refuses the model or the arguments, in its own words.
     """
+    if misspelt := find_misspelt_option(server_args or []):
+        refuse(misspelt, json=json)
     if model is not None:
-        advise(model, server_args or [], gpu, json)
+        advise(model, server_args or [], gpu or "h200", json)
         return
     if server_args:
-        fail("SERVER_ARGS need --model: give --model before the `--`")
+        refuse("SERVER_ARGS need --model: give --model before the `--`", json=json)
+    if gpu is not None:
+        typer.echo("sglang-moe-patches: --gpu has no effect without --model", err=True)
     from sglang_moe_patches.lab import doctor
 
     require_engine()
@@ -124,9 +153,9 @@ def doctor(
         with progress("importing the engine and probing what each change wraps: about 10 s"):
             report = doctor.examine()
     except ValueError as error:
-        fail(str(error))
+        refuse(str(error), json=json)
     except doctor.EngineUnusable as error:
-        fail(str(error), 1)
+        refuse(str(error), 1, json=json)
     if json:
         typer.echo(json_module.dumps(report, indent=2))
     else:
@@ -143,11 +172,11 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
         with progress(doing):
             report = model_report.examine(model, server_args, gpu)
     except engine_query.Refused as error:
-        fail(f"the engine refuses this server: {error}")
+        refuse(f"the engine refuses this server: {error}", json=json)
     except engine_query.CannotAsk as error:
-        fail(f"the engine cannot be asked without a GPU: {error}")
+        refuse(f"the engine cannot be asked without a GPU: {error}", json=json)
     except ValueError as error:  # no config.json, arguments or variables
-        fail(str(error))
+        refuse(str(error), json=json)
     if json:
         typer.echo(json_module.dumps(report, indent=2))
     else:

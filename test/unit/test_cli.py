@@ -15,7 +15,8 @@ import pytest
 from sglang_moe_patches import __version__, cli, plugin
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.core import patch
-from sglang_moe_patches.lab import without_gpu
+from sglang_moe_patches.lab import doctor, without_gpu
+from sglang_moe_patches.lab.predict import config, engine_query
 from sglang_moe_patches.lab.regress import regress
 from sglang_moe_patches.lab.servers import refusals
 from sglang_moe_patches.registry import CHANGES
@@ -214,6 +215,7 @@ def test_models_that_are_nowhere_are_refused(name):
         refusals.check_model(name)
 
 
+QWEN = "Qwen/Qwen3-30B-A3B"
 NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num-questions", "5"]
 
 
@@ -221,6 +223,14 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
     ("arguments", "words"),
     [
         (["doctor", "--", "--tp", "2"], ["SERVER_ARGS need --model"]),
+        (["doctor", "--modle", "a/b"], ["no option --modle; did you mean --model?"]),
+        (["doctor", "--model", "a/b", "--jsn"], ["no option --jsn; did you mean --json?"]),
+        (["doctor", "--model", "a/b", "--gpus=h100"], ["did you mean --gpu?"]),
+        (["doctor", "--model", ""], ["--model is empty"]),
+        (["doctor", "--model", "a/b.gguf"], ["GGUF file", "config.json"]),
+        (["doctor", "--model", QWEN, "--gpu", "h1000"], ["did you mean h100?", "NAME:96GB"]),
+        (["doctor", "--model", QWEN, "--gpu", "h100:0.1GB"], ["0.1 GB is none of a GPU"]),
+        (["doctor", "--model", QWEN, "--", "--help"], ["--help is the engine's", "sglang.launch_server"]),
         (["regress"], ["-url"]),
         (["regress", "--baseline-url", NOWHERE], ["-url"]),
         (["regress", "--model", "x", "--baseline-url", "http://a:1", "--patched-url", "http://a:2"], ["-url"]),
@@ -236,6 +246,40 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
 )
 def test_a_server_that_is_not_named_or_not_there_is_refused(arguments, words, data):
     refused(run(*(data if word == "DATA" else word for word in arguments)), *words)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("architectures", "the class of the model"), ("model_type", "the kind of the configuration")]
+)
+def test_a_config_without_a_class_is_named_with_the_missing_key(missing, words, tmp_path):
+    content, _ = config.load_model(QWEN)
+    (tmp_path / "config.json").write_text(json.dumps({name: content[name] for name in content if name != missing}))
+    refused(run("doctor", "--model", str(tmp_path)), str(tmp_path), f"config.json has no {missing} ({words})")
+
+
+def test_a_folder_of_gguf_files_is_named(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    refused(run("doctor", "--model", str(tmp_path)), "GGUF files and no config.json")
+
+
+def test_a_refusal_is_json_for_programs():
+    done = run("doctor", "--model", "", "--json")
+    assert (done.exit_code, done.stderr) == (2, "")
+    assert "--model is empty" in json.loads(done.stdout)["refused"]
+
+
+def test_a_home_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatch):
+    """A file in the place of the folder: root may write into any folder."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(without_gpu.machine, "has_gpu", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused(run("doctor"), str(tmp_path / "file"), "cannot be written", "XDG_CACHE_HOME", code=1)
+
+
+def test_a_gpu_without_a_model_has_no_effect_and_doctor_says_so(monkeypatch):
+    monkeypatch.setattr(cli, "require_engine", lambda: cli.fail("the rest"))
+    done = run("doctor", "--gpu", "h100")
+    assert "--gpu has no effect without --model" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -402,3 +446,48 @@ def test_doctor_says_what_a_server_of_this_environment_says():
         assert "not selected" not in in_engine.values()
         says = [status if status != "as the engine has it" else in_engine["cutedsl-sizing"] for status in says]
         assert [found[name]["status"] for name in names] == says, plugins
+
+
+def test_a_value_that_a_server_with_mori_refuses_is_named(monkeypatch):
+    monkeypatch.setenv("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "abc")
+    (line,) = doctor._describe_wrong_values()
+    assert line.startswith("SGLANG_MORI_MOE_MAX_INPUT_TOKENS: ")
+    assert line.endswith("a server in which mori-input-truncation applies does not start")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "memory"),
+    [
+        ("H100", "NVIDIA H100 80GB HBM3", 81_559 * 2**20),
+        ("h100:94GB", "NVIDIA H100 80GB HBM3", 94 * 10**9),
+        ("H20-3E", "NVIDIA H20-3e", 143_771 * 2**20),
+        ("rtx pro 6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887 * 2**20),
+        ("rtx-5090:24000MiB", "NVIDIA GeForce RTX 5090", 24_000 * 2**20),
+        *((kind, engine_query.GPUS[kind].name, engine_query.GPUS[kind].memory) for kind in ("h800", "gb300", "l40s")),
+    ],
+)
+def test_a_gpu_is_found_in_any_case_and_with_any_memory(text, name, memory):
+    found = engine_query.find_gpu(text)
+    assert (found.name, found.memory) == (name, memory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"mem_fraction_static": 88.0}, "--mem-fraction-static 88 is no fraction"),
+        ({"mem_fraction_static": 1.0}, "above 0 and below 1"),
+        ({"mem_fraction_static": 0.0}, "above 0 and below 1"),
+        ({"mem_fraction_static": 0.98}, ""),
+        ({"tp_size": 0}, "--tp 0"),
+        ({"max_running_requests": -1}, "--max-running-requests -1"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size 0"),
+        ({"chunked_prefill_size": -1}, ""),
+        ({"chunked_prefill_size": 8192, "context_length": None}, ""),
+        ({"context_length": 0}, "--context-length 0"),
+        ({"cpu_offload_gb": -2}, "--cpu-offload-gb -2"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_in_one_line(arguments, said):
+    problem = engine_query.find_wrong_value(arguments)
+    assert (said in problem) if said else problem == ""
+    assert "\n" not in problem

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
-from sglang_moe_patches.core.variables import STRICT
+from sglang_moe_patches.core.variables import STRICT, WrongValue
 from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.registry import CHANGES
 
@@ -74,8 +74,19 @@ def _examine_here() -> dict[str, Any]:
             for change, plan, probed in plans
         ],
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
-        "unread": patch.describe_unread_variables(CHANGES),
+        "unread": [*patch.describe_unread_variables(CHANGES), *_describe_wrong_values()],
     }
+
+
+def _describe_wrong_values() -> list[str]:
+    """A line for each variable whose value a server with its feature refuses, in that server's words."""
+    lines = []
+    for change, variable in patch.variables(CHANGES):
+        try:
+            variable.read()
+        except WrongValue as error:
+            lines.append(f"{error}: a server in which {change} applies does not start")
+    return lines
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:

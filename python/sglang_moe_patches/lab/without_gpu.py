@@ -60,7 +60,12 @@ def stub_libcuda(folder: Path) -> Path:
     target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnusableEnvironment(
+            f"{target.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that can"
+        ) from None
     partial = target.with_suffix(f".{os.getpid()}")
     _run(
         ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(partial), "-Wl,-soname,libcuda.so.1"],

@@ -59,12 +59,22 @@ def find(model: str) -> Path:
     :param model: a folder with it, the file, or a Hugging Face name whose file is in the local cache.
     :raises NoConfig: there is none.
     """
+    if not model.strip():
+        raise NoConfig("--model is empty: give a folder with config.json, that file, or a Hugging Face name")
     path = Path(model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        raise NoConfig(
+            f"{model} is a GGUF file, which has no config.json: give the folder of the model it was made from"
+        )
     if path.is_file():
         return path
     if path.is_dir():
         if (path / "config.json").is_file():
             return path / "config.json"
+        if any(path.glob("*.gguf")):
+            raise NoConfig(
+                f"{model} has GGUF files and no config.json: give the folder of the model they were made from"
+            )
         raise NoConfig(f"{model} has no config.json")
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise NoConfig(f"{model} is neither a folder, nor a file, nor a Hugging Face name")
@@ -111,6 +121,16 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise NoConfig(f"{path} holds no JSON object")
     return config
+
+
+def check_class(config: Mapping[str, Any], source: str) -> None:
+    """Check that a ``config.json`` names the model's class, without which the engine builds none.
+
+    :raises NoConfig: it does not.
+    """
+    for name, words in (("architectures", "the class of the model"), ("model_type", "the kind of the configuration")):
+        if not config.get(name):
+            raise NoConfig(f"{source}: config.json has no {name} ({words}); copy it from the model's page")
 
 
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}

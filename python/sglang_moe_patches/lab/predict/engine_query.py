@@ -33,6 +33,7 @@ from typing import Any
 
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.variables import WrongValue
 from sglang_moe_patches.lab.predict import engine_pools, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
 from sglang_moe_patches.lab.predict.engine_pools import Fit
@@ -61,14 +62,41 @@ GPUS = {
     "h200": Gpu("NVIDIA H200", (9, 0), 143_771 * 2**20, 132),
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81_559 * 2**20, 132),
     "h20": Gpu("NVIDIA H20", (9, 0), 97_871 * 2**20, 78),
+    "h800": Gpu("NVIDIA H800", (9, 0), 81_559 * 2**20, 132),
+    "h20-3e": Gpu("NVIDIA H20-3e", (9, 0), 143_771 * 2**20, 78),
     "b200": Gpu("NVIDIA B200", (10, 0), 183_359 * 2**20, 148),
     "b300": Gpu("NVIDIA B300 SXM6 AC", (10, 3), 275_040 * 2**20, 148),
     "gb200": Gpu("NVIDIA GB200", (10, 0), 189_471 * 2**20, 152),
+    "gb300": Gpu("NVIDIA GB300", (10, 3), 284_208 * 2**20, 152),
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 81_920 * 2**20, 108),
     "gb10": Gpu("NVIDIA GB10", (12, 1), 119 * 2**30, 48, integrated=True),
     "rtx-pro-6000": Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 97_887 * 2**20, 188),
+    "rtx-5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 32_607 * 2**20, 170),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), 46_068 * 2**20, 142),
 }
-"""By their names for ``doctor --gpu``; memory as ``nvidia-smi`` says it, of GB10 (DGX Spark) as its host does."""
+"""Kinds of GPUs by their names for ``doctor --gpu``. The memory is ``nvidia-smi``'s, of GB10 (DGX Spark) the host's."""
+GPU_SIZE = re.compile(r"(?P<kind>[^:]+)(?::(?P<size>\d+(?:\.\d+)?)(?P<unit>GB|GIB|MIB)?)?", re.IGNORECASE)
+"""A kind of GPU, and a memory size."""
+SIZE_UNITS = {"GB": 10**9, "GIB": 2**30, "MIB": 2**20}
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU that ``doctor --gpu`` names: a kind in any case, and ``:SIZE`` for another memory, in GB.
+
+    :raises ValueError: the kind is unknown, or the size is none.
+    """
+    match = GPU_SIZE.fullmatch(text.strip())
+    kind = match["kind"].lower().replace("_", "-").replace(" ", "-") if match else text
+    if match is None or kind not in GPUS:
+        near = difflib.get_close_matches(kind, GPUS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"--gpu {text} is unknown{hint}; known: {', '.join(GPUS)}; NAME:96GB has another memory")
+    if match["size"] is None:
+        return GPUS[kind]
+    size = int(float(match["size"]) * SIZE_UNITS[(match["unit"] or "GB").upper()])
+    if not 10**9 < size < 10**13:
+        raise ValueError(f"--gpu {text}: a memory of {size / 1e9:,.1f} GB is none of a GPU")
+    return replace(GPUS[kind], memory=size)
 
 
 QUERY_TIMEOUT_S = 600
@@ -150,10 +178,10 @@ def main() -> None:
     if asked["leave_out_unused"]:
         unused_imports.leave_out()
     try:
-        answer = _answer(asked["arguments"], GPUS[asked["gpu"]], asked["language_model"], asked["top_k"])
+        answer = _answer(asked["arguments"], find_gpu(asked["gpu"]), asked["language_model"], asked["top_k"])
     except ModelRefused as error:
         answer = {"model_refused": str(error)}
-    except Refused as error:
+    except (Refused, WrongValue) as error:
         answer = {"refused": str(error)}
     except Exception as error:
         sys.exit(_one_line(error))
@@ -202,6 +230,8 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
     from_cli_args = ServerArgs.from_cli_args
 
     def note_fraction(parsed: Any) -> Any:
+        if problem := find_wrong_value(vars(parsed)):
+            raise Refused(problem)
         given.append(parsed.mem_fraction_static is not None)
         return from_cli_args(parsed)
 
@@ -220,6 +250,30 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
             server_args.resolve_once()
         server_args.check_server_args()
     return server_args, given[-1]
+
+
+AT_LEAST_ONE = (
+    *("tp_size", "pp_size", "dp_size", "ep_size", "max_running_requests", "max_total_tokens", "context_length"),
+    *("page_size", "nnodes", "max_prefill_tokens"),
+)
+"""Arguments whose value is a number from 1 on."""
+
+
+def find_wrong_value(arguments: Mapping[str, Any]) -> str:
+    """Why a value cannot be meant, in one line; "": all can. Releases accept some of these and fail in the start."""
+    fraction = arguments.get("mem_fraction_static")
+    if fraction is not None and not 0 < fraction < 1:
+        return f"--mem-fraction-static {fraction:g} is no fraction: give a number above 0 and below 1, such as 0.88"
+    for name in AT_LEAST_ONE:
+        value = arguments.get(name)
+        if isinstance(value, int) and value < 1:
+            return f"--{name.removesuffix('_size').replace('_', '-')} {value}: give a number from 1 on"
+    chunk = arguments.get("chunked_prefill_size")
+    if chunk is not None and chunk != -1 and chunk < 1:
+        return f"--chunked-prefill-size {chunk}: give tokens from 1 on, or -1 for prompts in one piece"
+    if (offloaded := arguments.get("cpu_offload_gb")) and offloaded < 0:
+        return f"--cpu-offload-gb {offloaded}: give GB from 0 on"
+    return ""
 
 
 def _add_near_options(refusal: str) -> str:

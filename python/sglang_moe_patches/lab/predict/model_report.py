@@ -29,7 +29,7 @@ from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.lab.predict import config, forward, room
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_pools import Fit
-from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
+from sglang_moe_patches.lab.predict.engine_query import CannotAsk, ask, chunk_tokens, find_gpu
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
@@ -225,18 +225,23 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
 
     :param model: as :func:`.config.find` takes it.
     :param arguments: of the server, without the model.
-    :param gpu: one of ``GPUS``.
+    :param gpu: a GPU, as :func:`.engine_query.find_gpu` takes it.
     :raises NoConfig: there are no sizes.
     :raises CannotAdvise: the arguments name the model, a GPU kind is unknown, or there is no engine.
     :raises CannotAsk: the engine refuses the model or the arguments.
     """
-    if gpu not in GPUS:
-        raise CannotAdvise(f"--gpu {gpu} is unknown; known: {', '.join(GPUS)}")
+    try:
+        find_gpu(gpu)
+    except ValueError as error:
+        raise CannotAdvise(str(error)) from None
+    if helps := {"-h", "--help", "--version"} & set(arguments):
+        raise CannotAdvise(f"{min(helps)} is the engine's: run `python -m sglang.launch_server {min(helps)}`")
     if any(argument.split("=")[0] in ("--model", "--model-path") for argument in arguments):
         raise CannotAdvise("give --model before the `--`")
     if misspelt := describe_unread_variables(CHANGES):
         raise CannotAdvise("; ".join(misspelt))
     content, path = config.load_model(model)
+    config.check_class(content, model)
     sizes = config.read(content, model)
     if (version := engine.version()) is None:
         raise CannotAdvise("SGLang is not installed in this environment; pip install sglang")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sglang_moe_patches.lab.predict import forward, room
-from sglang_moe_patches.lab.predict.engine_query import GPUS
+from sglang_moe_patches.lab.predict.engine_query import find_gpu
 from sglang_moe_patches.lab.predict.model_report import WOULD_SIZE
 from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING
 
@@ -32,7 +32,7 @@ def show(report: Mapping[str, Any]) -> None:
     server, sizes = report["server"], report["sizes"]
     layout = server["layout"]
     ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
-    gpu, chunk = GPUS[report["gpu"]].name, f"{server['tokens']:,}"
+    gpu, chunk = find_gpu(report["gpu"]).name, f"{server['tokens']:,}"
     print_line(describe_verdict(report))
     if warning := describe_short_cache(report):
         print_line(warning)
