@@ -86,7 +86,7 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
 
 
 def tables(results: list[output.Result]) -> str:
-    """A row for each measured server, and the number of those within :data:`room.NEED_ERROR`."""
+    """A row for each measured server, and the number of those within :data:`NEED_ERROR`."""
     rows, errors, token_errors = [], [], []
     for result in results:
         measured = {(name, kind): (found, server) for name, kind, found, server in measured_servers(release_of(result))}

@@ -208,7 +208,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[no graphs of prefills]": [
             ('resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]', "False", FLAGS_UNTIL)
         ],
-        SAID + "[graphs of prefills that are off by themselves]": [('settings["off"]', "False")],
+        SAID + "[graphs of prefills that are off by themselves]": [('None if settings["off"]', "None if False")],
         SAID + "[NVFP4 on TRT-LLM]": [('name.endswith("_blockscale_swizzled")', "False", SWIZZLED_UNTIL)],
         SAID + "[a KV cache of another kind]": [("skip_reason or why_not_pools", "skip_reason")],
         SAID + "[a KV cache that the engine cannot be asked for]": [("fit.unknown if fit else unknown", '""')],
