@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 import httpx  # noqa: E402
 import mismatch  # noqa: E402
 from common import forwards, plugins  # noqa: E402
-from common.servers import EAGER, Setup, running  # noqa: E402
+from common.servers import EAGER, Setup, run_servers  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import ServedModel  # noqa: E402
 from mismatch import Asked  # noqa: E402
@@ -246,7 +246,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     }
     setups["stock"].prepare()
     plugins.write(tmp_path / "servers" / "plugin", "benchmark_forwards", "common.forwards:register")
-    with running(setups, at_once=True) as servers:
+    with run_servers(setups, at_once=True) as servers:
         # The servers start one after another, so that the second server reuses the compiled kernels of the first.
         stock, patched = (ask(server, case) for server in servers.values())
         log = servers["patched"].log_text()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import mismatch
 from common import forwards, plugins
-from common.servers import EAGER, Setup, running
+from common.servers import EAGER, Setup, run_servers
 from common.shapes import MODELS, TINY
 from common.weights import ServedModel
 from mismatch import Asked
@@ -76,7 +76,7 @@ def run_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]
         made = make_setups(options, work)
         made[STOCK].prepare()
         plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
-        with running(made, at_once=True) as servers:
+        with run_servers(made, at_once=True) as servers:
             for round_ in range(options.rounds):
                 # Every second round asks the servers in reverse order, so that no server is always the first.
                 answers = {name: mismatch.ask(servers[name], asked) for name in NAMES[:: -1 if round_ % 2 else 1]}
