@@ -72,7 +72,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("and not shares_storage(hidden_states, residual)", "")
         ],
         "test_a_layer_with_a_forward_hook_offers_nothing": [("and not has_hooks(self)", "")],
-        "test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it": [
+        "test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not": [
             ("lambda buf: nullcontext()", "lambda buf: original(buf)")
         ],
         "test_the_patched_server_answers_correctly_where_the_native_buffer_does_not": [
@@ -88,7 +88,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "core/dead_input/channel.py": {
-        "test_a_wrong_shape_is_not_taken": [("buffer.shape == shape", "True")],
+        "test_a_buffer_of_another_shape_is_not_used": [("buffer.shape == shape", "True")],
     },
     OURS + "lab/regress/compare.py": {
         "test_regress_calls_a_server_with_other_answers_worse": [
@@ -257,7 +257,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_an_unknown_pool_is_named_and_its_buffers_are_freed": [("if fixed & ours:", "if False:")],
     },
     OURS + "core/runners.py": {
-        "test_what_was_outside_the_pool_may_be_inside_later": [
+        "test_addresses_outside_the_pool_are_checked_again": [
             ("        if found:\n            if", "        if True:\n            if")
         ],
     },
@@ -271,7 +271,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[Marlin, which may hold as much]": [("if max_bytes is not None and", "if False and")],
     },
     OURS + "changes/deferred_shared_experts.py": {
-        SAID + "[FP8 on TRT-LLM, which the engine defers behind]": [("if None in orders:", "if False:")],
+        SAID + "[FP8 on TRT-LLM, which the engine defers behind]": [("if None in reasons:", "if False:")],
     },
     OURS + "changes/cutedsl_sizing/__init__.py": {
         SAID + "[NVFP4 on CuteDSL]": [("((OUTPUT_IN_DEAD_INPUT,) if takes else ())", "()", SIZED_UNTIL)],

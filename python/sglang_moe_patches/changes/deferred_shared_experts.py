@@ -1,31 +1,34 @@
-"""deferred-shared-experts: run the shared experts after the routed ones where the routed kernel leaves its input alone.
+"""deferred-shared-experts: run the shared experts after the routed experts, if the routed experts preserve their input.
 
 Why
-    The shared experts run first, so their hidden-size output stays allocated while the routed kernel has its workspace.
+    The engine runs the shared experts first. Their output, a tensor of the hidden size, stays allocated while the
+    routed experts have their workspace.
 
 Hook points
-    ``DeepseekV2MoE.__init__``; in 0.5.11 its ``forward_normal`` and ``_forward_shared_experts``, too. Of
+    ``DeepseekV2MoE.__init__``. In 0.5.11 also its ``forward_normal`` and ``_forward_shared_experts``. Of
     :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and Triton's fused-MoE function.
 
 Skipped
-    layer by layer: with runners that do not leave their input alone, fused shared experts, all-to-all, or single-batch
-    overlap; Triton in a server with LoRA adapters, and on AMD. ``--moe-runner-backend`` does not say which runner a
-    layer gets.
+    Each layer decides. Shared experts run first with runners that overwrite their input, with fused shared experts,
+    with all-to-all, and with single-batch overlap. They also run first in Triton layers of a server with LoRA adapters,
+    and on AMD.
+    ``--moe-runner-backend`` does not say which runner a layer has.
 
 How
-    The runners that leave their input alone are marked as what they are (``inplace`` off). Triton can be told to; its
-    output then goes into the layer's dead input. Releases from 0.5.12 defer by themselves where ``inplace`` is off.
+    Runners that preserve their input are marked so: their configuration gets ``inplace`` off. Triton preserves its
+    input if it is told to. Its output then goes into the layer's dead input. Releases from 0.5.12 defer by themselves
+    if ``inplace`` is off.
 
-    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during ``forward_normal`` of a layer that defers. The
-    engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place where the engine adds
-    it: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off only for that duration:
-    where nothing waits, as in a traced prefill graph, another output would be one tensor more.
+    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the ``forward_normal`` of a layer that defers. The
+    engine's own ``final_hidden_states += shared_output`` then computes and adds the shared experts' output. It does so
+    at the usual place: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off only
+    during this call. Where nothing is deferred, as in a traced prefill graph, another output would be one tensor more.
 
 Upstream
-    sgl-project/sglang#25279, in releases from 0.5.12; its switch from 0.5.13, for TRT-LLM alone.
+    sgl-project/sglang#25279, in releases from 0.5.12. Its switch, from 0.5.13 on, is for TRT-LLM only.
 
 Remove when
-    the engine defers behind every runner that leaves its input alone.
+    the engine defers the shared experts behind every runner that preserves its input.
 """
 
 from __future__ import annotations
@@ -56,47 +59,49 @@ _DEFERS = "_moe_patches_defers_shared_experts"
 _deferring: ContextVar[bool] = ContextVar("moe_deferring_shared_experts", default=False)
 
 
-_ORDER = "_moe_patches_why_shared_experts_run_first"
-"""Attribute of a layer: why they do; "": they do not. ``None``: the engine defers them by itself."""
+_REASON_TO_RUN_FIRST = "_moe_patches_why_shared_experts_run_first"
+"""Attribute of a layer with the reason why its shared experts run first. "" means that this change defers them,
+``None`` that the engine defers them by itself.
+"""
 
 
 def reason_to_run_first(
     *,
     inplace: bool,
-    leaves_input_alone: bool,
-    overlapped: bool,
-    fused: bool,
-    present: bool,
-    lora: bool,
-    all_to_all: bool,
+    preserves_input: bool,
+    is_overlapped: bool,
+    is_fused: bool,
+    has_shared_experts: bool,
+    serves_lora: bool,
+    uses_all_to_all: bool,
 ) -> str:
-    """Why a layer's shared experts must run before its routed experts; "": they may run after them.
+    """Return why a layer's shared experts must run before its routed experts; "" if they may run after them.
 
     :param inplace: the runner's configuration lets it write its output over its input.
-    :param leaves_input_alone: the runner never does so, or can be told not to.
-    :param overlapped: single-batch overlap already runs the shared experts elsewhere.
-    :param fused: the shared experts are fused into the routed ones.
-    :param present: the layer has shared experts of its own.
-    :param lora: the server may run LoRA adapters, which use different runners.
-    :param all_to_all: tokens travel to their experts, and the layer runs another way.
+    :param preserves_input: the runner never overwrites its input, or can be configured not to.
+    :param is_overlapped: single-batch overlap already runs the shared experts elsewhere.
+    :param is_fused: the shared experts are fused into the routed experts.
+    :param has_shared_experts: the layer has shared experts of its own.
+    :param serves_lora: the server may run LoRA adapters, which use other runners.
+    :param uses_all_to_all: tokens are sent to their experts' ranks, and the layer takes another path.
     """
-    if fused:
+    if is_fused:
         return "shared experts are fused into the routed ones"
-    if not present:
+    if not has_shared_experts:
         return "the layers have no shared experts of their own"
-    if overlapped:
+    if is_overlapped:
         return "single-batch overlap runs the shared experts elsewhere"
-    if all_to_all:
-        return "tokens travel to their experts"
-    if inplace and not leaves_input_alone:
-        return "the runner writes into its input, or may"
-    return "the server may run LoRA adapters" if inplace and lora else ""
+    if uses_all_to_all:
+        return "tokens are sent to their experts' ranks (all-to-all)"
+    if inplace and not preserves_input:
+        return "the runner may overwrite its input"
+    return "the server may run LoRA adapters" if inplace and serves_lora else ""
 
 
 class DeferredSharedExperts:
-    """The output of the shared experts, computed when it is added in place to the routed output.
+    """Stand-in for the shared experts' output, which is computed when it is added in place to the routed output.
 
-    It is no tensor: anything but ``routed += deferred`` is a use that was not foreseen, and an error.
+    It is no tensor. Every use other than ``routed += deferred`` raises ``TypeError``.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -114,6 +119,8 @@ class DeferredSharedExperts:
 
 
 def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
+    """Mark the forward pass of a layer that defers its shared experts."""
+
     @functools.wraps(original)
     def forward_normal(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not getattr(self, _DEFERS, False):
@@ -128,9 +135,12 @@ def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[]
 
 
 def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
+    """Return a stand-in for the shared experts' output during a marked forward pass."""
+
     @functools.wraps(original)
     def _forward_shared_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Asked first: the tracer knows no ContextVar, and piecewise CUDA graphs trace this without a way out.
+        # is_compiling comes first: the tracer does not support ContextVar, and piecewise CUDA graphs trace this
+        # function without an alternative.
         if is_compiling() or not _deferring.get():
             return original(self, *args, **kwargs)
         return DeferredSharedExperts(lambda: original(self, *args, **kwargs))
@@ -146,29 +156,30 @@ def _init(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Build a layer, and decide whether it defers.
+    """Construct a layer, and decide whether it defers its shared experts.
 
-    :param mark: given the configuration of its routed experts' runner, has them leave their input alone.
-    :param is_native: whether the engine defers by itself, given the routed experts.
+    :param mark: turns ``inplace`` off in the configuration of the routed experts' runner.
+    :param is_native: returns True for routed experts behind which the engine defers by itself.
     """
     original(self, *args, **kwargs)
     with best_effort(f"the order of experts in {type(self).__name__}"):
         reason = reason_to_run_first(
             inplace=self.experts.moe_runner_config.inplace,
-            leaves_input_alone=runners.preserves_input(self.experts),
-            overlapped=self._fuse_shared_experts_inside_sbo,
-            fused=self.num_fused_shared_experts > 0,
-            present=getattr(self, "shared_experts", None) is not None,
-            lora=runners.serves_lora(),
-            all_to_all=self._enable_a2a_moe,
+            preserves_input=runners.preserves_input(self.experts),
+            is_overlapped=self._fuse_shared_experts_inside_sbo,
+            is_fused=self.num_fused_shared_experts > 0,
+            has_shared_experts=getattr(self, "shared_experts", None) is not None,
+            serves_lora=runners.serves_lora(),
+            uses_all_to_all=self._enable_a2a_moe,
         )
         if not reason:
             mark(self.experts.moe_runner_config)
         setattr(self, _DEFERS, not reason)
-        setattr(self, _ORDER, None if not reason and is_native(self.experts) else reason)
+        setattr(self, _REASON_TO_RUN_FIRST, None if not reason and is_native(self.experts) else reason)
 
 
 def _clear_inplace(config: Any) -> None:
+    """Configure a runner so that it preserves its input."""
     config.inplace = False
 
 
@@ -176,6 +187,10 @@ def _clear_inplace(config: Any) -> None:
 
 
 def _plan() -> Plan:
+    """Probe the class of DeepSeek's MoE layers, the offers of dead inputs and Triton's fused-MoE function.
+
+    :raises engine.Unsupported: the engine's code is not what this change expects.
+    """
     import torch
 
     deepseek = engine.module(f"sglang.srt.models.{DEEPSEEK}")
@@ -221,30 +236,35 @@ def _plan() -> Plan:
     if not defers_itself:
         return Plan(Status.APPLIED, offers.note, install)
     if behind_trtllm:
-        status, reason = Status.EXTENDED, "the engine defers behind TRT-LLM's kernels alone"
+        status, reason = Status.EXTENDED, "the engine itself runs the shared experts last only with TRT-LLM's kernels"
     else:
-        status, reason = Status.HARDENED, "the engine defers, and takes every runner for in place"
+        reason = "the engine can run the shared experts last, but assumes that every runner overwrites its input"
+        status = Status.HARDENED
     return Plan(status, "; ".join(filter(None, [reason, offers.note])), install)
 
 
 def decide(built: BuiltModel) -> Decision:
-    """What each of the layers decided when it was built."""
-    orders = {getattr(module, _ORDER) for module in built.model.modules() if hasattr(module, _ORDER)}
-    if "" in orders:
+    """Return what the layers decided when they were constructed."""
+    reasons = {
+        getattr(module, _REASON_TO_RUN_FIRST)
+        for module in built.model.modules()
+        if hasattr(module, _REASON_TO_RUN_FIRST)
+    }
+    if "" in reasons:
         return Decision((SHARED_LAST,))
-    if None in orders:
-        return Decision(reason="the engine defers them by itself here")
-    return Decision(reason="; ".join(sorted(orders)) or "none of the layers is DeepSeek's")
+    if None in reasons:
+        return Decision(reason="the engine itself runs the shared experts last here")
+    return Decision(reason="; ".join(sorted(reasons)) or "none of the layers is DeepSeek's")
 
 
 DEFERS = Count(
-    *("defers", "had the shared experts of layers run last", __name__, "reason_to_run_first"),
+    *("defers", "ran the shared experts last", __name__, "reason_to_run_first"),
     lambda reason, **facts: not reason,
 )
 CHANGE = Change(
     name="deferred-shared-experts",
-    summary="DeepSeek's shared experts run after the routed ones where those leave their input alone: "
-    f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
+    summary="DeepSeek's shared experts run after the routed experts, with runners that preserve their input: "
+    f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are unchanged",
     plan=_plan,
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
     decide=decide,

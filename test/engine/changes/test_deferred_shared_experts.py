@@ -1,4 +1,4 @@
-"""deferred-shared-experts on the engine's own model: later, with the same result."""
+"""deferred-shared-experts on the engine's own model: the shared experts run later, with the same result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CHANGE = deferred_shared_experts.CHANGE
 
 
 @pytest.fixture
-def order(monkeypatch):
-    """Records in which order shared and routed experts run."""
+def run_order(monkeypatch):
+    """List of "shared" and "routed", in the order in which the experts run."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
 
@@ -40,40 +40,40 @@ def order(monkeypatch):
 
 
 @pytest.mark.compatibility
-def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, order):
+def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, run_order):
     path = checkpoint(layers=2, dense_layers=0)
     with without_buffer():
         stock = engine.generate(engine.load(path), PROMPTS, 4)
-    order.clear()
+    run_order.clear()
     with installed(output_buffer.CHANGE, CHANGE):
         model = engine.load(path)
         patched = engine.generate(model, PROMPTS, 4)
-    assert order == ["routed", "shared"] * 2 * 5
+    assert run_order == ["routed", "shared"] * 2 * 5
     assert patched[0] == stock[0]
     assert torch.equal(patched[1], stock[1])
 
 
 @pytest.fixture
-def applied():
+def only_applied():
     if probe(CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release defers the shared experts itself")
 
 
-@pytest.mark.usefixtures("applied")
-def test_a_runner_that_mutates_its_input_keeps_the_order(engine, checkpoint, order, monkeypatch):
+@pytest.mark.usefixtures("only_applied")
+def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpoint, run_order, monkeypatch):
     path = checkpoint(layers=2, dense_layers=0)
     decide = deferred_shared_experts.reason_to_run_first
     monkeypatch.setattr(
-        deferred_shared_experts, "reason_to_run_first", lambda **facts: decide(**facts | {"leaves_input_alone": False})
+        deferred_shared_experts, "reason_to_run_first", lambda **facts: decide(**facts | {"preserves_input": False})
     )
     with installed(CHANGE):
         engine.generate(engine.load(path), PROMPTS, 0)
-    assert order == ["shared", "routed"] * 2
+    assert run_order == ["shared", "routed"] * 2
 
 
-@pytest.mark.usefixtures("applied")
-def test_deferring_behind_a_mutating_runner_would_be_seen(engine, checkpoint, monkeypatch):
-    """The guard removed: the shared experts read what the routed experts left in their input."""
+@pytest.mark.usefixtures("only_applied")
+def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
+    """Without the guard, the shared experts read the input after the routed experts have overwritten it."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     path = checkpoint(layers=2, dense_layers=0)
@@ -93,8 +93,8 @@ def test_deferring_behind_a_mutating_runner_would_be_seen(engine, checkpoint, mo
         assert torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
 
 
-@pytest.mark.usefixtures("applied")
-def test_no_tokens_and_the_other_paths_are_left_alone(engine, checkpoint, monkeypatch):
+@pytest.mark.usefixtures("only_applied")
+def test_empty_batches_and_other_paths_are_unchanged(engine, checkpoint, monkeypatch):
     from sglang.srt.models import deepseek_v2
 
     with installed(CHANGE):
@@ -103,19 +103,19 @@ def test_no_tokens_and_the_other_paths_are_left_alone(engine, checkpoint, monkey
         nothing = torch.empty(0, 256, dtype=torch.bfloat16)
         assert moe._forward_shared_experts(nothing) is None
         some = torch.randn(3, 256).to(torch.bfloat16)
-        # Outside forward_normal (dual stream, single-batch overlap, all-to-all) the output is there at once.
+        # Outside forward_normal (dual stream, single-batch overlap, all-to-all) the output is computed at once.
         assert isinstance(moe._forward_shared_experts(some), torch.Tensor)
-        # The AMX path computes its shared experts itself.
+        # The AMX path computes its shared experts by itself.
         monkeypatch.setattr(deepseek_v2, "use_intel_amx_backend", lambda layer: True)
         monkeypatch.setattr(type(moe), "forward_cpu", lambda self, hidden, fuse: hidden + 1)
         assert torch.equal(moe.forward_normal(some), some + 1)
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_deepseek_v4s_block_runs_its_shared_experts_last_and_as_often_as_stock(
-    engine, checkpoint, order, monkeypatch, skips
+def test_deepseek_v4_runs_its_shared_experts_last_and_as_often_as_stock(
+    engine, checkpoint, run_order, monkeypatch, skips
 ):
-    """Not once more where the decoder layer runs them itself (``SGLANG_DP_SHARED_EXPERT_LOCAL``)."""
+    """The block must not run them again if the decoder layer runs them (``SGLANG_DP_SHARED_EXPERT_LOCAL``)."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
@@ -125,7 +125,7 @@ def test_deepseek_v4s_block_runs_its_shared_experts_last_and_as_often_as_stock(
         pytest.skip("here no decoder layer runs the shared experts itself")
 
     def routed(self, hidden_states, topk_output, **more):
-        order.append("routed")
+        run_order.append("routed")
         return torch.tanh(hidden_states * 3)
 
     monkeypatch.setattr(FusedMoE, "forward", routed)
@@ -134,7 +134,7 @@ def test_deepseek_v4s_block_runs_its_shared_experts_last_and_as_often_as_stock(
         setattr(config, name, value)
 
     def run():
-        order.clear()
+        run_order.clear()
         torch.manual_seed(0)
         block = DeepseekV2MoE(config, layer_id=1, is_deepseek_v4=True, prefix="model.layers.1.mlp")
         for parameter in block.parameters():
@@ -143,7 +143,7 @@ def test_deepseek_v4s_block_runs_its_shared_experts_last_and_as_often_as_stock(
         block.gate.forward = block.topk.forward = lambda *args, **more: None  # of a GPU, and nothing here asks them
         hidden = torch.randn(5, config.hidden_size).to(next(block.shared_experts.parameters()).dtype)
         more = {"skip_shared_experts": True} if skips else {}
-        return block.forward_normal(hidden, **more), list(order)
+        return block.forward_normal(hidden, **more), list(run_order)
 
     expected, first = run()
     with installed(CHANGE):

@@ -1,7 +1,7 @@
 """moe-workspace in the engine's own model, on the CPU with the reference kernels.
 
-The Triton runner's sequence, which columns are about, never runs on a CPU server: it is tried in Triton's interpreter
-(test/unit/changes/test_moe_workspace.py) and on a GPU (test/gpu/test_moe_workspace_cuda.py).
+A CPU server never runs the Triton runner's function, which runs column slices. Triton's interpreter runs it in
+test/unit/changes/test_moe_workspace.py, and a GPU in test/gpu/test_moe_workspace_cuda.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_moe_patches.core.variables import STRICT
 
 @pytest.mark.every_release
 @pytest.mark.parametrize(
-    ("module", "block", "beside"),
+    ("module", "block", "uses_stream"),
     [
         ("deepseek_v2", "DeepseekV2MoE", True),
         ("glm4_moe", "Glm4MoeSparseMoeBlock", True),
@@ -38,23 +38,23 @@ from sglang_moe_patches.core.variables import STRICT
         ("minimax_m2", "MiniMaxM2MoE", False),
     ],
 )
-def test_blocks_that_use_another_stream_are_known_by_their_code(engine, module, block, beside):
+def test_blocks_that_use_another_stream_are_detected_from_their_code(engine, module, block, uses_stream):
     found = pytest.importorskip(f"sglang.srt.models.{module}", reason="not in this release", exc_type=ImportError)
-    assert streams.switches_streams(getattr(found, block)) == beside
+    assert streams.switches_streams(getattr(found, block)) == uses_stream
 
 
 @pytest.fixture
 def loading(monkeypatch):
-    """Has the engine's model runner load a model that is there already."""
+    """Function that has the engine's model runner load a model that is already built."""
     module = importlib.import_module("sglang.srt.model_executor.model_runner")
-    loaded = FunctionType((lambda self: None).__code__, vars(module))  # the engine's own, as far as anybody can see
+    loaded = FunctionType((lambda self: None).__code__, vars(module))  # a function that looks like the engine's own
     monkeypatch.setattr(module.ModelRunner, "load_model", loaded)
     return lambda model: module.ModelRunner.load_model(SimpleNamespace(model=model))
 
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_model_whose_shared_experts_may_run_beside_is_known_when_it_is_loaded(engine, checkpoint, loading, fused):
+def test_a_loaded_model_with_unfused_shared_experts_has_a_concurrent_reader(engine, checkpoint, loading, fused):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     model = engine.load(checkpoint())
@@ -68,14 +68,14 @@ def test_a_model_whose_shared_experts_may_run_beside_is_known_when_it_is_loaded(
     assert not streams.has_concurrent_reader
 
 
-def test_a_block_that_cannot_be_looked_at_may_and_ends_no_server(engine, checkpoint, loading, monkeypatch):
+def test_a_failed_inspection_assumes_a_concurrent_reader(engine, checkpoint, loading, monkeypatch):
     monkeypatch.setattr(streams, "switches_streams", lambda block: block.has_not)
     with installed(moe_workspace.CHANGE):
         loading(engine.load(checkpoint()))
         assert streams.has_concurrent_reader
 
 
-def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
+def test_unknown_loading_code_assumes_a_concurrent_reader(engine, monkeypatch):
     runner = importlib.import_module("sglang.srt.model_executor.model_runner").ModelRunner
     monkeypatch.setattr(runner, "load_model", lambda self: None)
     with installed(moe_workspace.CHANGE):
@@ -85,7 +85,7 @@ def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
-def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_triton(engine, checkpoint, backend):
+def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_triton(engine, checkpoint, backend):
     with engine.arguments(quantization=None, moe_runner_backend=backend):
         assert runners.runner_of(find_experts(engine.load(checkpoint(quantized=False)))) == "triton"
     asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
@@ -93,7 +93,7 @@ def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_t
 
 
 @pytest.mark.every_release
-def test_with_a_top_k_of_1_the_factor_scales_what_was_written(engine, checkpoint, monkeypatch):
+def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
     """Up to 0.5.17 the engine sums a tensor that it never writes."""
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)
@@ -115,8 +115,8 @@ def test_with_a_top_k_of_1_the_factor_scales_what_was_written(engine, checkpoint
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("backend", ["flashinfer_cutedsl", "flashinfer_mxfp4", "aiter"])
-def test_shared_experts_wait_wherever_a_layers_experts_run_on_triton(engine, checkpoint, backend, monkeypatch):
-    """BF16 layers do whatever is asked for: those of a draft of an NVFP4 model, for one."""
+def test_shared_experts_are_deferred_if_the_routed_experts_run_on_triton(engine, checkpoint, backend, monkeypatch):
+    """BF16 layers run on Triton with any --moe-runner-backend. An example is the BF16 draft model of an NVFP4 model."""
     change = deferred_shared_experts.CHANGE
     load_unquantized(monkeypatch)
     plan = plan_for(change, {change.name}, SimpleNamespace(device="cuda", moe_runner_backend=backend))
@@ -128,10 +128,10 @@ def test_shared_experts_wait_wherever_a_layers_experts_run_on_triton(engine, che
 
 
 @pytest.mark.parametrize(
-    ("unsupported", "strict", "refused"), [("triton", "1", True), ("marlin", "1", False), ("triton", "0", False)]
+    ("unsupported", "strict", "is_refused"), [("triton", "1", True), ("marlin", "1", False), ("triton", "0", False)]
 )
-def test_strict_means_the_runner_that_this_server_uses(
-    unsupported, strict, refused, engine, checkpoint, loading, monkeypatch, caplog
+def test_strict_refuses_an_unsupported_runner_only_if_the_model_uses_it(
+    unsupported, strict, is_refused, engine, checkpoint, loading, monkeypatch, caplog
 ):
     def plan():
         raise Unsupported("its code is another one")
@@ -144,9 +144,13 @@ def test_strict_means_the_runner_that_this_server_uses(
     with engine.arguments(moe_runner_backend="triton"):
         model = engine.load(checkpoint(quantized=False))
     with installed(moe_workspace.CHANGE):
-        if refused:
-            with pytest.raises(PatchError, match="layers of this model run on triton, uncut: its code is another one"):
+        if is_refused:
+            with pytest.raises(
+                PatchError, match="run on triton, which cannot run column slices: its code is another one"
+            ):
                 loading(model)
         else:
             loading(model)
-    assert caplog.text.count("layers of this model run on triton, uncut") == (unsupported == "triton" and not refused)
+    assert caplog.text.count("layers of this model run on triton, which cannot run") == (
+        unsupported == "triton" and not is_refused
+    )

@@ -1,4 +1,4 @@
-"""deferred-shared-experts: which layers defer, what stands in for the output, and which runners leave their input."""
+"""deferred-shared-experts: which layers defer, the stand-in for the output, and runners that preserve their input."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from sglang_moe_patches.core.dead_input import takers
 from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 from sglang_moe_patches.core.patch import SHARED_LAST, BuiltModel
 
-FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
+FACTS = (
+    *("inplace", "preserves_input", "is_overlapped", "is_fused"),
+    *("has_shared_experts", "serves_lora", "uses_all_to_all"),
+)
 
 
 @pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=7)))
-def test_shared_experts_wait_where_no_reason_speaks_against_it(values):
+def test_shared_experts_are_deferred_unless_there_is_a_reason(values):
     facts = dict(zip(FACTS, values, strict=True))
     reasons_not_to = [
-        not facts["present"],
-        facts["fused"],
-        facts["overlapped"],
-        facts["all_to_all"],
-        facts["inplace"] and (facts["lora"] or not facts["leaves_input_alone"]),
+        not facts["has_shared_experts"],
+        facts["is_fused"],
+        facts["is_overlapped"],
+        facts["uses_all_to_all"],
+        facts["inplace"] and (facts["serves_lora"] or not facts["preserves_input"]),
     ]
     assert (not reason_to_run_first(**facts)) == (not any(reasons_not_to))
     assert bool(reason_to_run_first(**facts)) == any(reasons_not_to)
 
 
 class _Layer(torch.nn.Module):
-    def __init__(self, order: str | None) -> None:
+    def __init__(self, reason: str | None) -> None:
         super().__init__()
-        setattr(self, deferred_shared_experts._ORDER, order)
+        setattr(self, deferred_shared_experts._REASON_TO_RUN_FIRST, reason)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +52,12 @@ class _Layer(torch.nn.Module):
         ([], (), "none of the layers is DeepSeek's"),
         (["", ""], (SHARED_LAST,), ""),
         (["the runner may", ""], (SHARED_LAST,), ""),
-        ([None, None], (), "the engine defers them by itself here"),
+        ([None, None], (), "the engine itself runs the shared experts last here"),
         (["b", "a"], (), "a; b"),
     ],
 )
-def test_what_each_layer_decided_is_what_is_said(orders, effects, reason) -> None:
-    model = torch.nn.Sequential(*(_Layer(order) for order in orders))
+def test_the_decision_combines_the_reasons_of_all_layers(orders, effects, reason) -> None:
+    model = torch.nn.Sequential(*(_Layer(reason) for reason in orders))
     decision = deferred_shared_experts.decide(BuiltModel(model, tokens=1))
     assert (decision.effects, decision.reason) == (effects, reason)
 
@@ -68,13 +71,13 @@ def test_what_each_layer_decided_is_what_is_said(orders, effects, reason) -> Non
         lambda t, p: torch.cat([t, p]),
     ],
 )
-def test_any_other_use_is_an_error_that_says_what_to_do(use):
+def test_any_other_use_of_the_stand_in_is_an_error_with_advice(use):
     with pytest.raises(TypeError, match="SGLANG_MOE_PATCHES"):
         use(torch.ones(2, 3), DeferredSharedExperts(lambda: torch.ones(2, 3)))
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
-    """Traced whole, as piecewise CUDA graphs do: a graph break would end the server."""
+    """The layer is traced as a whole, as piecewise CUDA graphs do. A graph break would end the server."""
     is_compiling = torch.compiler.is_compiling
 
     class Layer(torch.nn.Module):
@@ -101,7 +104,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
 
 
 class Experts:
-    """A layer as the engine's constructor leaves it."""
+    """Layer in the state after the engine's constructor."""
 
     def __init__(self):
         self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
@@ -110,7 +113,7 @@ class Experts:
 
 
 class OtherExperts:
-    """One that is built otherwise."""
+    """Layer whose constructor sets other attributes."""
 
     def __init__(self):
         self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
@@ -119,9 +122,7 @@ class OtherExperts:
 @pytest.mark.parametrize(
     ("kind", "leaves_it_alone", "defers"), [(Experts, True, True), (Experts, False, False), (OtherExperts, True, None)]
 )
-def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
-    kind, leaves_it_alone, defers, monkeypatch, caplog
-):
+def test_no_kernel_overwrites_the_input_of_deferred_shared_experts(kind, leaves_it_alone, defers, monkeypatch, caplog):
     monkeypatch.setattr(runners, "preserves_input", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = kind.__new__(kind)
@@ -135,13 +136,13 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
 
 @dataclasses.dataclass
 class Config:
-    """A runner's configuration."""
+    """Configuration of a runner."""
 
     inplace: bool = True
 
 
-def test_a_runner_is_out_of_place_for_those_that_ask_for_it_alone():
-    """Forwards in many contexts read one configuration. While a graph is traced nobody asks."""
+def test_a_runner_is_out_of_place_only_in_contexts_that_ask_for_it():
+    """Forward passes in many contexts read one configuration. While a graph is traced, no context changes it."""
     waiting = ContextVar("waiting", default=False)
     config, other = Config(), Config()
     runners.disable_inplace_while(config, waiting.get)
@@ -170,7 +171,7 @@ def test_a_runner_is_out_of_place_for_those_that_ask_for_it_alone():
         pytest.param({}, lambda hidden: None, False, id="none offered"),
     ],
 )
-def test_tritons_output_goes_into_the_dead_input_and_nowhere_else(symmetric_memory, how, offer, taken):
+def test_tritons_output_goes_only_into_the_dead_input(symmetric_memory, how, offer, taken):
     route = takers.make_triton_route("into the buffer", runners.SymmetricMemory(symmetric_memory))
     hidden = torch.ones(2, 3)
     with moe_output_buffer_ctx(offer(hidden)):
@@ -181,15 +182,15 @@ def test_tritons_output_goes_into_the_dead_input_and_nowhere_else(symmetric_memo
 
 
 class UnknownMethod(SimpleNamespace):
-    """A quantization method."""
+    """Quantization method that this package does not know."""
 
 
 class KTEPWrapperMethod(UnknownMethod):
-    """The engine's, whose experts run on GPU and CPU."""
+    """The engine's quantization method whose experts run on GPU and CPU."""
 
 
 class Fp8MoEMethod(UnknownMethod):
-    """The engine's, which calls CUTLASS without a runner."""
+    """The engine's quantization method that calls CUTLASS without a runner."""
 
 
 def experts(method, trtllm=False, **more):
@@ -200,18 +201,18 @@ def with_runner(name):
     return SimpleNamespace(runner_backend=SimpleNamespace(value=name))
 
 
-def by(name):
-    """What has a runner of that name: a quantization method, its scheme, or the scheme's kernel."""
+def with_runner_named(name):
+    """Object with a runner of this name: a quantization method, its scheme, or the scheme's kernel."""
     return UnknownMethod(runner=with_runner(name))
 
 
 @pytest.mark.parametrize(
     ("layer", "asked", "expected"),
     [
-        *((experts(by(name)), "auto", True) for name in ("triton", "marlin", "flashinfer_cutlass")),
-        *((experts(by(name)), "auto", False) for name in ("deep_gemm", "aiter")),
-        (experts(UnknownMethod(), scheme=by("marlin")), "auto", True),
-        (experts(UnknownMethod(), scheme=UnknownMethod(kernel=by("marlin"))), "auto", True),
+        *((experts(with_runner_named(name)), "auto", True) for name in ("triton", "marlin", "flashinfer_cutlass")),
+        *((experts(with_runner_named(name)), "auto", False) for name in ("deep_gemm", "aiter")),
+        (experts(UnknownMethod(), scheme=with_runner_named("marlin")), "auto", True),
+        (experts(UnknownMethod(), scheme=UnknownMethod(kernel=with_runner_named("marlin"))), "auto", True),
         (experts(UnknownMethod()), "triton", False),
         (experts(UnknownMethod()), "cutlass", False),
         (experts(Fp8MoEMethod(runner=None)), "cutlass", True),
@@ -219,13 +220,13 @@ def by(name):
         (experts(Fp8MoEMethod(runner=with_runner("deep_gemm"))), "cutlass", False),
         (experts(KTEPWrapperMethod(runner=with_runner("triton"))), "auto", False),
         (experts(UnknownMethod(), trtllm=True), "flashinfer_trtllm", True),
-        # Of a method that is not the engine's: any object, a function, a backend by its name.
+        # Runners of a foreign quantization method: any object, a function, or a backend given as text.
         (experts(UnknownMethod(runner=object())), "triton", False),
         (experts(Fp8MoEMethod(runner=print)), "cutlass", False),
         (experts(UnknownMethod(runner=SimpleNamespace(runner_backend="triton"))), "triton", False),
     ],
 )
-def test_runners_that_leave_their_input_alone(layer, asked, expected, monkeypatch):
+def test_runners_that_preserve_their_input(layer, asked, expected, monkeypatch):
     moe = SimpleNamespace(get_moe_runner_backend=lambda: SimpleNamespace(value=asked))
     for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
@@ -233,7 +234,7 @@ def test_runners_that_leave_their_input_alone(layer, asked, expected, monkeypatc
     assert runners.preserves_input(layer) == expected
 
 
-def test_on_amd_triton_stays_as_it_is(monkeypatch):
+def test_triton_does_not_preserve_its_input_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7")
     monkeypatch.setattr(runners, "runner_of", lambda experts: "triton")
     assert not runners.preserves_input(experts(UnknownMethod()))

@@ -1,4 +1,6 @@
-"""moe-workspace: how wide slices are, what stays whole; the engine's own code in Triton's interpreter."""
+"""moe-workspace: the width of column slices, tensors that are not cut, and the engine's code in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -72,15 +74,18 @@ packed_layers = st.builds(
 packed_gemms = st.builds(MarlinGemm, st.integers(1, 1 << 20), st.booleans())
 
 
-# --- How wide: each bound of column_slices, computed here by itself --------------------------------------------------
+# --- Width of slices: each limit of column_slices, computed here independently ---------------------------------------
 
 
 def tensor_bytes(layer):
+    """Bytes of the expert outputs, [tokens, top-k, hidden]."""
     return layer.tokens * layer.top_k * layer.hidden * layer.itemsize
 
 
 def triton_bytes(layer, gemm, width):
-    """Bytes that the runner holds around the activation, and while it runs slices of this width."""
+    """Bytes that the Triton runner has allocated at the activation, and during the GEMM of a slice of ``width``
+    columns.
+    """
     rows, inner, size, whole = layer.tokens * layer.top_k, layer.intermediate, layer.itemsize, width >= layer.hidden
     own = 0 if gemm.activation_in_dead_input else inner * size
     quantized = inner + 4 * inner / 128 if gemm.quantized else 0  # a scale for each 128
@@ -90,7 +95,7 @@ def triton_bytes(layer, gemm, width):
 
 
 def triton_us(layer, gemm, slices):
-    """What slices cost, and what the layer takes, by the fitted constants."""
+    """Cost of ``slices`` slices and time of the layer, in microseconds, by the fitted constants."""
     rows, tiles, size = layer.tokens * layer.top_k, gemm.tiles, 1 if gemm.quantized else 2
     small = size == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE_ELEMENTS
     rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[size]
@@ -105,6 +110,7 @@ def triton_us(layer, gemm, slices):
 
 
 def marlin_bytes(layer, gemm, width):
+    """Bytes that Marlin has allocated at the activation, and during the GEMM of a slice of ``width`` columns."""
     rows, inner, hidden = layer.tokens * layer.top_k, layer.intermediate, layer.hidden
     final = 0 if gemm.output_in_dead_input and width < hidden else 2 * layer.tokens * hidden
     own_weights = gemm.column_bytes if width < hidden else 0
@@ -113,6 +119,7 @@ def marlin_bytes(layer, gemm, width):
 
 
 def marlin_us(layer, gemm, slices):
+    """Cost of ``slices`` slices with Marlin and time of the layer, in microseconds, by the fitted constants."""
     rows, hidden = layer.tokens * layer.top_k, layer.hidden
     constant, for_each_row = column_slices.MARLIN_SLICE_US
     cost = column_slices.MARLIN_SLICING_US + 2 * hidden * gemm.column_bytes / column_slices.MARLIN_COPIED_BYTES_PER_US
@@ -125,12 +132,13 @@ def marlin_us(layer, gemm, slices):
 
 
 def triton_step(gemm):
+    """Columns of which a slice's width is a multiple with the Triton runner."""
     scales = 16 // math.gcd(16, gemm.scale_stride_bytes) * gemm.columns_per_scale
     return math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"], scales)
 
 
 @given(layers, gemms, st.none() | max_bytes)
-def test_slices_cut_no_tile_and_no_block_of_scales_and_start_at_16_bytes(layer, gemm, limit):
+def test_slices_start_at_tiles_scale_blocks_and_16_byte_boundaries(layer, gemm, limit):
     width = slice_width(layer, gemm, limit)
     assert 0 < width <= layer.hidden
     if width < layer.hidden:
@@ -141,7 +149,7 @@ def test_slices_cut_no_tile_and_no_block_of_scales_and_start_at_16_bytes(layer, 
 
 
 @given(packed_layers, packed_gemms, st.none() | max_bytes)
-def test_marlin_has_a_launch_for_each_slice(layer, gemm, limit):
+def test_marlin_slices_are_whole_launches(layer, gemm, limit):
     width = packed_slice_width(layer, gemm, limit)
     slices = split_columns(layer.hidden, width)
     assert slices[-1][1] == layer.hidden
@@ -150,6 +158,7 @@ def test_marlin_has_a_launch_for_each_slice(layer, gemm, limit):
 
 
 def check_default_rule(layer, gemm, width, predict_us):
+    """Check the default limits: size of the tensor, bytes saved by each slice, and 2 % of the layer's time."""
     slices = len(split_columns(layer.hidden, width))
     if slices > 1:
         assert tensor_bytes(layer) >= column_slices.MIN_TENSOR_BYTES
@@ -159,19 +168,19 @@ def check_default_rule(layer, gemm, width, predict_us):
 
 
 @given(layers, gemms)
-def test_slices_are_of_large_tensors_save_what_they_cost_and_cost_two_per_cent_at_the_most(layer, gemm):
+def test_default_slices_keep_the_size_saving_and_time_limits(layer, gemm):
     check_default_rule(layer, gemm, slice_width(layer, gemm), triton_us)
 
 
 @given(packed_layers, packed_gemms)
-def test_so_do_marlins_copies_included_and_where_a_slice_saves_anything(layer, gemm):
+def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(layer, gemm):
     width = packed_slice_width(layer, gemm)
     check_default_rule(layer, gemm, width, marlin_us)
     assert width == layer.hidden or layer.gate_columns < layer.hidden
 
 
 def check_asked_limit(layer, gemm, width, step, limit, predict_bytes):
-    """The limit is kept, by the fewest slices that keep it."""
+    """Check that slices of ``width`` columns keep ``limit`` bytes, and that fewer slices would not."""
     around, during = predict_bytes(layer, gemm, width)
     limit = max(around, limit)
     assert during <= limit or width == min(step, layer.hidden)
@@ -184,12 +193,12 @@ def check_asked_limit(layer, gemm, width, step, limit, predict_bytes):
 
 
 @given(layers, gemms, max_bytes)
-def test_what_is_asked_for_is_kept_with_the_fewest_slices_that_keep_it(layer, gemm, limit):
+def test_a_memory_limit_is_kept_with_the_fewest_slices(layer, gemm, limit):
     check_asked_limit(layer, gemm, slice_width(layer, gemm, limit), triton_step(gemm), limit, triton_bytes)
 
 
 @given(packed_layers, packed_gemms, max_bytes)
-def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(layer, gemm, limit):
+def test_a_memory_limit_of_marlin_is_kept_with_the_fewest_slices(layer, gemm, limit):
     width = packed_slice_width(layer, gemm, limit)
     if layer.gate_columns >= layer.hidden:
         assert width == layer.hidden
@@ -198,14 +207,14 @@ def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(lay
 
 
 @given(packed_layers, packed_gemms, max_bytes)
-def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(layer, gemm, limit):
+def test_marlin_tensors_below_the_least_size_would_not_be_cut(layer, gemm, limit):
     layer = layer._replace(intermediate=min(layer.intermediate, layer.gate_columns))
     if tensor_bytes(layer) < column_slices.min_packed_tensor_bytes(limit):
         assert packed_slice_width(layer, gemm, limit) == layer.hidden
 
 
 @pytest.mark.parametrize(("rows", "group", "cut"), [(128, 1, False), (64, 1, True), (128, 32, True)])
-def test_tiles_that_go_through_the_columns_first_stay_whole_in_fp8(rows, group, cut):
+def test_fp8_tiles_that_go_through_the_columns_first_are_not_cut(rows, group, cut):
     layer, tiles = LayerShape(16384, 8, 7168, 512), {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": group}
     assert (slice_width(layer, TritonGemm(tiles, quantized=True)) < 7168) == cut
     assert slice_width(layer, TritonGemm(tiles)) < 7168
@@ -227,10 +236,10 @@ def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
 
 
 @given(layers, gemms, st.booleans(), packed_layers, packed_gemms)
-def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at(layer, gemm, gated, packed, packed_gemm):
-    """The limit is a byte less than what the runner holds with the tensor whole.
+def test_every_tensor_that_a_limit_cuts_has_the_least_size(layer, gemm, gated, packed, packed_gemm):
+    """The limit is one byte less than the runner's memory without slices.
 
-    Without a gate the first GEMM's output is as wide as the activation's.
+    Without a gate the first GEMM's output is as wide as the activation's output.
     """
     layer = layer if gated else layer._replace(gate_columns=layer.intermediate)
     inner_bytes = layer.itemsize * (not gemm.activation_in_dead_input) + gemm.quantized
@@ -244,7 +253,7 @@ def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at(layer, gemm, 
 
 
 def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
-    """What is asked for is kept, by a cut that the rule does not make, and saves what is said."""
+    """Check that the advised limit cuts the tensor, is kept, and saves and costs what the advice says."""
     found = re.search(
         rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", column_slices.advise(layer, gemm, choose_width)
     )
@@ -261,18 +270,18 @@ def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_o
 
 
 @given(layers, gemms)
-def test_a_value_that_is_advised_saves_what_it_says(layer, gemm):
+def test_the_advised_limit_saves_what_the_advice_says(layer, gemm):
     tiles = gemm.tiles
     slow_order = gemm.quantized and tiles["GROUP_SIZE_M"] == 1 and tiles["BLOCK_SIZE_M"] == 128
     check_advice(layer, gemm, slice_width, triton_bytes, triton_us, slow_order=slow_order)
 
 
 @given(packed_layers, packed_gemms)
-def test_a_value_that_is_advised_for_marlin_saves_what_it_says(layer, gemm):
+def test_the_advised_limit_for_marlin_saves_what_the_advice_says(layer, gemm):
     check_advice(layer, gemm, packed_slice_width, marlin_bytes, marlin_us, slow_order=False)
 
 
-#: Of Qwen3-30B-A3B, by the engine's file for an H200.
+#: Tiles of Qwen3-30B-A3B, from the engine's file for an H200.
 TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
 
 
@@ -293,8 +302,8 @@ TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
         ),
     ],
 )
-def test_what_costs_too_much_can_be_asked_for(gemm, choose_width, said):
-    """Qwen3-30B-A3B at 8,192 tokens."""
+def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, said):
+    """Layer of Qwen3-30B-A3B with 8,192 tokens."""
     layer = LayerShape(8192, 8, 2048, 768, weight_bytes=3 * 128 * 768 * 2048 * 2)
     assert choose_width(layer, gemm) == 2048
     assert column_slices.advise(layer, gemm, choose_width).startswith(f"{MB}={said}")
@@ -306,19 +315,19 @@ def test_nothing_is_advised_where_a_cut_saves_nothing():
 
 
 @given(st.integers(1, 20000), st.integers(1, 20000))
-def test_slices_have_every_column_once_in_order(hidden, width):
+def test_slices_cover_every_column_once_in_order(hidden, width):
     slices = split_columns(hidden, width)
     assert [column for start, stop in slices for column in range(start, stop)] == list(range(hidden))
     assert all(stop - start == width for start, stop in slices[:-1])
 
 
-def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent():
-    """The lower end of the paired interval of the time, default and tuned tiles, batch by batch."""
-    cells = moe_tables.find_cells_by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+def test_no_measured_layer_costs_more_than_two_per_cent():
+    """The lower end of the 95 % interval counts, for each batch with default and with tuned tiles."""
+    cells = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())
-    # As before, where its tiles leave the room.
+    # Kimi-K2.5 in BF16 has slow default tiles, which leave time for many slices.
     assert cut["kimi-k2.5", "tp4", "bf16", "default", 16384]["peak"] < 411e6
 
 
@@ -334,7 +343,7 @@ def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent
         (8, 4096, 384, False, True, 270),
     ],
 )
-def test_the_peaks_of_models(top_k, hidden, intermediate, quantized, in_dead_input, peak_mb):
+def test_peak_memory_of_models(top_k, hidden, intermediate, quantized, in_dead_input, peak_mb):
     layer = LayerShape(16384, top_k, hidden, intermediate)
     scales = {"columns_per_scale": 128, "scale_stride_bytes": intermediate // 128 * 4} if quantized else {}
     gemm = TritonGemm(quantized=quantized, activation_in_dead_input=in_dead_input, **scales)
@@ -351,7 +360,7 @@ def test_the_peaks_of_models(top_k, hidden, intermediate, quantized, in_dead_inp
         (128, 4096, 384, 128, 420, 8),  # Qwen3-235B, TP=4: 1,309
     ],
 )
-def test_the_peaks_of_models_in_int4(experts, hidden, intermediate, group, asked_mb, slices):
+def test_peak_memory_of_models_in_int4(experts, hidden, intermediate, group, asked_mb, slices):
     layer = LayerShape(16384, 8, hidden, intermediate, weight_bytes=3 * experts * hidden * intermediate // 2)
     gemm = MarlinGemm(experts * intermediate // 2 + experts * intermediate // group * 2)
     width = packed_slice_width(layer, gemm, asked_mb * 10**6)
@@ -359,13 +368,16 @@ def test_the_peaks_of_models_in_int4(experts, hidden, intermediate, group, asked
     assert max(marlin_bytes(layer, gemm, width)) <= asked_mb * 1e6
 
 
-# --- What stays whole ------------------------------------------------------------------------------------------------
+# --- Tensors that are not cut ----------------------------------------------------------------------------------------
 
 TOKENS, TOP_K, HIDDEN, INNER = 40, 3, 512, 32
 
 
-def capture(**operands):
-    """A deferred tensor with a captured GEMM of 16-bit operands, some of them replaced."""
+def make_deferred(**operands):
+    """Deferred tensor with a recorded GEMM of 16-bit operands.
+
+    :param operands: fields of ``SecondGemm`` that replace the plain ones.
+    """
     deferred = deferred_tensor.DeferredTensor((TOKENS, TOP_K, HIDDEN), torch.device("cpu"), torch.bfloat16)
     tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 1}
     plain = {
@@ -380,15 +392,18 @@ def capture(**operands):
 
 
 @pytest.fixture
-def called():
-    """Run columns of a deferred tensor, however narrow: the operands of each GEMM, and which sum ran."""
+def run_narrow_slices():
+    """Function that runs a deferred tensor in slices of the least width.
+
+    It returns the operands of each GEMM, and the name of each sum that ran.
+    """
 
     def run(deferred, output):
         gemms, sums = [], []
         call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, 1)
         token = deferred_tensor.current_call.set(call)
         try:
-            deferred_tensor.gemm_and_sum(
+            deferred_tensor.run_gemm_and_sum(
                 deferred,
                 output,
                 1.0,
@@ -405,9 +420,9 @@ def called():
 
 
 @pytest.mark.parametrize(("own", "slices"), [(True, 1), (False, 2)])
-def test_the_dead_input_holds_the_activation_only_where_the_engine_has_written_it_there(own, slices):
-    """Some activations return a tensor of their own. The limit has room for the whole tensor and nothing beside it."""
-    deferred, rows = capture(), TOKENS * TOP_K
+def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(own, slices):
+    """Some activations return a tensor of their own. The limit has room for the whole tensor and nothing else."""
+    deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations
     call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)
     call.dead_input_address = activations.data_ptr() if own else torch.empty_like(activations).data_ptr()
@@ -419,6 +434,7 @@ def test_the_dead_input_holds_the_activation_only_where_the_engine_has_written_i
 
 
 def plain_output():
+    """Output tensor as the engine allocates it."""
     return torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
 
 
@@ -439,12 +455,12 @@ BLOCKS = {"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128
         pytest.param({}, plain_output()[:-1], id="rows"),
     ],
 )
-def test_a_tensor_that_stays_whole_gets_its_operands_as_they_are(called, operands, output):
-    """Not as one slice of all columns: what is whole because of its shape must not be cut to the layer's."""
-    operands = operands | {"kwargs": capture().gemm.kwargs | operands.get("kwargs", {})}
-    deferred = capture(**operands)
+def test_an_uncut_tensor_is_computed_from_the_original_operands(run_narrow_slices, operands, output):
+    """One slice of all columns would be wrong: operands of an unexpected shape must not be cut to the layer's width."""
+    operands = operands | {"kwargs": make_deferred().gemm.kwargs | operands.get("kwargs", {})}
+    deferred = make_deferred(**operands)
     captured = deferred.gemm
-    ((activations, weights, bias, whole, _, scale, zero_points, *rest),), sums = called(deferred, output)
+    ((activations, weights, bias, whole, _, scale, zero_points, *rest),), sums = run_narrow_slices(deferred, output)
     assert weights is captured.weights
     assert bias is captured.bias
     assert scale is captured.weights_scale
@@ -456,20 +472,22 @@ def test_a_tensor_that_stays_whole_gets_its_operands_as_they_are(called, operand
 
 
 @pytest.mark.parametrize("scale", [None, torch.ones(4), torch.ones(4, HIDDEN, 1)], ids=["none", "one", "columns"])
-def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale, caplog):
+def test_slices_are_computed_on_views_of_the_columns(run_narrow_slices, scale, caplog):
     caplog.set_level("INFO", log.logger.name)
     weights = torch.ones(4, HIDDEN, INNER, dtype=torch.bfloat16)
-    gemms, sums = called(capture(weights=weights, weights_scale=scale), plain_output())
+    gemms, sums = run_narrow_slices(make_deferred(weights=weights, weights_scale=scale), plain_output())
     assert [operands[1].data_ptr() - weights.data_ptr() for operands in gemms] == [0, 256 * INNER * 2]
     assert [operands[1].shape[1] for operands in gemms] == [256, 256]
     assert sums == ["slice", "slice"]
-    called(capture(), plain_output())  # a running server says so at the first layer that is cut, and once
+    run_narrow_slices(
+        make_deferred(), plain_output()
+    )  # the line is logged at the first layer that is cut, and only once
     assert [record.getMessage().partition("Triton's ")[2] for record in caplog.records] == [
         "[tokens, top-k, hidden] tensor of 0 MB is cut into 2 column slices"
     ]
 
 
-# --- Who needs it, and who gets what ---------------------------------------------------------------------------------
+# --- Servers and runners that run column slices ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -477,22 +495,22 @@ def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale, c
     [
         ("cuda", "triton", None),
         ("cuda", "auto", None),
-        ("cuda", "marlin", None),  # which leaves BF16 experts to Triton
+        ("cuda", "marlin", None),  # Marlin's servers run BF16 experts on Triton
         ("cpu", "triton", "--device is cpu"),
     ],
 )
-def test_servers_that_never_reach_it(device, runner, reason):
+def test_skip_reason_of_servers(device, runner, reason):
     found = moe_workspace.CHANGE.skip(SimpleNamespace(device=device, moe_runner_backend=runner))
     assert (found and found.reason) == reason
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
-def test_a_bad_number_ends_the_start_up_by_name(value):
+def test_a_bad_value_is_refused_with_the_name_of_the_variable(value):
     with pytest.raises(ValueError, match=f"^{MB}: expected a positive number of MB"):
         check_environment([moe_workspace.CHANGE], {MB: value})
 
 
-THEIRS = "invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
+FOREIGN_KERNEL = "invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
 AMD = "AMD's sums have not been tried"
 
 
@@ -500,15 +518,17 @@ AMD = "AMD's sums have not been tried"
     ("triton_plan", "marlin_plan", "installed", "reason"),
     [
         (AMD, AMD, None, AMD),
-        (Unsupported, Unsupported, None, THEIRS),
-        (Unsupported, "applied", ["marlin"], f"no columns in the Triton runner: {THEIRS}"),
+        (Unsupported, Unsupported, None, FOREIGN_KERNEL),
+        (Unsupported, "applied", ["marlin"], f"no columns in the Triton runner: {FOREIGN_KERNEL}"),
         ("applied", "applied", ["triton", "marlin"], ""),
-        ("applied", Unsupported, ["triton"], f"no columns in Marlin: {THEIRS}"),
+        ("applied", Unsupported, ["triton"], f"no columns in Marlin: {FOREIGN_KERNEL}"),
         ("applied", AMD, ["triton"], ""),
-        ("applied", ValueError, ["triton"], f"no columns in Marlin: probing it failed: ValueError: {THEIRS}"),
+        ("applied", ValueError, ["triton"], f"no columns in Marlin: probing it failed: ValueError: {FOREIGN_KERNEL}"),
     ],
 )
-def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_plan, installed, reason):
+def test_an_unsupported_runner_does_not_affect_the_other_runner(
+    monkeypatch, triton_plan, marlin_plan, installed, reason
+):
     from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 
     parts = []
@@ -518,9 +538,9 @@ def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_pla
             return Plan.applied(lambda patcher: parts.append(name))
         if isinstance(result, str):
             return Plan.not_needed(result)
-        raise result(THEIRS)
+        raise result(FOREIGN_KERNEL)
 
-    monkeypatch.setattr(streams, "probe", lambda look_at: lambda patcher: None)
+    monkeypatch.setattr(streams, "probe", lambda check_model: lambda patcher: None)
     monkeypatch.setattr(moe_workspace, "_offer_dead_input", lambda: (None, ""))
     for module, name, result in ((triton, "triton", triton_plan), (marlin, "marlin", marlin_plan)):
         monkeypatch.setattr(module, "plan", lambda name=name, result=result: plan(name, result))
@@ -538,11 +558,15 @@ def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_pla
     [
         ({}, {}, Plan.not_needed("AMD's sums")),
         ({}, {"device": "cpu"}, Plan.not_needed("--device is cpu")),
-        ({MB: "500"}, {}, Plan.unsupported(f"{MB} is set, and no runner is cut: AMD's sums")),
-        ({MB: "500"}, {"device": "cpu"}, Plan.unsupported(f"{MB} is set, and no runner is cut: --device is cpu")),
+        ({MB: "500"}, {}, Plan.unsupported(f"{MB} is set, but column slices cannot run here: AMD's sums")),
+        (
+            {MB: "500"},
+            {"device": "cpu"},
+            Plan.unsupported(f"{MB} is set, but column slices cannot run here: --device is cpu"),
+        ),
     ],
 )
-def test_columns_that_are_asked_for_where_no_runner_has_them_are_unsupported(variables, server, expected, monkeypatch):
+def test_a_memory_limit_without_column_slices_is_unsupported(variables, server, expected, monkeypatch):
     for runner in (triton, marlin):
         monkeypatch.setattr(runner, "plan", lambda: Plan.not_needed("AMD's sums"))
     for name, value in variables.items():
@@ -551,11 +575,11 @@ def test_columns_that_are_asked_for_where_no_runner_has_them_are_unsupported(var
     assert plan_for(moe_workspace.CHANGE, {moe_workspace.CHANGE.name}, server_args) == expected
 
 
-# --- The kernel, and the engine's sequence ---------------------------------------------------------------------------
+# --- The kernels, and the engine's function in the interpreter -------------------------------------------------------
 
 
 def ptx_of(kernel, types: dict[str, str], constants: dict[str, int], capability: int) -> str:
-    """What a kernel becomes for a GPU of that capability, its pointers and integers multiples of 16."""
+    """PTX of a kernel for a GPU of this compute capability, with pointers and integers that are multiples of 16."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -586,28 +610,33 @@ def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_
     ptx = ptx_of(moe_sum._moe_sum_kernel, sums, {"TOP_K": 8, "BLOCK": 1024}, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
-    copies = {f"{which}_{end}_ptr": "*i64" for which in ("first", "second") for end in ("source", "target")}
-    copies |= {f"{which}_{what}": "i32" for which in ("first", "second") for what in ("stride", "words")}
-    copies |= dict.fromkeys(("first_programs", "copy_programs"), "i32")
-    blocks = {"TOP_K": 8, "BLOCK": 1024, "FIRST_BLOCK": 1024, "SECOND_BLOCK": 256}
+    copies = {f"{operand}_{end}": "*i64" for operand in ("weights", "scales") for end in ("ptr", "copy_ptr")}
+    copies |= {f"{operand}_{size}": "i32" for operand in ("weights", "scales") for size in ("stride", "words")}
+    copies |= dict.fromkeys(("weights_programs", "copy_programs"), "i32")
+    blocks = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS_BLOCK": 1024, "SCALES_BLOCK": 256}
     ptx = ptx_of(sum_and_copy._sum_and_copy_kernel, sums | copies, blocks, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == len(re.findall(r"st\.global\.v2\.b64", ptx)) == 5
 
 
-BITS = "marlin or bits or whatever_the_sequence or inside_the_first_gemm or full_size"
-"""Of the tests in the interpreter, those that a release's own code decides. The default release runs all."""
+BITS = "marlin or bits or options_of_the_fused_moe or inside_the_first_gemm or full_size"
+"""Tests in the interpreter whose result depends on the engine release. Other releases than the default run only
+these.
+"""
 
 
 @pytest.mark.long("a hundred tests of kernels in the interpreter, on one import of the engine")
 @pytest.mark.parametrize(
     ("marks", "passed"), [("not product", 95), pytest.param("product", 16, marks=pytest.mark.product)]
 )
-def test_the_engines_sequence_and_marlins_in_the_interpreter(marks: str, passed: int) -> None:
-    """On the CPU a server never runs them: here the engine's CUDA branch is taken, its kernels interpreted, and
-    Marlin's has a stand-in. In one process, as it imports the engine."""
+def test_gpu_tests_of_both_runners_pass_in_the_interpreter(marks: str, passed: int) -> None:
+    """Run test/gpu's tests of both runners on the CPU, in a process of their own.
+
+    A CPU server never runs this code. Here the engine's CUDA branch is taken, Triton's kernels are interpreted, and a
+    stand-in replaces Marlin's kernel.
+    """
     pytest.importorskip("triton")
     some = metadata.version("sglang") != DEFAULT and marks == "not product"
     tests = ["test_moe_workspace_cuda.py", "test_moe_workspace_marlin_cuda.py"]
     ran, said = interpreted.run_tests(tests, ["-m", marks, *some * ["-k", BITS]], timeout=1700)
-    assert ran >= (59 if some else passed), said  # not skipped; some are about later releases
+    assert ran >= (59 if some else passed), said  # fewer would mean skipped tests

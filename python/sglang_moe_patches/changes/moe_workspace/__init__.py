@@ -1,31 +1,34 @@
-"""moe-workspace: Triton's and Marlin's second GEMM and sum over the top-k, one column slice after another.
+"""moe-workspace: compute the expert outputs of the Triton and Marlin runners in column slices.
 
 Why
-    Between its second GEMM and the sum over the top-k the runner holds the expert outputs, [tokens, top-k, hidden].
-    Tensor parallelism does not shard that tensor and nothing bounds it.
+    Between its second GEMM and the sum over the top-k, a runner allocates the expert outputs. This tensor has the
+    shape [tokens, top-k, hidden]. Tensor parallelism does not shard it, and no setting of the engine limits it.
+
+What it does
+    The second GEMM and the sum run for one slice of the hidden columns at a time. The full tensor is never allocated.
 
 Hook points
-    What offers the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`); ``_fused_moe_kernel_sequence``
-    (:mod:`.triton`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model`` (:mod:`.streams`).
+    The layers that offer their dead input (:mod:`sglang_moe_patches.core.dead_input`), ``_fused_moe_kernel_sequence``
+    (:mod:`.triton`), ``fused_marlin_moe`` (:mod:`.marlin`) and ``ModelRunner.load_model`` (:mod:`.streams`).
 
 Skipped
-    without CUDA, and on AMD. Other runners are left alone. By layer: see *What runs in columns* in
-    ``docs/changes/moe-workspace.md``.
+    Servers without CUDA, and AMD GPUs. Other runners are unchanged. The section *What runs in columns* in
+    ``docs/changes/moe-workspace.md`` says for each kind of layer whether it is cut into slices.
 
 Costs
-    An estimated 2 % of the layer's time at most (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`), with
-    ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` whatever the slices cost; below the threshold one comparison.
+    By default at most an estimated 2 % of the layer's time (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`). With
+    ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` the slices may cost any time. For small tensors the cost is one comparison.
 
 How
-    In the order of a Triton forward: :mod:`.triton` runs the engine's own fused-MoE function with three replaced
-    globals, in which :mod:`.deferred_tensor` stands in for the tensor; :mod:`.column_slices` says how many slices;
-    :mod:`.streams`, whether they need a staging buffer.
+    In the order of a forward pass with the Triton runner: :mod:`.triton` runs the engine's own fused-MoE function with
+    three replaced globals. :mod:`.deferred_tensor` stands in for the expert outputs. :mod:`.column_slices` chooses the
+    number of slices. :mod:`.streams` says whether the slices need a staging buffer.
 
 Upstream
     None.
 
 Remove when
-    the engine's runners bound that tensor.
+    the engine's runners limit the size of the expert outputs.
 """
 
 from __future__ import annotations
@@ -57,27 +60,40 @@ from sglang_moe_patches.core.variables import STRICT
 
 
 def _skip(server_args: Any) -> Skip | None:
-    """``--moe-runner-backend`` does not matter: experts for which that runner has no kernel run on Triton.
+    """Return why this server never runs column slices, or ``None`` if it may.
 
-    :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` is set, and columns need CUDA.
+    The flag ``--moe-runner-backend`` is ignored: experts for which its runner has no kernel run on Triton.
+
+    :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` is set, but the device is not CUDA.
     """
     if server_args.device == "cuda":
         return None
     reason = f"--device is {server_args.device}"
-    _require_unasked(reason)
+    _require_variable_unset(reason)
     return Skip(reason)
 
 
-def _require_unasked(reason: str) -> None:
-    engine.require(MOE_WORKSPACE_MB.read() is None, f"{MOE_WORKSPACE_MB.name} is set, and no runner is cut: {reason}")
+def _require_variable_unset(reason: str) -> None:
+    """Raise ``engine.Unsupported`` if ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` is set.
+
+    :param reason: why no runner can run column slices on this server.
+    """
+    engine.require(
+        MOE_WORKSPACE_MB.read() is None,
+        f"{MOE_WORKSPACE_MB.name} is set, but column slices cannot run here: {reason}",
+    )
 
 
 def _plan() -> Plan:
+    """Probe the Triton runner, the Marlin runner and the offer of dead inputs, and combine their plans.
+
+    If only one runner is supported, the plan installs that runner and names the other runner's problem in its reason.
+    """
     from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 
     triton_plan, marlin_plan = _plan_runner(triton.plan), _plan_runner(marlin.plan)
     if triton_plan.install is None and marlin_plan.install is None:
-        _require_unasked(triton_plan.reason)
+        _require_variable_unset(triton_plan.reason)
         return triton_plan
     offer, note = _offer_dead_input()
     reasons = [note]
@@ -90,22 +106,25 @@ def _plan() -> Plan:
         for runner, plan in (("triton", triton_plan), ("marlin", marlin_plan))
         if plan.status is Status.UNSUPPORTED
     }
-    look_at = functools.partial(_require_supported_runners, unsupported=unsupported)
-    parts = (offer, triton_plan.install, marlin_plan.install, streams.probe(look_at))
+    check_model = functools.partial(_require_supported_runners, unsupported=unsupported)
+    parts = (offer, triton_plan.install, marlin_plan.install, streams.probe(check_model))
     return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), combine_installs(*parts))
 
 
 def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
-    """:raises PatchError: a layer of the model uses a runner that is not supported, and this server is strict.
+    """Warn about layers of a loaded model whose runner is unsupported.
 
-    :param unsupported: why, by the runner's name for ``--moe-runner-backend``.
+    :param model: the model that the engine has loaded.
+    :param unsupported: reasons why runners are unsupported, by their names for ``--moe-runner-backend``.
+    :raises PatchError: a layer uses an unsupported runner, and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     used = set[str | None]()
     with best_effort("moe-workspace: which runners a model has"):
         used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
     for runner in sorted(unsupported.keys() & used):
         message = log.format_line(
-            "moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}"
+            "moe-workspace",
+            f"layers of this model run on {runner}, which cannot run column slices: {unsupported[runner]}",
         )
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}")
@@ -113,7 +132,10 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
 
 
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:
-    """One runner's plan. A runner that is unsupported, or whose code cannot be read, does not affect the other."""
+    """Call a runner's ``plan`` and return its plan, or an *unsupported* plan if it raises.
+
+    A runner whose code is unknown, or cannot be read, does not affect the other runner.
+    """
     try:
         return plan()
     except Exception as error:
@@ -121,35 +143,42 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:
-    """What offers the dead input, and a note on what does not; columns work without."""
+    """Probe which decoder layers can offer their dead input. Column slices work without it.
+
+    :returns: the installer and a note about layers that offer nothing. Without an offer the installer is ``None``, and
+        the note says why.
+    """
     try:
         offers = probe.probe_offers()
     except engine.Unsupported as error:
-        return None, f"no dead input is scratch memory: {error}"
+        return None, f"the runners get no memory from dead inputs: {error}"
     return offers.install, offers.note
 
 
 def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    """Why no forward ran in columns. Which runner it was is not known: both thresholds are named where they differ."""
+    """Return why no forward pass ran in column slices, from the size of the largest expert outputs.
+
+    The runner of the layers is not known here. If Triton and Marlin start at different sizes, the reason names both.
+    """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {
         "Triton": column_slices.min_tensor_bytes(max_bytes),
         "Marlin": column_slices.min_packed_tensor_bytes(max_bytes),
     }
     too_small = [runner for runner, size in thresholds.items() if tensor_bytes < size]
-    largest = f"the largest [tokens, top-k, hidden] was {tensor_bytes / 1e6:,.1f} MB"
+    largest = f"the largest [tokens, top-k, hidden] tensor had {tensor_bytes / 1e6:,.1f} MB"
     if not too_small:
-        return f"{largest}, but no layer gained by a second slice, or none can be cut"
+        return f"{largest}, but a second slice saves nothing in any layer, or no layer can be cut"
     sizes = {size: f"{size / 1e6:,.1f} MB" for size in thresholds.values()}
     starts = [f"{sizes[size]} in {runner}" for runner, size in thresholds.items()] if len(sizes) > 1 else sizes.values()
     return (
-        f"no forward was large enough{'' if len(too_small) == len(thresholds) else f' for {too_small[0]}'}: "
-        f"{largest}, slices start at {', '.join(starts)}"
+        f"no forward pass was large enough{'' if len(too_small) == len(thresholds) else f' for {too_small[0]}'}: "
+        f"{largest}, and tensors are cut from {', '.join(starts)} on"
     )
 
 
 def decide(built: BuiltModel) -> Decision:
-    """What the layers of a model do (:mod:`.decision`)."""
+    """Return what moe-workspace does in the layers of a built model (:func:`.decision.decide`)."""
     from sglang_moe_patches.changes.moe_workspace import decision
 
     return decision.decide(built)
@@ -166,8 +195,8 @@ COLUMNS = Count(
 )
 CHANGE = Change(
     name="moe-workspace",
-    summary="Triton and Marlin sum over the top-k in columns where their tensor is large, in as little as a fifth of "
-    "their memory; other runners are left alone",
+    summary="the Triton and Marlin runners compute large expert outputs [tokens, top-k, hidden] in column slices, in "
+    "as little as a fifth of the memory; other runners are unchanged",
     plan=_plan,
     skip=_skip,
     variables=(MOE_WORKSPACE_MB,),

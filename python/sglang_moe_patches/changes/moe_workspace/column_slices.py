@@ -1,7 +1,8 @@
-"""When a [tokens, top-k, hidden] tensor is cut into column slices, and how wide they are: pure functions of sizes.
+"""Decide whether the expert outputs [tokens, top-k, hidden] are cut into column slices, and how wide the slices are.
 
-:func:`slice_width` decides for the Triton runner, :func:`packed_slice_width` for Marlin. The answer ``hidden`` means
-that the tensor is not cut. The constants of time are fitted to benchmark/results/moe-workspace, measured on an H200.
+These are pure functions of sizes. :func:`slice_width` decides for the Triton runner, :func:`packed_slice_width` for
+Marlin. Both return ``hidden`` if the tensor is not cut. The constants of time are fitted to the results in
+benchmark/results/moe-workspace, measured on an H200.
 """
 
 from __future__ import annotations
@@ -17,58 +18,59 @@ from sglang_moe_patches.core.variables import Variable, positive_number_parser
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
-    "MB (10^6 bytes) that Triton or Marlin may hold, where columns can; unset: what costs at most an estimated 2 % of "
-    "the time",
+    "MB (10^6 bytes) that the Triton or Marlin runner may allocate in a MoE layer, at any cost in time; unset: column "
+    "slices that cost at most an estimated 2 % of the layer's time",
     positive_number_parser("MB"),
 )
 
-# Limits that hold unless MOE_WORKSPACE_MB is set.
-#: A smaller [tokens, top-k, hidden] tensor is not cut.
+# Limits of the default. MOE_WORKSPACE_MB replaces them.
+#: A smaller [tokens, top-k, hidden] tensor is not cut. In bytes.
 MIN_TENSOR_BYTES = 192 << 20
-#: One more slice must save this much.
+#: Bytes that each further slice must save.
 MIN_BYTES_SAVED_PER_SLICE = 36 << 20
-#: Slices may cost this fraction of the layer's time.
+#: Fraction of the layer's time that slices may cost.
 MAX_SLOWDOWN_FRACTION = 0.02
 
-# Where a slice may start.
+# Positions at which a slice may start.
 SLICE_ALIGNMENT_COLUMNS = 256
-#: Triton compiles one kernel for operands that start at multiples of this, and another one for operands that do not.
+#: Triton compiles one kernel for operands that start at multiples of this, and another kernel for all other operands.
 OPERAND_ALIGNMENT_BYTES = 16
 MARLIN_ALIGNMENT_COLUMNS = 256
-#: The number of columns of each of Marlin's launches is a multiple of this.
+#: Each of Marlin's launches computes a multiple of this number of columns.
 MARLIN_TILE_COLUMNS = 128
 
-# What slices cost on an H200, in microseconds; keys: bytes of an activation, 1 for FP8 and INT8, 2 for 16 bits.
-#: Once, if there is more than one slice.
+# Costs of slices on an H200, in microseconds. Keys: bytes of an activation (1 for FP8 and INT8, 2 for 16 bits).
+#: Cost per layer, if there is more than one slice.
 SLICING_US = 10.0
-#: For each slice but the first: a constant (launch and last wave), and for each row (activations read again).
+#: Cost of each slice but the first: a constant (launch and last wave), and an amount per row (activations read again).
 SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
-#: Operations of the engine's tuned tiles; of the small 16-bit tiles that it takes where nobody tuned any.
+#: Operations per microsecond with the engine's tuned tiles, and with the small 16-bit tiles that the engine uses if
+#: nobody tuned tiles for the layer.
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
 SMALL_TILE_ELEMENTS, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
-#: At least what FP8 tiles of 128 rows lose in slices that go through the columns before the rows (3 to 7 %).
+#: Least slowdown of FP8 tiles with 128 rows that go through the columns before the rows (measured: 3 to 7 %).
 SLOW_ORDER_SLOWDOWN = 0.07
 
-# The same for Marlin.
+# Costs of slices with Marlin on an H200, in microseconds. The tuples have a constant and an amount per row.
 MARLIN_SLICING_US = 10.0
 MARLIN_SLICE_US = (15.0, 3.0e-4)
 MARLIN_OPERATIONS_PER_US = 0.25e9
-#: Bytes of the second GEMM's weights and scales, which are read, written and read again.
+#: Bytes of the second GEMM's weights and scales per microsecond. A copy reads and writes them, and the GEMM reads them.
 MARLIN_COPIED_BYTES_PER_US = 2.5e6
 
 
 class LayerShape(NamedTuple):
-    """A forward of one layer's routed experts on this rank.
+    """Sizes of one layer's routed experts in a forward pass on this rank.
 
     :param tokens: rows of the layer's input.
-    :param top_k: experts of a token.
-    :param hidden: columns of the output.
+    :param top_k: experts per token.
+    :param hidden: columns of the layer's output.
     :param intermediate: the experts' intermediate size on this rank: columns of the activation's output.
     :param itemsize: bytes of an element of the output and of both GEMMs' outputs.
-    :param gate_columns: columns of the first GEMM's output; 0: twice ``intermediate``.
-    :param weight_bytes: bytes of both GEMMs' weights, with the scales that are read with them.
-    :param local_row_fraction: rows with an expert on this rank (expert parallelism), of all rows.
+    :param gate_columns: columns of the first GEMM's output; 0 stands for twice ``intermediate``.
+    :param weight_bytes: bytes of both GEMMs' weights and scales.
+    :param local_row_fraction: fraction of the rows whose expert is on this rank (below 1 with expert parallelism).
     """
 
     tokens: int
@@ -82,10 +84,12 @@ class LayerShape(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Rows of both GEMMs' outputs: one per token and expert."""
         return self.tokens * self.top_k
 
     @property
     def first_gemm_columns(self) -> int:
+        """Columns of the first GEMM's output."""
         return self.gate_columns or 2 * self.intermediate
 
     @property
@@ -95,43 +99,47 @@ class LayerShape(NamedTuple):
 
     @property
     def output_bytes(self) -> int:
+        """Bytes of the layer's output, [tokens, hidden]."""
         return self.tokens * self.hidden * self.itemsize
 
     def layer_us(self, operations_per_us: float) -> float:
-        """Microseconds of both GEMMs and of the sum."""
+        """Microseconds of both GEMMs and of the sum.
+
+        :param operations_per_us: floating-point operations of the GEMMs per microsecond.
+        """
         columns = self.intermediate + self.first_gemm_columns
         operations = 2 * self.rows * self.local_row_fraction * self.hidden * columns
         return operations / operations_per_us + (self.weight_bytes + 2 * self.tensor_bytes) / BYTES_PER_US
 
 
-class Held(NamedTuple):
-    """Bytes that a runner holds, at the most.
+class RunnerMemory(NamedTuple):
+    """Memory of a runner in one forward pass of a layer, in bytes.
 
-    :param around: around the activation, whatever is cut.
-    :param whole: with the whole [tokens, top-k, hidden] tensor.
-    :param beside: beside a slice.
-    :param column: for each column of a slice.
+    :param at_activation: allocated while the activation runs. Column slices do not change it.
+    :param uncut: allocated during the second GEMM if the expert outputs are not cut.
+    :param beside_slice: allocated during the second GEMM of a slice, without the slice itself.
+    :param slice_column: allocated for each column of a slice.
     """
 
-    around: int
-    whole: int
-    beside: int
-    column: int
+    at_activation: int
+    uncut: int
+    beside_slice: int
+    slice_column: int
 
-    def in_slices(self, width: int) -> int:
-        """In slices of so many columns."""
-        return max(self.around, self.beside + width * self.column)
+    def peak_bytes(self, width: int) -> int:
+        """Return the runner's peak memory in bytes with slices of ``width`` columns."""
+        return max(self.at_activation, self.beside_slice + width * self.slice_column)
 
 
 class TritonGemm(NamedTuple):
-    """What slices of the Triton runner's second GEMM depend on, beside the layer's shape.
+    """The Triton runner's second GEMM: the properties on which slices depend.
 
-    :param tiles: the engine's configuration; no slice cuts a tile. ``None``: ignore what slices cost.
-    :param quantized: its activations have one byte.
-    :param activation_in_dead_input: the activation's output lies in memory that is allocated anyway.
-    :param uses_staging: slices go to a staging buffer, which is copied into the output after the last GEMM.
+    :param tiles: the engine's tile configuration. No slice cuts a tile. ``None``: ignore the cost of slices.
+    :param quantized: True if the activations have one byte (FP8 or INT8).
+    :param activation_in_dead_input: the activation's output lies in the dead input, which is allocated anyway.
+    :param uses_staging: slices are written to a staging buffer, which is copied into the output after the last GEMM.
     :param columns_per_scale: columns of the weights that share a scale (block quantization), or 1.
-    :param scale_stride_bytes: distance from one column's (or block's) scales to the next one's.
+    :param scale_stride_bytes: distance between the scales of neighbouring columns (or blocks of columns).
     """
 
     tiles: Mapping[str, int] | None = None
@@ -143,26 +151,29 @@ class TritonGemm(NamedTuple):
 
     @property
     def alignment_columns(self) -> int:
-        """Slices start at multiples of this."""
+        """Columns of which the start of a slice is a multiple."""
         scales = OPERAND_ALIGNMENT_BYTES // gcd(OPERAND_ALIGNMENT_BYTES, self.scale_stride_bytes)
         tile = self.tiles["BLOCK_SIZE_N"] if self.tiles else 1
         return lcm(SLICE_ALIGNMENT_COLUMNS, tile, self.columns_per_scale * scales)
 
     @property
     def activation_bytes(self) -> int:
+        """Bytes of one element of the second GEMM's input."""
         return 1 if self.quantized else 2
 
     @property
     def has_slow_order(self) -> bool:
-        """FP8 tiles of 128 rows that go through the columns before the rows (``GROUP_SIZE_M`` of 1).
+        """True for FP8 tiles of at least 128 rows whose ``GROUP_SIZE_M`` is 1.
 
-        They were slower in two slices already (:data:`SLOW_ORDER_SLOWDOWN`).
+        Such tiles go through the columns before the rows. They were slower with two slices already
+        (:data:`SLOW_ORDER_SLOWDOWN`).
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
 
     @property
     def operations_per_us(self) -> float:
+        """Floating-point operations of these tiles per microsecond on an H200."""
         assert self.tiles is not None
         is_small = self.tiles["BLOCK_SIZE_M"] * self.tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
         return (
@@ -172,91 +183,95 @@ class TritonGemm(NamedTuple):
         )
 
     def slicing_us(self, layer: LayerShape, slices: int) -> float:
-        """Microseconds that slicing costs: once, and for each slice but the first."""
+        """Return the cost of ``slices`` slices in microseconds."""
         staging_us = 2 * layer.output_bytes / BYTES_PER_US if self.uses_staging else 0
-        return SLICING_US + staging_us + (slices - 1) * _slice_us(SLICE_US[self.activation_bytes], layer.rows)
+        return SLICING_US + staging_us + (slices - 1) * _cost_of_slice_us(SLICE_US[self.activation_bytes], layer.rows)
 
     def slowdown(self, layer: LayerShape, slices: int) -> float:
-        """What so many slices cost, of the layer's time."""
+        """Return the cost of ``slices`` slices as a fraction of the layer's time."""
         slowdown = self.slicing_us(layer, slices) / layer.layer_us(self.operations_per_us)
         return max(slowdown, SLOW_ORDER_SLOWDOWN) if self.has_slow_order else slowdown
 
     def inner_bytes(self, layer: LayerShape) -> int:
-        """Bytes of the activation's output that the runner allocates."""
+        """Return the bytes that the runner allocates for the activation's output."""
         return 0 if self.activation_in_dead_input else layer.itemsize * layer.rows * layer.intermediate
 
     def input_bytes(self, layer: LayerShape) -> int:
-        """Bytes of the second GEMM's input, without its scales."""
+        """Return the bytes of the second GEMM's input, without its scales."""
         return layer.rows * layer.intermediate if self.quantized else self.inner_bytes(layer)
 
-    def held(self, layer: LayerShape) -> Held:
-        """What the runner holds (:func:`slice_width`)."""
+    def memory(self, layer: LayerShape) -> RunnerMemory:
+        """Return the runner's memory, for :func:`slice_width`."""
         inner_bytes, input_bytes = self.inner_bytes(layer), self.input_bytes(layer)
-        # Scales: at most four bytes for each group of 128.
-        beside = input_bytes + (input_bytes // 32 if self.quantized else 0)
-        return Held(
-            around=layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes,
-            # A whole tensor's GEMM quantizes its input itself: both forms are alive.
-            whole=layer.tensor_bytes + input_bytes + (inner_bytes if self.quantized else 0),
-            beside=beside + (layer.output_bytes if self.uses_staging else 0),
-            column=layer.rows * layer.itemsize,
+        # The scales have at most four bytes for each group of 128 elements.
+        input_with_scales = input_bytes + (input_bytes // 32 if self.quantized else 0)
+        return RunnerMemory(
+            at_activation=layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes,
+            # Without slices the GEMM quantizes its own input. The 16-bit activations and the quantized ones are then
+            # both allocated.
+            uncut=layer.tensor_bytes + input_bytes + (inner_bytes if self.quantized else 0),
+            beside_slice=input_with_scales + (layer.output_bytes if self.uses_staging else 0),
+            slice_column=layer.rows * layer.itemsize,
         )
 
 
 class MarlinGemm(NamedTuple):
-    """What slices of Marlin's second GEMM depend on, beside the layer's shape.
+    """Marlin's second GEMM: the properties on which slices depend.
 
-    :param column_bytes: bytes of the weights and scales of one column, all experts together.
-    :param output_in_dead_input: the final output lies in memory that is allocated anyway.
+    :param column_bytes: bytes of one column's weights and scales, summed over all experts.
+    :param output_in_dead_input: the layer's output lies in the dead input, which is allocated anyway.
     """
 
     column_bytes: int
     output_in_dead_input: bool = False
 
     def slicing_us(self, layer: LayerShape, slices: int) -> float:
-        """:meth:`TritonGemm.slicing_us`, with the copies of weights and scales."""
+        """Return the cost of ``slices`` slices in microseconds, with the copies of weights and scales."""
         copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
-        return MARLIN_SLICING_US + copies_us + (slices - 1) * _slice_us(MARLIN_SLICE_US, layer.rows)
+        return MARLIN_SLICING_US + copies_us + (slices - 1) * _cost_of_slice_us(MARLIN_SLICE_US, layer.rows)
 
     def slowdown(self, layer: LayerShape, slices: int) -> float:
-        """What so many slices cost, of the layer's time."""
+        """Return the cost of ``slices`` slices as a fraction of the layer's time."""
         return self.slicing_us(layer, slices) / layer.layer_us(MARLIN_OPERATIONS_PER_US)
 
-    def held(self, layer: LayerShape) -> Held:
-        """What the runner holds (:func:`packed_slice_width`)."""
+    def memory(self, layer: LayerShape) -> RunnerMemory:
+        """Return the runner's memory, for :func:`packed_slice_width`."""
         inner_bytes = layer.rows * layer.intermediate * layer.itemsize
-        return Held(
-            around=layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes,
-            whole=inner_bytes + layer.output_bytes + layer.tensor_bytes,  # the engine's own allocates its output
-            beside=inner_bytes + (0 if self.output_in_dead_input else layer.output_bytes),
-            column=layer.rows * layer.itemsize + self.column_bytes,
+        return RunnerMemory(
+            at_activation=layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes,
+            uncut=inner_bytes + layer.output_bytes + layer.tensor_bytes,  # the engine's own allocates its output
+            beside_slice=inner_bytes + (0 if self.output_in_dead_input else layer.output_bytes),
+            slice_column=layer.rows * layer.itemsize + self.column_bytes,
         )
 
 
 def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None, *, is_free: bool = False) -> int:
-    """Columns of the second GEMM's output to compute and sum at a time; ``hidden``: the tensor is not cut.
+    """Return how many columns of the second GEMM's output the Triton runner computes and sums at a time.
 
-    Narrower slices save memory, more of them cost time. Three bounds on their number:
+    The result is ``hidden`` if the tensor is not cut. Narrower slices save memory, and more slices cost time. Three
+    limits bound the number of slices:
 
-    - Around the activation the runner holds the first GEMM's output, [rows, 2 x ``intermediate``], and the
-      activation's, [rows, ``intermediate``]. Slices that fit into that beside the second GEMM's input (2 x
-      ``intermediate`` columns, or 2.5 where it is quantized) save nothing more if narrower. With the activation's
-      output in the dead input it is 2 x ``intermediate`` columns, or 1.5.
-    - ``n`` slices hold 1/n of the tensor, so that one more saves about 1/n^2 of it. The number at which one more still
-      saves :data:`MIN_BYTES_SAVED_PER_SLICE` is a square root.
-    - They cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time (:func:`max_affordable_slices`).
+    - Memory at the activation. The runner then has the first GEMM's output, [rows, 2 x ``intermediate``], and the
+      activation's output, [rows, ``intermediate``]. Beside the second GEMM's input this leaves room for 2 x
+      ``intermediate`` columns, or 2.5 x if the input is quantized. With the activation's output in the dead input it
+      leaves 2 x or 1.5 x. Slices narrower than this room lower no peak.
+    - Memory saved by each further slice. Of ``n`` slices one holds 1/n of the tensor, so another slice saves about
+      1/n^2 of the tensor. The largest number of slices that each save :data:`MIN_BYTES_SAVED_PER_SLICE` is a square
+      root.
+    - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
+      (:func:`max_affordable_slices`).
 
-    :param max_bytes: take the fewest slices with which the runner holds at most this, or what it holds around the
-        activation, instead.
-    :param is_free: as if slices cost nothing.
+    :param max_bytes: memory limit of the runner in bytes. It replaces the three limits: the result is the width of the
+        fewest slices that keep it. The limit cannot be below the memory at the activation. ``None``: no limit is set.
+    :param is_free: ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
-    held = gemm.held(layer)
+    memory = gemm.memory(layer)
     if max_bytes is not None:
-        return _fewest_slices_width(held, max_bytes, layer.hidden, gemm.alignment_columns)
+        return _fewest_slices_width(memory, max_bytes, layer.hidden, gemm.alignment_columns)
     slices = min(
-        -(-layer.tensor_bytes // (held.around - gemm.input_bytes(layer))),
+        -(-layer.tensor_bytes // (memory.at_activation - gemm.input_bytes(layer))),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
     if gemm.tiles is not None and not is_free:
@@ -267,39 +282,46 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
 def packed_slice_width(
     layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None, *, is_free: bool = False
 ) -> int:
-    """:func:`slice_width` where each slice's weights and scales are copied first, as Marlin's packed ones must be.
+    """Return how many columns of the second GEMM's output Marlin computes and sums at a time.
 
-    Around the activation the runner holds the outputs of the first GEMM and of the activation; while it runs slices,
-    the latter, the final output, and for each column of a slice its values, weights and scales. Where the first GEMM's
-    output is as wide as the layer there is nothing to save.
+    The limits are those of :func:`slice_width`. Marlin's weights are packed, so that the weights and scales of each
+    slice are copied before its GEMM. While a slice runs, the runner has the activation's output, the layer's output,
+    and the slice's values, weights and scales. If the first GEMM's output is as wide as the layer, slices save nothing.
+
+    :param max_bytes: memory limit of the runner in bytes, as for :func:`slice_width`.
+    :param is_free: ignore the time that slices cost.
     """
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
-    held = gemm.held(layer)
+    memory = gemm.memory(layer)
     if max_bytes is not None:
-        return _fewest_slices_width(held, max_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
+        return _fewest_slices_width(memory, max_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
     slices = min(
-        -(-layer.hidden // max(1, (held.around - held.beside) // held.column)),
+        -(-layer.hidden // max(1, (memory.at_activation - memory.beside_slice) // memory.slice_column)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
     if not is_free:
         budget_us = MAX_SLOWDOWN_FRACTION * layer.layer_us(MARLIN_OPERATIONS_PER_US) - gemm.slicing_us(layer, 1)
-        slices = min(slices, _slices_within(budget_us, MARLIN_SLICE_US, layer.rows))
+        slices = min(slices, _count_affordable_slices(budget_us, MARLIN_SLICE_US, layer.rows))
     return _even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
 
 
 def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Callable[..., int]) -> str:
-    """What asks for the slices that the rule takes if they cost nothing; "": they save nothing.
+    """Return a sentence for the user, with the memory limit that makes the runner cut this tensor, its saving and its
+    cost.
+
+    The limit is a value for ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``. It is the peak memory with the slices that the
+    rule would choose if slices cost no time. The result is "" if such slices save nothing.
 
     :param choose_width: :func:`slice_width` or :func:`packed_slice_width`.
     """
-    held = gemm.held(layer)
+    memory = gemm.memory(layer)
     free_width = choose_width(layer, gemm, is_free=True)
-    megabytes = ceil(held.in_slices(free_width) / 1e6)
+    megabytes = ceil(memory.peak_bytes(free_width) / 1e6)
     width = choose_width(layer, gemm, megabytes * 10**6)
-    saved_bytes = max(held.around, held.whole) - held.in_slices(width)
+    saved_bytes = max(memory.at_activation, memory.uncut) - memory.peak_bytes(width)
     if free_width == layer.hidden or width == layer.hidden or saved_bytes <= 0:
         return ""
     slowdown = gemm.slowdown(layer, len(split_columns(layer.hidden, width)))
@@ -310,9 +332,9 @@ def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Calla
 
 
 def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
-    """How many slices cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time; at least one."""
+    """Return the largest number of slices whose cost is at most :data:`MAX_SLOWDOWN_FRACTION`; at least 1."""
     if gemm.has_slow_order:
-        # Not where a test or a benchmark has lifted the limit.
+        # A test or a benchmark lifts the limit by a fraction of 1 or more.
         return 1 if MAX_SLOWDOWN_FRACTION < 1 else layer.rows
     rate = gemm.operations_per_us  # the tiles themselves are a dictionary, which has no hash
     return _max_affordable_slices(layer, gemm.quantized, gemm.uses_staging, rate, MAX_SLOWDOWN_FRACTION)
@@ -322,62 +344,79 @@ def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
 def _max_affordable_slices(
     layer: LayerShape, quantized: bool, uses_staging: bool, operations_per_us: float, max_slowdown_fraction: float
 ) -> int:
+    """Compute :func:`max_affordable_slices`, once for each combination of arguments."""
     gemm = TritonGemm(quantized=quantized, uses_staging=uses_staging)
     budget_us = max_slowdown_fraction * layer.layer_us(operations_per_us) - gemm.slicing_us(layer, 1)
-    return _slices_within(budget_us, SLICE_US[gemm.activation_bytes], layer.rows)
+    return _count_affordable_slices(budget_us, SLICE_US[gemm.activation_bytes], layer.rows)
 
 
-def _slices_within(budget_us: float, slice_us: tuple[float, float], rows: int) -> int:
-    """How many slices cost ``budget_us`` (the first one is free): at most one more than rows, for an endless budget."""
-    return max(1, 1 + int(min(budget_us / _slice_us(slice_us, rows), rows)))
+def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], rows: int) -> int:
+    """Return how many slices cost at most ``budget_us`` microseconds. The first slice is free.
+
+    The result is at most ``rows`` + 1, so that an infinite budget has a finite result.
+
+    :param slice_us: cost of a further slice: a constant, and an amount per row.
+    """
+    return max(1, 1 + int(min(budget_us / _cost_of_slice_us(slice_us, rows), rows)))
 
 
-def _slice_us(slice_us: tuple[float, float], rows: int) -> float:
-    """Microseconds of each slice but the first."""
+def _cost_of_slice_us(slice_us: tuple[float, float], rows: int) -> float:
+    """Return the cost of each slice but the first, in microseconds.
+
+    :param slice_us: a constant, and an amount per row.
+    """
     constant, for_each_row = slice_us
     return constant + rows * for_each_row
 
 
-def _fewest_slices_width(held: Held, max_bytes: int, hidden: int, step: int) -> int:
-    """The width of the fewest slices with which the runner holds ``max_bytes``; ``step`` if that is not possible."""
-    limit = max(max_bytes, held.around)
-    if held.whole <= limit:
+def _fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
+    """Return the width of the fewest slices that keep the runner's memory at ``max_bytes``.
+
+    If no number of slices does, the result is ``step``, the narrowest width.
+    """
+    limit = max(max_bytes, memory.at_activation)
+    if memory.uncut <= limit:
         return hidden
-    max_columns = (limit - held.beside) // held.column
+    max_columns = (limit - memory.beside_slice) // memory.slice_column
     return _even_width(hidden, max(2, -(-hidden // max(step, max_columns // step * step))), step)
 
 
 def _even_width(hidden: int, slices: int, step: int) -> int:
-    """The width of so many slices, a multiple of ``step``; ``hidden`` for one slice."""
+    """Return the width of ``slices`` slices of ``hidden`` columns, rounded up to a multiple of ``step``.
+
+    The result is ``hidden`` for one slice.
+    """
     return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
 
 
 def read_max_bytes() -> int | None:
-    """Bytes that the runner may hold by :data:`MOE_WORKSPACE_MB`; ``None``: the limits above apply."""
+    """Read :data:`MOE_WORKSPACE_MB` as bytes; ``None`` if it is unset."""
     megabytes = MOE_WORKSPACE_MB.read()
     return None if megabytes is None else megabytes * 10**6
 
 
 def min_tensor_bytes(max_bytes: int | None) -> int:
-    """A smaller [tokens, top-k, hidden] tensor is not cut in the Triton runner: one comparison, ahead of all else.
+    """Return the size in bytes below which the Triton runner's expert outputs are never cut.
 
-    Where slices make a runner smaller that holds more than ``max_bytes``, at least a quarter of that is the tensor T.
-    Beside T lie at most 1.5 times the activation A (in 16 bits and in one byte). Around the activation the runner holds
-    at least 2 A whatever is cut: where T with what lies beside it is the peak, A is less than 2 T.
+    This is the first and cheapest check of a forward pass. With a limit of ``max_bytes`` the result is a quarter of it.
+    Proof: let T be the bytes of the tensor and A those of the activation's output. During the second GEMM the runner
+    has T and at most 1.5 A (in 16 bits and in one byte). During the activation it has at least 2 A, whatever is cut.
+    Slices help only if the second GEMM is the peak, and then A is less than 2 T. So the peak is less than 4 T.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
 
 def min_packed_tensor_bytes(max_bytes: int | None) -> int:
-    """The same for Marlin: at least a third of what the runner holds uncut.
+    """Return the size in bytes below which Marlin's expert outputs are never cut.
 
-    The activation's output is narrower than the layer where anything is cut, and the final output has one row a token.
+    With a limit of ``max_bytes`` the result is a third of it. Wherever slices help, the activation's output and the
+    layer's output are each at most as large as the expert outputs.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
 
 
 def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
-    """Log once for each runner of this process that its layers are cut."""
+    """Log that a runner cuts its expert outputs into slices, once for each runner in this process."""
     message = log.format_line(
         "moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices"
     )
@@ -385,5 +424,5 @@ def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
 
 
 def split_columns(columns: int, width: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of each column slice of at most ``width`` columns, in order."""
+    """Return ``(start, stop)`` of each column slice of at most ``width`` columns, in order."""
     return [(start, min(start + width, columns)) for start in range(0, columns, width)]

@@ -1,5 +1,7 @@
-"""What moe-workspace does in the layers of a model that was built: the functions that decide in a forward say so of
-tensors without memory."""
+"""Tell what moe-workspace does in the layers of a built model, for ``doctor --model``.
+
+The functions that decide in a forward pass decide here, too. They receive tensors without memory (``meta`` tensors).
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,39 @@ from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH
 
 
 def decide(built: BuiltModel) -> Decision:
-    """What a layer decides that runs on Triton or Marlin, and offers its input if any does: others are alike."""
+    """Return the decision for the layers of a model, from its first layer on Triton or Marlin.
+
+    A layer that offers its dead input is preferred to one that does not. All other layers of the model are alike.
+    """
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
-    if (travels := get_moe_a2a_backend().value) != "none":
-        return Decision(reason=f"columns are not reached: all-to-all by {travels}")
+    if (backend := get_moe_a2a_backend().value) != "none":
+        return Decision(
+            reason=f"the experts exchange tokens by {backend}, which uses neither the Triton nor the Marlin runner"
+        )
     offering, _ = probe.find_offers(built.model)
     layers = offering + runners.layers_of(built.model)  # the first layer of all never offers
     decides = {"triton": _decide_triton, "marlin": _decide_marlin}
     for experts in layers:
         if decide_layer := decides.get(str(runners.runner_of(experts))):
             return decide_layer(experts, built, offered=any(experts is each for each in offering))
-    others = sorted({runners.runner_of(experts) or "a kernel of their method's own" for experts in layers})
+    others = sorted({runners.runner_of(experts) or "a kernel of their quantization method" for experts in layers})
     return Decision(reason=f"the routed experts run on {', '.join(others)}")
 
 
 def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """As :mod:`.triton` and :mod:`.deferred_tensor` decide."""
+    """Decide for a layer on the Triton runner, with the functions of :mod:`.triton` and :mod:`.deferred_tensor`.
+
+    :param experts: a ``FusedMoE`` layer of the model.
+    :param built: the model, with the number of tokens in its largest chunk.
+    :param offered: True if the decoder layer around the experts offers its dead input.
+    """
     import torch
 
     first, second = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
     tiles = built.tiles(experts)
     if first is None or second is None or tiles is None:
-        return Decision(reason="the weights of the experts are not known")
+        return Decision(reason="the shapes or tiles of the experts' weights are not known")
     config, max_bytes = experts.moe_runner_config, column_slices.read_max_bytes()
     tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, second.shape[1]
     itemsize = torch.bfloat16.itemsize
@@ -77,7 +89,14 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
 
 def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """As :mod:`.marlin` decides, of weights as it will have them packed."""
+    """Decide for a layer on the Marlin runner, with the functions of :mod:`.marlin`.
+
+    The engine has not packed the weights yet. Tensors of the packed shapes stand in for them.
+
+    :param experts: a ``FusedMoE`` layer of the model.
+    :param built: the model, with the number of tokens in its largest chunk.
+    :param offered: True if the decoder layer around the experts offers its dead input.
+    """
     import torch
 
     config, max_bytes = experts.moe_runner_config, column_slices.read_max_bytes()
@@ -97,6 +116,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
     def packed(rows: int, columns: int) -> tuple[Any, Any]:
+        """Return ``meta`` tensors with the packed shapes of the weights and scales of a [rows, columns] matrix."""
         words = _empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
         return words, _empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
@@ -112,7 +132,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     }
     with channel.moe_output_buffer_ctx(_empty(tokens, hidden) if offered else None):
         sizes = marlin.describe(arguments)
-    # Uncut, the engine's own function runs, which takes nothing.
+    # If the tensor is not cut, the engine's own function runs. It does not use the dead input.
     used = OUTPUT_IN_DEAD_INPUT if offered else ""
     return _decide_width(sizes, column_slices.packed_slice_width, max_bytes, cut=used, uncut="")
 
@@ -125,10 +145,13 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """What the rule of a runner, ``choose_width``, decides.
+    """Turn the slice width that a runner's rule chooses into a decision with a reason.
 
-    :param sizes: what it takes, or why the tensor stays uncut.
-    :param cut: the effect of the dead input where the tensor is cut, and ``uncut`` where it is not; "": none.
+    :param sizes: the layer's shape and its second GEMM, or the reason why the tensor cannot be cut.
+    :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.
+    :param max_bytes: memory that the user allows the runner; ``None``: no limit is set.
+    :param cut: what the runner uses the dead input for if the tensor is cut; "" for nothing.
+    :param uncut: what the runner uses the dead input for if the tensor is not cut; "" for nothing.
     """
     effects = (uncut,) if uncut else ()
     if isinstance(sizes, str):
@@ -138,7 +161,7 @@ def _decide_width(
     if width < layer.hidden:
         return Decision((COLUMNS, cut) if cut else (COLUMNS,), width=width)
     size = _size(layer.tokens, layer.top_k, layer.hidden)
-    if max_bytes is not None and gemm.held(layer).whole <= max_bytes:
+    if max_bytes is not None and gemm.memory(layer).uncut <= max_bytes:
         return Decision(effects, f"{size}, which {column_slices.MOE_WORKSPACE_MB.name} allows")
     if advice := column_slices.advise(layer, gemm, choose_width):
         return Decision(effects, f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}")
@@ -146,18 +169,19 @@ def _decide_width(
 
 
 def _size(tokens: int, top_k: int, hidden: int) -> str:
+    """Return a phrase with the size of the expert outputs, in MB, for 16-bit elements."""
     return f"[tokens, top-k, hidden] is {2 * tokens * top_k * hidden / 1e6:,.0f} MB here"
 
 
 def _empty(*shape: int, dtype: Any = None) -> Any:
-    """A tensor without memory, in bfloat16 where no ``dtype`` is given."""
+    """Return a ``meta`` tensor of the given shape. The default dtype is bfloat16."""
     import torch
 
     return torch.empty(shape, dtype=dtype or torch.bfloat16, device="meta")
 
 
 def _without_memory(tensor: Any) -> Any:
-    """A tensor of the same shape, strides and dtype, without memory."""
+    """Return a ``meta`` tensor with the shape, strides and dtype of ``tensor``."""
     import torch
 
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")

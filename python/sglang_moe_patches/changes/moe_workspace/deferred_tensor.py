@@ -1,7 +1,7 @@
-"""The Triton runner's [tokens, top-k, hidden] tensor, deferred: computed and summed one column slice at a time.
+"""Replacement for the Triton runner's expert outputs: computed and summed one column slice at a time.
 
-The allocation gives a :class:`DeferredTensor`, the GEMM's call is captured in it (:class:`SecondGemm`), and the sum
-runs the engine's GEMM and our sum (:func:`gemm_and_sum`).
+The allocation returns a :class:`DeferredTensor`. The GEMM's call is recorded in it (:class:`SecondGemm`). The sum runs
+the engine's GEMM and our sum for each slice (:func:`run_gemm_and_sum`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from sglang_moe_patches.core import log
 
-#: The first parameters of the engine's GEMM, and where its configuration (tiles) is.
+#: The first parameters of the engine's GEMM, and the position of its parameter ``config`` (the tiles).
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
 CONFIG = 14
 REST = GEMM_PARAMETERS.index("topk_weights")
-"""From here on :class:`SecondGemm` does not name the parameters."""
+"""Position of the first parameter that :class:`SecondGemm` keeps in ``rest``, without a name of its own."""
 
 
 # --- What stands in for tensors --------------------------------------------------------------------------------------
 
 
 class SecondGemm(NamedTuple):
-    """Operands of a call of the engine's second GEMM, all but its output."""
+    """Arguments of a call of the engine's second GEMM, without its output.
+
+    :param rest: positional arguments from position :data:`REST` on.
+    """
 
     activations: Any
     weights: Any
@@ -41,29 +44,35 @@ class SecondGemm(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, int]:
+        """The engine's tile configuration for this call."""
         return self.rest[CONFIG - REST]
 
     def run(self, kernel: Callable[..., None], output: Any, columns: tuple[int, int] | None = None) -> None:
-        """Compute ``output``, or only these columns of the hidden size: on views of weights, bias and scales.
+        """Run the engine's GEMM ``kernel``.
 
-        Without ``columns`` the operands are passed as they are: the tensor may stay whole because they have an
-        unexpected shape.
+        :param output: receives the result. ``None`` if the kernel ends before it writes (:class:`QuantizedOnce`).
+        :param columns: ``(start, stop)`` of the hidden columns to compute, on views of weights, bias and scales.
+            ``None``: all columns, with the operands as they are. Their shape may be unexpected, which is a reason not
+            to cut.
         """
         weights, bias, scale = self.weights, self.bias, self.weights_scale
         if columns is not None:
             start, stop = columns
-            group = columns_per_scale(scale, weights.shape[1], self.kwargs.get("block_shape"))
+            shared_columns = columns_per_scale(scale, weights.shape[1], self.kwargs.get("block_shape"))
             weights, bias = weights[:, start:stop], None if bias is None else bias[:, start:stop]
-            scale = scale[:, start // group : -(-stop // group)] if group else scale
+            scale = scale[:, start // shared_columns : -(-stop // shared_columns)] if shared_columns else scale
         operands = (self.activations, weights, bias, output, self.activations_scale, scale, self.zero_points)
         kernel(*operands, *self.rest, **self.kwargs)
 
 
 @dataclass(slots=True, eq=False)
 class DeferredTensor:
-    """A [tokens, top-k, hidden] tensor that the engine's function believes to have allocated.
+    """Replacement for the [tokens, top-k, hidden] tensor that the engine's function allocates.
 
-    All state is on this object: two forwards in flight, in whatever threads, share nothing.
+    :param gemm: the second GEMM's arguments, once the engine has called it.
+    :param tensor: the tensor itself, if the engine returns it as the output (``no_combine``).
+
+    All state is on this object. Two forward passes share nothing, in whatever threads they run.
     """
 
     shape: tuple[int, int, int]
@@ -71,32 +80,33 @@ class DeferredTensor:
     dtype: Any
     gemm: SecondGemm | None = None
     tensor: Any = None
-    """The tensor itself, where it is the output."""
 
     def view(self, *shape: int) -> DeferredTensor:
+        """Return this object. The engine asks only for the shape that the tensor has."""
         assert shape == self.shape
         return self
 
     def unsqueeze(self, dim: int) -> Any:
-        """Allocate the tensor after all: without a sum over the top-k (``no_combine``) it is the output."""
+        """Allocate the tensor after all. Without a sum over the top-k (``no_combine``) it is the output."""
         self.tensor = self.allocate(self.shape)
         return self.tensor.unsqueeze(dim)
 
     def allocate(self, shape: tuple[int, ...]) -> Any:
-        """Memory of this dtype and device."""
+        """Allocate a tensor of this dtype and device."""
         import torch
 
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
 
 class _QuantizationDone(Exception):
-    """Ends the engine's GEMM where it has quantized its input."""
+    """Raised to end the engine's GEMM after it has quantized its input."""
 
 
 class QuantizedOnce:
-    """Activations that the engine's GEMM quantizes once for all slices, in the way that it chooses.
+    """Activations that the engine's GEMM quantizes once, for all slices, with the function that the GEMM chooses.
 
-    The GEMM that quantizes them ends there, so that the 16-bit activations are freed before slices allocate memory.
+    The first call of the GEMM ends after the quantization. The 16-bit activations are freed before slices allocate
+    memory.
     """
 
     __slots__ = ("_activations", "_result", "dtype")
@@ -105,6 +115,7 @@ class QuantizedOnce:
         self._activations, self._result, self.dtype = activations, None, activations.dtype
 
     def quantize(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Quantize the activations at the first call and raise ``_QuantizationDone``. Return them at later calls."""
         if self._result is None:
             self._result = quantize(self._activations, *args, **kwargs)
             self._activations = None
@@ -114,16 +125,17 @@ class QuantizedOnce:
 
 @dataclass(slots=True)
 class FusedMoeCall:
-    """A ``fused_moe`` call in column slices: what its deferred tensor needs of the rest.
+    """A call of the fused-MoE function that may run in column slices: what its deferred tensor must know about the
+    call.
 
-    :param gate_columns: of the first GEMM's output.
-    :param weight_bytes: of both GEMMs.
-    :param local_row_fraction: rows with an expert on this rank, of all rows.
-    :param inplace: the output lies over the input.
-    :param uses_staging: the input is read on another stream, too: slices go to a staging buffer first.
-    :param max_bytes: what the runner may hold, where the user set that.
-    :param dead_input_address: of the layer's dead input, where the activation was given it for its output. Some
-        activations return a tensor of their own instead (gpt-oss's).
+    :param gate_columns: columns of the first GEMM's output.
+    :param weight_bytes: bytes of both GEMMs' weights.
+    :param local_row_fraction: fraction of the rows whose expert is on this rank.
+    :param inplace: the output is written over the input.
+    :param uses_staging: another stream reads the input, so that slices are written to a staging buffer first.
+    :param max_bytes: memory limit of the runner in bytes, if the user set one.
+    :param dead_input_address: address of the dead input, if the activation received it for its output. Some activations
+        return a tensor of their own instead (gpt-oss).
     """
 
     gate_columns: int
@@ -142,10 +154,12 @@ current_call: ContextVar[FusedMoeCall] = ContextVar("moe_workspace_call")
 
 
 def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
-    """Columns of the weights that share a scale: 1, a block's, 0 where all share one; ``None``: unknown layout.
+    """Return how many columns of the weights share a scale.
 
-    :param scale: of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns, ...].
+    :param scale: scales of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns,
+        ...].
     :param block_shape: columns and rows of a block, for block quantization.
+    :returns: 1, the columns of a block, 0 if all columns share a scale, or ``None`` for an unknown layout.
     """
     if scale is None or scale.ndim < 2:
         return 0
@@ -156,27 +170,29 @@ def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
     return None
 
 
-def column_skip_reason(gemm: SecondGemm, deferred: DeferredTensor, output: Any, group: int | None) -> str | None:
-    """Why columns of this GEMM cannot be computed on views, or summed into views; ``None``: go ahead.
+def column_skip_reason(
+    gemm: SecondGemm, deferred: DeferredTensor, output: Any, shared_columns: int | None
+) -> str | None:
+    """Return why this GEMM cannot be computed on views of columns, or summed into them; ``None`` if it can.
 
-    :param group: what :func:`columns_per_scale` returned.
+    :param shared_columns: the result of :func:`columns_per_scale`.
     """
     tokens, _, hidden = deferred.shape
     if gemm.weights.ndim != 3 or gemm.weights.shape[1] != hidden:
-        return f"the weights are {tuple(gemm.weights.shape)}"
+        return f"its weights have the shape {tuple(gemm.weights.shape)}"
     if gemm.bias is not None and gemm.bias.shape[1:] != (hidden,):
-        return "the bias is not one per column"
-    if group is None:
-        return f"the weights' scales are {tuple(gemm.weights_scale.shape)}"
+        return "its bias has not one element per column"
+    if shared_columns is None:
+        return f"its weight scales have the shape {tuple(gemm.weights_scale.shape)}"
     if gemm.zero_points is not None:
-        return "zero points are packed"
+        return "its zero points are packed"
     if output.shape != (tokens, hidden) or output.stride(1) != 1 or output.dtype != deferred.dtype:
-        return "the output is no plain [tokens, hidden] tensor"
+        return "its output is no [tokens, hidden] tensor with adjacent columns"
     return None
 
 
 def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
-    """The column slices in which the deferred tensor is computed and summed; one if it stays uncut."""
+    """Return the column slices in which the deferred tensor is computed and summed; one slice if it is not cut."""
     sizes = describe(deferred, output)
     hidden = deferred.shape[2]
     if isinstance(sizes, str):
@@ -187,12 +203,14 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
 
 
 def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonGemm] | str:
-    """What the width of slices depends on, or why there can be none."""
+    """Return the layer's shape and its second GEMM, on which the slices depend, or the reason why the tensor is not
+    cut.
+    """
     gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
     assert gemm is not None
     scale, call = gemm.weights_scale, current_call.get()
-    group = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
-    if (reason := column_skip_reason(gemm, deferred, output, group)) is not None:
+    shared_columns = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
+    if (reason := column_skip_reason(gemm, deferred, output, shared_columns)) is not None:
         return reason
     layer = LayerShape(
         tokens,
@@ -204,7 +222,11 @@ def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonG
         weight_bytes=call.weight_bytes,
         local_row_fraction=call.local_row_fraction,
     )
-    scales = {"columns_per_scale": group, "scale_stride_bytes": scale.stride(1) * scale.itemsize} if group else {}
+    scales = (
+        {"columns_per_scale": shared_columns, "scale_stride_bytes": scale.stride(1) * scale.itemsize}
+        if shared_columns
+        else {}
+    )
     return layer, TritonGemm(
         gemm.tiles,
         quantizes(gemm.kwargs),
@@ -214,7 +236,7 @@ def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonG
     )
 
 
-def gemm_and_sum(
+def run_gemm_and_sum(
     deferred: DeferredTensor,
     output: Any,
     scale: float,
@@ -226,12 +248,13 @@ def gemm_and_sum(
 ) -> None:
     """Compute the deferred tensor and sum it over the top-k, slice by slice.
 
-    :param output: [tokens, hidden]; written.
+    :param deferred: the expert outputs, with the second GEMM's arguments.
+    :param output: [tokens, hidden]; receives the sums.
     :param scale: factor of the sum.
     :param invoke: the engine's GEMM.
-    :param invoke_quantized: the same, which takes :class:`QuantizedOnce` activations.
-    :param whole_sum: the engine's sum, where there is one slice.
-    :param slice_sum: our sum, into columns of the output.
+    :param invoke_quantized: the engine's GEMM, with support for :class:`QuantizedOnce` activations.
+    :param whole_sum: the engine's sum, which is used if there is one slice.
+    :param slice_sum: our sum, which writes columns of the output.
     """
     slices = choose_column_slices(deferred, output)
     tokens, top_k, hidden = deferred.shape
@@ -246,13 +269,13 @@ def gemm_and_sum(
     if quantizes(gemm.kwargs):
         invoke = invoke_quantized
         if gemm.activations.dtype == deferred.dtype:  # else the engine has quantized them already
-            # Rebound, not kept beside: the 16-bit activations must be free before slices allocate memory.
+            # The name is bound again, so that the 16-bit activations are freed before slices allocate memory.
             gemm = gemm._replace(activations=QuantizedOnce(gemm.activations))
             with contextlib.suppress(_QuantizationDone):
                 gemm.run(invoke, None, columns=slices[0])
     rows, width = tokens * top_k, slices[0][1]
     scratch = deferred.allocate((rows * width,))
-    # Another stream may read the input, over which the output lies, until the last GEMM has run.
+    # Another stream may read the input until the last GEMM has run. The output is the same memory.
     staging = deferred.allocate((tokens, slices[-1][0])) if current_call.get().uses_staging else None
     for start, stop in slices:
         expert_outputs = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
@@ -264,5 +287,5 @@ def gemm_and_sum(
 
 
 def quantizes(kwargs: dict[str, Any]) -> bool:
-    """Whether the GEMM's activations have one byte."""
+    """Return True if the GEMM's activations have one byte (FP8 or INT8)."""
     return bool(kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"])

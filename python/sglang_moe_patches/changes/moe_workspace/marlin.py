@@ -1,11 +1,13 @@
-"""Column slices in Marlin: the engine's own ``fused_marlin_moe`` with a few globals replaced.
+"""Column slices in Marlin: the engine's own ``fused_marlin_moe`` with replaced globals.
 
-Marlin holds one tensor for both GEMMs' outputs, as wide as the wider one. Here the first output is a tensor of its own,
-freed when the activation has read it, and the second one is deferred: the sum over the top-k runs the engine's GEMM and
-our sum, one column slice after another. Marlin's weights lie in tiles of 16 rows and 64 columns, whose rows have the
-layer's whole width, so that a column slice is no view. Its weights and scales (columns change places only within a
-tile) are copied into memory of a slice's size ahead of each GEMM, in the launch that sums the slice before. All of it
-runs on the caller's stream, and nothing outlives the call.
+The engine allocates one tensor for both GEMMs' outputs, as wide as the wider output. Here the first output is a tensor
+of its own, which is freed after the activation has read it. The second output is deferred. The sum over the top-k runs
+the engine's GEMM and our sum for one column slice after the other.
+
+Marlin packs its weights in tiles of 16 rows and 64 columns. Each row of tiles has the layer's whole width, so that a
+column slice is no view. The weights and scales of a slice are copied before its GEMM. Packing moves columns only within
+a tile, so that a slice of whole tiles is complete. One launch copies for a slice and sums the slice before it. All of
+it runs on the caller's stream, and no tensor outlives the call.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ MODULE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
 NAME = "fused_marlin_moe"
 GEMM = "moe_wna16_marlin_gemm"
 SUM = "moe_sum_reduce"
-#: The operator's first parameters.
+#: The first parameters of the engine's operator.
 _PARAMETERS = ("hidden_states", "w1", "w2", "w1_scale", "w2_scale", "gating_output", "topk_weights", "topk_ids")
-#: The first parameters of the engine's GEMM: those that we change, and the one before what we pass on.
+#: The first parameters of the engine's GEMM: those that we change, up to the first that is passed on unchanged.
 _GEMM_PARAMETERS = ("a", "c_or_none", "b_q_weight", "b_bias_or_none", "b_scales")
-#: How the engine's function uses the tensor of both outputs, and each output.
+#: Uses of the shared tensor and of both outputs in the engine's function that this module supports.
 _BOTH, _FIRST, _SECOND = "intermediate_cache13", "intermediate_cache1", "intermediate_cache3"
 _ROWS = ("M * topk_ids.shape[1]", "M * topk")
 _EXPECTED_USES = {
@@ -57,14 +59,14 @@ _EXPECTED_USES = {
 
 @dataclass(slots=True, eq=False)
 class MarlinCall:
-    """A run of the engine's function in column slices.
+    """A call of the engine's function in column slices.
 
-    :param rows: tokens x top-k.
-    :param gate_columns: of the first GEMM's output.
-    :param slices: columns of the second one.
-    :param first: the first GEMM's output, until the second one begins.
-    :param gemm: arguments of the second GEMM: activations, those after its output, keyword arguments.
-    :param zeroed: the engine clears the second output, of which the GEMM leaves some rows alone.
+    :param rows: rows of both outputs: tokens x top-k.
+    :param gate_columns: columns of the first GEMM's output.
+    :param slices: ``(start, stop)`` of each slice of the second GEMM's output.
+    :param first: the first GEMM's output, until the second GEMM begins.
+    :param gemm: arguments of the second GEMM: activations, arguments after its output, keyword arguments.
+    :param is_zeroed: the engine clears the second output, because its GEMM does not write some rows.
     """
 
     rows: int
@@ -72,7 +74,7 @@ class MarlinCall:
     slices: list[tuple[int, int]]
     first: Any = None
     gemm: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-    zeroed: bool = False
+    is_zeroed: bool = False
 
 
 _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
@@ -80,28 +82,33 @@ _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 
 @dataclass(slots=True, eq=False)
 class _BothOutputs:
-    """The one tensor for both outputs, which is never allocated: the engine slices the first one off first.
+    """Replacement for the engine's tensor for both outputs. It is never allocated.
 
-    :param allocate_elements: gives memory of so many elements.
+    The engine takes the first output as a slice of it, and then the second output.
+
+    :param allocate_elements: allocates a one-dimensional tensor of this many elements.
+    :param is_first_sliced: the engine has taken the first output.
     """
 
     call: MarlinCall
     allocate_elements: Callable[[int], Any]
-    first_taken: bool = False
+    is_first_sliced: bool = False
 
     def __getitem__(self, part: slice) -> _FirstOutput | DeferredOutput:
         call = self.call
-        if self.first_taken:
+        if self.is_first_sliced:
             assert part.stop == call.rows * call.slices[-1][1]
             return DeferredOutput(call, self.allocate_elements)
-        self.first_taken = True
+        self.is_first_sliced = True
         assert part.stop == call.rows * call.gate_columns
         return _FirstOutput(call, self.allocate_elements)
 
 
 @dataclass(slots=True, eq=False)
 class _FirstOutput:
-    """The first GEMM's output: allocated when that GEMM runs, and referenced by the call alone."""
+    """The first GEMM's output. It is allocated when the GEMM runs. Only the :class:`MarlinCall` refers to the
+    tensor.
+    """
 
     call: MarlinCall
     allocate_elements: Callable[[int], Any]
@@ -120,7 +127,7 @@ class _FirstOutput:
 class DeferredOutput:
     """The second GEMM's output, [tokens, top-k, hidden], until the sum runs.
 
-    :cvar dtype: ``None`` is none of the dtypes for which the engine has a special sum: it takes the general one.
+    :cvar dtype: ``None`` is no dtype for which the engine has a special sum, so that the engine calls the general sum.
     """
 
     call: MarlinCall
@@ -132,19 +139,21 @@ class DeferredOutput:
         return self
 
     def zero_(self) -> DeferredOutput:
-        self.call.zeroed = True
+        self.call.is_zeroed = True
         return self
 
 
 class _MarlinTorch(takers.OutputTorch):
-    """Stands in for the name ``torch`` inside the function: its one-dimensional tensor is both outputs.
+    """Replacement for the name ``torch`` inside the engine's function. It defers the tensor for both outputs.
 
-    :param sum_: sums a :class:`DeferredOutput` over the top-k, into a tensor, times a factor.
+    :param sum_slices: computes and sums a :class:`DeferredOutput` over the top-k, into a tensor, times a factor.
     """
 
-    def __init__(self, torch_module: Any, symmetric_memory: runners.SymmetricMemory, sum_: Callable[..., Any]) -> None:
+    def __init__(
+        self, torch_module: Any, symmetric_memory: runners.SymmetricMemory, sum_slices: Callable[..., Any]
+    ) -> None:
         super().__init__(torch_module, symmetric_memory)
-        self._sum = sum_
+        self._sum = sum_slices
 
     def sum(self, expert_outputs: DeferredOutput, dim: int, out: Any) -> Any:
         assert dim == 1
@@ -159,7 +168,7 @@ class _MarlinTorch(takers.OutputTorch):
         if not isinstance(size, tuple):  # the workspace
             return self._torch.zeros(size, **how)
         call = _current_call.get()
-        call.zeroed = True
+        call.is_zeroed = True
         return _BothOutputs(call, lambda length: self._torch.zeros(length, **how))
 
     def empty_like(self, tensor: Any) -> Any:
@@ -171,10 +180,10 @@ class _MarlinTorch(takers.OutputTorch):
 
 
 def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> list[tuple[int, int]]:
-    """The column slices in which the second GEMM and its sum run; one if they stay whole.
+    """Return the column slices in which the second GEMM and its sum run; one slice if the tensor is not cut.
 
-    :param arguments: the function's, by name.
-    :param max_bytes: what the runner may hold, where the user set that.
+    :param arguments: the arguments of the engine's function, by name.
+    :param max_bytes: memory limit of the runner in bytes, if the user set one.
     """
     sizes = describe(arguments)
     hidden = arguments["hidden_states"].shape[1]
@@ -186,8 +195,11 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
 
 
 def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
-    """What the width of slices depends on, or why there can be none."""
-    # While the GPU is idle, the host's time to get here counts: nothing is formatted that nobody reads.
+    """Return the layer's shape and its second GEMM, on which the slices depend, or the reason why the tensor is not
+    cut.
+    """
+    # While the GPU is idle, the host's time before the first kernel counts. So nothing is formatted unless it is
+    # logged.
     hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
@@ -208,24 +220,24 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
 
 
 def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
-    """Why no column slice can be computed by itself; ``None``: go ahead."""
+    """Return why no column slice can be computed by itself; ``None`` if it can."""
     bias = arguments.get("w2_bias")
     if arguments.get("no_combine"):
-        return "the tensor itself is asked for"
+        return "the caller asks for the tensor itself (no_combine)"
     if arguments["inplace"] and streams.has_concurrent_reader:
-        return "its output is its input, which another stream may still read"
+        return "the layer writes its output over its input, which another stream may still read"
     if _has_elements(arguments["g_idx2"]) or _has_elements(arguments["sort_indices2"]):
-        return "activations are reordered (act-order)"
+        return "its activations are reordered (act-order)"
     if _has_elements(arguments["w2_zeros"]):
-        return "zero points are packed"
+        return "its zero points are packed"
     if hidden % column_slices.MARLIN_TILE_COLUMNS:
         return f"Marlin's tiles do not divide {hidden} columns"
     if w2.shape[2] != hidden * (arguments["num_bits"] // 2):
-        return f"the weights are {tuple(w2.shape)}"
+        return f"its weights have the shape {tuple(w2.shape)}"
     if scale.ndim != 3 or scale.shape[2] != hidden or not (scale.is_contiguous() and w2.is_contiguous()):
-        return f"the weights' scales are {tuple(scale.shape)}"
+        return f"its weight scales have the shape {tuple(scale.shape)}"
     if bias is not None and bias.shape != (len(w2), hidden):
-        return "the bias is not one per column"
+        return "its bias has not one element per column"
     return None
 
 
@@ -240,7 +252,7 @@ def _gate_columns(w1: Any, arguments: dict[str, Any]) -> int:
 # --- Running them ----------------------------------------------------------------------------------------------------
 
 
-def gemm_and_sum(
+def run_gemm_and_sum(
     deferred: DeferredOutput,
     output: Any,
     scale: float,
@@ -250,11 +262,12 @@ def gemm_and_sum(
 ) -> Any:
     """Compute the deferred output and sum it over the top-k, slice by slice.
 
-    :param output: [tokens, hidden]; written, and returned.
+    :param deferred: the second GEMM's output, with the arguments of the GEMM.
+    :param output: [tokens, hidden]; receives the sums, and is returned.
     :param scale: factor of the sum.
-    :param gemm: the engine's.
-    :param sum_and_copy: ours: sums a slice into its columns of the output, and copies the next one's weights and scales
-        into memory of their own.
+    :param gemm: the engine's GEMM.
+    :param sum_and_copy: our kernel. It sums a slice into its columns of the output, and copies the next slice's weights
+        and scales into memory of their own.
     """
     call = deferred.call
     assert call.gemm is not None
@@ -275,7 +288,7 @@ def gemm_and_sum(
             copies.append((tensor, start * words_per_column, stop * words_per_column, target))
         sum_and_copy(*to_sum, copies)
         expert_outputs = scratch[: call.rows * width].view(call.rows, width)
-        if call.zeroed:
+        if call.is_zeroed:
             expert_outputs.zero_()
         gemm(
             activations,
@@ -292,7 +305,11 @@ def gemm_and_sum(
 
 
 def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> None:
-    """Wrap the engine's operator, where its callers find it; ``function`` is what it runs (:func:`find_function`)."""
+    """Wrap the engine's operator, where its callers look it up.
+
+    :param module: the engine's module with the operator.
+    :param function: the function that the operator runs (:func:`find_function`).
+    """
     import torch
 
     from sglang_moe_patches.changes.moe_workspace.kernels.sum_and_copy import sum_and_copy
@@ -305,11 +322,11 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
             getattr(module, GEMM)(activations, output.allocate(), *args, **kwargs)
         return output
 
-    def sum_(expert_outputs: DeferredOutput, output: Any, scale: float) -> Any:
-        return gemm_and_sum(expert_outputs, output, scale, gemm=getattr(module, GEMM), sum_and_copy=sum_and_copy)
+    def sum_slices(expert_outputs: DeferredOutput, output: Any, scale: float) -> Any:
+        return run_gemm_and_sum(expert_outputs, output, scale, gemm=getattr(module, GEMM), sum_and_copy=sum_and_copy)
 
-    stand_in = _MarlinTorch(torch, runners.probe_symmetric_memory(), sum_)
-    by_columns = replace_globals(function, module, patcher, torch=stand_in, **{GEMM: gemm, SUM: sum_})
+    stand_in = _MarlinTorch(torch, runners.probe_symmetric_memory(), sum_slices)
+    by_columns = replace_globals(function, module, patcher, torch=stand_in, **{GEMM: gemm, SUM: sum_slices})
     names, defaults = engine.parameters(function), function.__defaults__ or ()
     default_arguments = dict(zip(names[-len(defaults) :], defaults, strict=True))
     is_compiling = torch.compiler.is_compiling
@@ -317,7 +334,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     min_bytes, topk_index = column_slices.min_packed_tensor_bytes(max_bytes), _PARAMETERS.index("topk_ids")
 
     def wrap_operator(original: Callable[..., Any]) -> Callable[..., Any]:
-        # Named parameters would be packed anew at every call.
+        # The wrapper has no named parameters: Python would pack them again at every call.
         def fused_marlin_moe(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
@@ -349,10 +366,10 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
 
 
 def find_function(module: ModuleType) -> FunctionType:
-    """The function that the engine's operator runs.
+    """Return the function that the engine's operator runs.
 
-    In late releases the callable that wraps the operator refers to it. In others nothing does: it is defined again from
-    the module's code, with the operator's defaults.
+    In late releases the callable around the operator refers to the function. In other releases nothing does. Then the
+    function is defined again from the module's source, with the operator's defaults.
 
     :raises engine.Unsupported: the operator is not the engine's own.
     """
@@ -371,11 +388,14 @@ def find_function(module: ModuleType) -> FunctionType:
 
 
 def plan() -> Plan:
-    """Probe Marlin's function, its GEMM and its sum."""
+    """Probe Marlin's function, its GEMM and its sum.
+
+    :raises engine.Unsupported: the engine's code is not what this module expects.
+    """
     module = engine.module(MODULE)
     if not getattr(module, "_is_cuda", True):
-        return Plan.not_needed("there is no Marlin without CUDA")
-    require(engine.has_module("triton"), "there is no Triton")
+        return Plan.not_needed("Marlin runs only with CUDA")
+    require(engine.has_module("triton"), "Triton is not installed")
     function = find_function(module)
     engine.require_parameters(function, _PARAMETERS)
     gemm = engine.require_unpatched(module, GEMM)

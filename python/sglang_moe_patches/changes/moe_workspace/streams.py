@@ -1,12 +1,12 @@
-"""Whether another stream may still read a layer's input while its routed experts run.
+"""Detect blocks that read the input of their routed experts on a second CUDA stream.
 
-In place, the engine writes its output after the whole second GEMM; column slices would write after the first one. Some
-blocks run their shared experts on another stream at the same time, on the same input. Nothing makes one wait for the
-other there; the engine gets by because it writes late.
+A layer that works in place writes its output over its input. The engine writes this output after the whole second GEMM.
+Column slices would write their first columns earlier. Some blocks run their shared experts at the same time, on another
+stream and on the same input. Neither stream waits for the other. In the engine this is safe because it writes late.
 
-A block's code shows it: a method of its class runs something on a stream of its choice. With the shared experts fused
-there is nothing else to run. The answer holds for the process, whose layers are of one kind; a wrong "yes" costs a copy
-of the output and changes no result.
+The code of a block shows whether it does this: a method of its class runs something on a stream of its choice. If the
+shared experts are fused into the routed experts, nothing runs beside them. The answer holds for the whole process,
+because its layers are of one kind. A wrong "yes" costs one copy of the output and changes no result.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Install, Patcher, around, best_effort
 
 has_concurrent_reader = False
-"""Whether a block of this process's models may read its routed experts' input on another stream."""
+"""True if a block of this process's models may read the input of its routed experts on another stream."""
 
 
 def switches_streams(block: type) -> bool:
-    """Whether a method of the class runs something on a stream of its choice."""
+    """Return True if a method of the class, or of a base class, runs something on a stream of its choice."""
     return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
 
 
 def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
-    """Whether one of a model's blocks may read its routed experts' input on another stream.
+    """Return True if a block of a model may read the input of its routed experts on another stream.
 
-    :param modules: all of the model's.
-    :param experts: the engine's ``FusedMoE``.
+    :param modules: all modules of the model.
+    :param experts: the engine's class ``FusedMoE``.
     """
     return any(
         switches_streams(type(module))
@@ -41,10 +41,12 @@ def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
     )
 
 
-def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
-    """Probe where models are loaded; installed, each is asked. Where that is not possible, any may.
+def probe(check_model: Callable[[Any], None] = lambda model: None) -> Install:
+    """Return an installer that inspects each model after it is loaded and sets :data:`has_concurrent_reader`.
 
-    :param look_at: is given each model, too.
+    If the engine's loading code is unknown, or the inspection fails, :data:`has_concurrent_reader` becomes True.
+
+    :param check_model: called with each loaded model, before the inspection.
     """
     try:
         runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
@@ -58,7 +60,7 @@ def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
         @around
         def wrap_load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             loaded = original(self, *args, **kwargs)
-            look_at(self.model)
+            check_model(self.model)
             concurrent = True
             with best_effort("moe-workspace: whether another stream reads the experts' input"):
                 concurrent = may_read_concurrently(self.model.modules(), experts)
@@ -72,4 +74,5 @@ def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
 
 
 def _assume_concurrent_reader(patcher: Patcher) -> None:
+    """Set :data:`has_concurrent_reader` to True until the patcher is undone."""
     patcher.replace(sys.modules[__name__], "has_concurrent_reader", True)

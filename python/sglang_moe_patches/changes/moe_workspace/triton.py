@@ -1,8 +1,9 @@
-"""Column slices in the Triton runner: the engine's own fused-MoE function with a few globals replaced.
+"""Column slices in the Triton runner: the engine's own fused-MoE function with three replaced globals.
 
-In a forward ``route`` compares the tensor's size, and ``run_in_columns`` runs the engine's own code with three names of
-its globals replaced: ``torch`` (:class:`_FusedMoeTorch`), the GEMM (``invoke``) and the sum (``sum_``). The sum runs
-both, slice by slice (:mod:`.deferred_tensor`).
+``route`` compares the tensor's size in every forward pass. For a large tensor ``run_in_columns`` runs a copy of the
+engine's function in which three global names have other values: ``torch`` (:class:`_FusedMoeTorch`), the GEMM
+(``invoke``) and the sum (``sum_slices``). The first GEMM runs as usual. The call of the second GEMM is only recorded.
+``sum_slices`` then runs the second GEMM and our sum for one slice after the other (:mod:`.deferred_tensor`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
 
-#: How the engine's fused-MoE function uses the [tokens, top-k, hidden] tensor: all that a deferred tensor can do, and
-#: what is reached only where columns are not used (top-k of 2, LoRA hooks, a deferred sum).
+#: All uses of the expert outputs in the engine's fused-MoE function that this module supports. A deferred tensor
+#: supports some of them. The others are reached only by calls that never run in columns (top-k of 2, LoRA hooks, a
+#: deferred sum).
 _EXPECTED_USES = {
     "intermediate_cache3.view",
     "intermediate_cache3.shape",
@@ -43,7 +45,7 @@ _EXPECTED_USES = {
     "intermediate_cache3=intermediate_cache3",
     "return intermediate_cache3",
 }
-#: What quantizes the activations inside the engine's GEMM.
+#: Functions that quantize the activations inside the engine's GEMM.
 _QUANTIZERS = {
     "scaled_fp8_quant",
     "sglang_per_token_group_quant_fp8",
@@ -52,18 +54,20 @@ _QUANTIZERS = {
     "sglang_per_token_group_quant_int8",
     "per_token_group_quant_int8",
 }
-#: The engine compiles sums of at most this many tokens, in an order of their own. Their tensors are small.
+#: Largest number of tokens for which the engine compiles the sum. A compiled sum adds in an order of its own.
 _MAX_COMPILED_SUM_TOKENS = 32
 
 
 class _FusedMoeTorch(takers.OutputTorch):
-    """Stands in for the name ``torch`` inside that function: three-dimensional tensors are deferred.
+    """Replacement for the name ``torch`` inside the fused-MoE function. It defers the allocation of the expert outputs.
 
-    The layer's dead input, where it is offered, becomes the output of a call that is not in place. In one that is,
-    the activation's output lies in it: at the runner's peak that is the first GEMM's output and this one.
+    It also places one tensor in the layer's dead input, if a dead input is offered. If the call is not in place, this
+    tensor is the output. If the call is in place, it is the activation's output, which counts in the runner's peak
+    memory.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
+        """Return a :class:`DeferredTensor` for three dimensions, else memory of the dead input or new memory."""
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)
         call = deferred_tensor.current_call.get()
@@ -79,15 +83,19 @@ class _FusedMoeTorch(takers.OutputTorch):
 
 
 def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
-    """Whether a call with a large tensor may run in columns.
+    """Return True if a call with a large tensor may run in columns.
 
-    LoRA's hooks and a deferred sum read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
+    LoRA hooks and a deferred sum read the tensor itself. With a top-k of 1 or 2 the engine runs no sum, or an addition.
     """
     return tokens > _MAX_COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
 
 
 def local_row_fraction(filter_expert: Any) -> float:
-    """Rows with an expert on this rank, of all rows, if each expert has as many."""
+    """Return the fraction of the rows whose expert is on this rank, for evenly loaded experts.
+
+    :param filter_expert: true if the call skips experts of other ranks (expert parallelism).
+    :returns: 0 if the number of ranks is unknown. The estimate of time then counts only the bytes of the weights.
+    """
     if not filter_expert:
         return 1.0
     try:
@@ -99,10 +107,14 @@ def local_row_fraction(filter_expert: Any) -> float:
 
 
 def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
-    """Wrap the engine's fused-MoE function, of ``module``, whose GEMM is of ``kernels``."""
+    """Wrap the engine's fused-MoE function.
+
+    :param module: the engine's module with the fused-MoE function.
+    :param kernels: the engine's module with the GEMM that the function calls.
+    """
     original: FunctionType = engine.require_unpatched(module, FUSED_MOE)
     symmetric_memory = runners.probe_symmetric_memory()
-    by_columns = _fused_moe_in_columns(original, patcher, module, kernels, symmetric_memory)
+    by_columns = _build_fused_moe_in_columns(original, patcher, module, kernels, symmetric_memory)
     max_bytes = column_slices.read_max_bytes()
     names = engine.parameters(original)
     config, down_config = names.index("config"), names.index("down_config")
@@ -113,9 +125,9 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # An uncut call goes to the engine's own function, but for three cases that by_columns serves: a dead input on
-        # offer, which holds the activation or the output; a tensor that the engine never writes (no_combine); an output
-        # that must lie in the pool of symmetric memory.
+        # If the tensor is not cut, the engine's own function runs, except in three cases. A dead input is offered:
+        # by_columns places the activation or the output there. The engine never writes the tensor (no_combine):
+        # by_columns does not allocate it. The output must be in symmetric memory: by_columns allocates it there.
         needs_pool = not inplace and symmetric_memory.is_enabled
         if channel.offered_buffer() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
@@ -125,7 +137,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             gemm = TritonGemm(tiles, deferred_tensor.quantizes(kwargs), uses_staging=uses_staging)
             if column_slices.slice_width(layer, gemm, max_bytes) == layer.hidden:
                 return original(*args, **kwargs)
-        # The MoE input is still read while the dead input is written: both must not be the same memory.
+        # The kernels still read the MoE input while they write the dead input. Both must not be the same memory.
         channel.withhold_if_shared(hidden_states)
         call = FusedMoeCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
         token = deferred_tensor.current_call.set(call)
@@ -142,22 +154,26 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         may_run = can_run_in_columns(tokens, top_k, how.get("hooks"), how.get("defer_sum"))
         return run_in_columns if may_run else None
 
-    # First: where the output goes into the dead input, it does so in columns, too.
+    # This route comes first, so that a call whose output goes into the dead input runs in columns, too.
     fused_moe_call.add_route(patcher, route, first=True)
     if has_unwritten_sum(original):
         fused_moe_call.add_route(patcher, make_top_1_route(module), first=True)
 
 
 def has_unwritten_sum(fused_moe: FunctionType) -> bool:
-    """Whether the function sums a tensor that it never writes, with a top-k of 1 and a factor other than 1.
+    """Return True if the engine's function sums a tensor that it never writes.
 
-    Up to 0.5.17 at least: the GEMM writes the output itself then, which the sum overwrites.
+    This fault exists up to 0.5.17 at least, with a top-k of 1 and a factor other than 1. The GEMM then writes the
+    output itself, and the sum overwrites it.
     """
     return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.source(fused_moe)
 
 
 def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
-    """The route of those: the function without the factor, by which its output is then multiplied."""
+    """Return a route that corrects the fault of :func:`has_unwritten_sum`.
+
+    The route calls the function with a factor of 1 and then multiplies its output by the factor.
+    """
     following = getattr(module, FUSED_MOE)
 
     def scale_afterwards(*args: Any, **kwargs: Any) -> Any:
@@ -172,24 +188,24 @@ def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
     return route
 
 
-def _fused_moe_in_columns(
+def _build_fused_moe_in_columns(
     original: FunctionType,
     patcher: Patcher,
     module: ModuleType,
     kernels: ModuleType,
     symmetric_memory: runners.SymmetricMemory,
 ) -> FunctionType:
-    """The engine's fused-MoE function with the names replaced through which it allocates, computes and sums."""
+    """Return a copy of the engine's fused-MoE function that allocates, computes and sums through our replacements."""
     import torch
 
     from sglang_moe_patches.changes.moe_workspace.kernels.moe_sum import moe_sum
 
     def make_quantizer(name: str) -> Callable[..., Any]:
         def quantize(activations: Any, *args: Any, **kwargs: Any) -> Any:
-            engines = getattr(kernels, name)
+            engine_quantize = getattr(kernels, name)
             if isinstance(activations, QuantizedOnce):
-                return activations.quantize(engines, args, kwargs)
-            return engines(activations, *args, **kwargs)
+                return activations.quantize(engine_quantize, args, kwargs)
+            return engine_quantize(activations, *args, **kwargs)
 
         return quantize
 
@@ -205,10 +221,10 @@ def _fused_moe_in_columns(
         else:
             getattr(module, INVOKE)(activations, weights, bias, output, *args, **kwargs)
 
-    def sum_(expert_outputs: Any, output: Any, scale: float) -> None:
+    def sum_slices(expert_outputs: Any, output: Any, scale: float) -> None:
         whole_sum = getattr(module, SUM)
         if isinstance(expert_outputs, DeferredTensor):
-            deferred_tensor.gemm_and_sum(
+            deferred_tensor.run_gemm_and_sum(
                 expert_outputs,
                 output,
                 scale,
@@ -222,8 +238,8 @@ def _fused_moe_in_columns(
 
     stand_ins = {"torch": _FusedMoeTorch(torch, symmetric_memory), INVOKE: invoke}
     if SUM in original.__code__.co_names:
-        return replace_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
-    combine = replace_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
+        return replace_globals(original, module, patcher, **stand_ins, **{SUM: sum_slices})
+    combine = replace_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_slices})
     return replace_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
 
 
@@ -231,6 +247,7 @@ def _fused_moe_in_columns(
 
 
 def _require_globals(function: Any, *names: str) -> None:
+    """Require that the names are read in ``function`` as globals of its module, and as nothing else."""
     for name in names:
         require(
             name in function.__code__.co_names and engine.is_only_a_global(function, name),
@@ -239,11 +256,14 @@ def _require_globals(function: Any, *names: str) -> None:
 
 
 def plan() -> Plan:
-    """Probe the fused-MoE function, its GEMM and its sum."""
+    """Probe the fused-MoE function, its GEMM and its sum.
+
+    :raises engine.Unsupported: the engine's code is not what this module expects.
+    """
     if getattr(engine.module(fused_moe_call.MODULE), "_is_hip", False):
         return Plan.not_needed("AMD's sums over the top-k have not been tried")
     module, fused_moe = fused_moe_call.probe()
-    require(engine.has_module("triton"), "there is no Triton")
+    require(engine.has_module("triton"), "Triton is not installed")
     gemm = engine.require_unpatched(module, INVOKE)
     kernels = engine.module(gemm.__module__)
     require(engine.require_unpatched(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")

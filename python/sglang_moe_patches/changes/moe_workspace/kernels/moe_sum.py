@@ -1,8 +1,8 @@
-"""Sum the expert outputs over the top-k into a column slice of a layer's output.
+"""Triton kernel that sums expert outputs over the top-k into a column slice of a layer's output.
 
-The engine's own sums want a contiguous output; this one writes a slice of columns where it lies. It adds in float32, in
-the order of the top-k, multiplies once and rounds once, as the engine's ``moe_sum_reduce`` (CUDA) and
-``moe_sum_reduce_triton`` do: the same bits.
+The engine's own sums need a contiguous output. This kernel writes the slice where it lies in the output. It adds in
+float32, in the order of the top-k, multiplies once and rounds once. The engine's ``moe_sum_reduce`` (CUDA) and
+``moe_sum_reduce_triton`` do the same, so that the bits are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
 except ImportError:  # not in CPU builds of PyTorch, where nothing calls the kernel
     triton = None
 
-#: At most this many columns per program: 8 elements of 16 bits a thread are one 16-byte load.
+#: Largest number of columns per program. A thread loads 8 elements of 16 bits, which is one 16-byte load.
 MAX_BLOCK_COLUMNS = 1024
 
 if triton is not None:
@@ -32,7 +32,7 @@ if triton is not None:
         TOP_K: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Sum one token's experts in a block of columns."""
+        """Sum the expert outputs of one token in one block of columns."""
         column = block * BLOCK + tl.arange(0, BLOCK)
         mask = column < columns
         total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -57,7 +57,7 @@ if triton is not None:
 
 
 def check_shapes(expert_outputs: torch.Tensor, output: torch.Tensor) -> tuple[int, int, int]:
-    """Tokens, top-k and columns of tensors that are as :func:`moe_sum` says."""
+    """Check the tensors that :func:`moe_sum` receives, and return the numbers of tokens, top-k and columns."""
     tokens, top_k, columns = expert_outputs.shape
     assert expert_outputs.is_contiguous()
     assert output.shape == (tokens, columns)
@@ -66,15 +66,15 @@ def check_shapes(expert_outputs: torch.Tensor, output: torch.Tensor) -> tuple[in
 
 
 def choose_block(columns: int) -> int:
-    """How many of so many columns one program sums."""
+    """Return how many columns one program sums, of ``columns`` columns."""
     return min(MAX_BLOCK_COLUMNS, int(triton.next_power_of_2(columns)))
 
 
 def moe_sum(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) -> None:
-    """``output[t, c] = scale * sum over k of expert_outputs[t, k, c]``, by the Triton kernel.
+    """Write ``output[t, c] = scale * sum over k of expert_outputs[t, k, c]`` with the Triton kernel.
 
     :param expert_outputs: [tokens, top-k, columns], contiguous, 16-bit floating point.
-    :param output: [tokens, columns] of the same dtype; neighbouring columns are neighbours in memory, rows may be any
+    :param output: [tokens, columns] of the same dtype. Neighbouring columns are neighbours in memory. Rows may be any
         distance apart.
     :param scale: the model's routed scaling factor.
     """
@@ -93,7 +93,7 @@ def moe_sum(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) ->
 
 
 def moe_sum_torch(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) -> None:
-    """The same in plain PyTorch, term by term: what the kernel is checked against."""
+    """Compute :func:`moe_sum` in plain PyTorch, term by term. Tests compare the kernel with it."""
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in range(expert_outputs.shape[1]):
         total += expert_outputs[:, expert].float()

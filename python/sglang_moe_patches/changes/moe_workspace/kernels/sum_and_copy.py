@@ -1,8 +1,8 @@
-"""Sum one column slice over the top-k, and copy the weights and scales of the next one, in one launch.
+"""Triton kernel that sums one column slice over the top-k and copies the next slice's weights and scales.
 
-Neither reads what the other writes. Separate launches would each wait until the one before has drained from the GPU,
-and the scales' copy is too small to fill it. PyTorch's own copy of a column slice moves one element at a time; this one
-moves sixteen bytes.
+The sum and the copies are independent, so that one launch runs them together. Separate launches would each wait until
+the launch before has drained from the GPU, and the copy of the scales is too small to fill it. PyTorch's own copy of a
+column slice moves one element at a time. This kernel moves sixteen bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if triton is not None:
 
     @triton.jit
     def _copy_block(program, source_ptr, target_ptr, source_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Copy a block of one row."""
+        """Copy one block of words of one row."""
         blocks = tl.cdiv(words, BLOCK)
         row = (program // blocks).to(tl.int64)
         word = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -31,35 +31,35 @@ if triton is not None:
         values = tl.load(source_ptr + row * source_stride + word, mask=mask)
         tl.store(target_ptr + row * words + word, values, mask=mask)
 
-    @triton.jit(do_not_specialize=["first_programs", "copy_programs"])
+    @triton.jit(do_not_specialize=["weights_programs", "copy_programs"])
     def _sum_and_copy_kernel(  # type: ignore[no-untyped-def]
         expert_outputs_ptr,
         output_ptr,
         scale,
         columns,
         output_stride,
-        first_source_ptr,
-        first_target_ptr,
-        first_stride,
-        first_words,
-        second_source_ptr,
-        second_target_ptr,
-        second_stride,
-        second_words,
-        first_programs,
+        weights_ptr,
+        weights_copy_ptr,
+        weights_stride,
+        weights_words,
+        scales_ptr,
+        scales_copy_ptr,
+        scales_stride,
+        scales_words,
+        weights_programs,
         copy_programs,
         TOP_K: tl.constexpr,
         BLOCK: tl.constexpr,
-        FIRST_BLOCK: tl.constexpr,
-        SECOND_BLOCK: tl.constexpr,
+        WEIGHTS_BLOCK: tl.constexpr,
+        SCALES_BLOCK: tl.constexpr,
     ):
-        """A block of the first copy, of the second copy, or of the sum."""
+        """Run one program: a block of the weights' copy, of the scales' copy, or of the sum."""
         program = tl.program_id(0)
-        if program < first_programs:
-            _copy_block(program, first_source_ptr, first_target_ptr, first_stride, first_words, FIRST_BLOCK)
+        if program < weights_programs:
+            _copy_block(program, weights_ptr, weights_copy_ptr, weights_stride, weights_words, WEIGHTS_BLOCK)
         elif program < copy_programs:
-            program -= first_programs
-            _copy_block(program, second_source_ptr, second_target_ptr, second_stride, second_words, SECOND_BLOCK)
+            program -= weights_programs
+            _copy_block(program, scales_ptr, scales_copy_ptr, scales_stride, scales_words, SCALES_BLOCK)
         else:
             program -= copy_programs
             blocks = tl.cdiv(columns, BLOCK)
@@ -77,7 +77,7 @@ if triton is not None:
 
 
 def _as_words(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The source from ``start`` on, and the target, as rows of words of eight bytes."""
+    """Return ``source`` from column ``start`` on, and ``target``, as rows of eight-byte words."""
     assert source.is_contiguous()
     assert target.is_contiguous()
     assert target.shape == (*source.shape[:-1], stop - start)
@@ -92,11 +92,16 @@ def sum_and_copy(
     scale: float,
     copies: Sequence[tuple[torch.Tensor, int, int, torch.Tensor]],
 ) -> None:
-    """:func:`moe_sum.moe_sum` of the first three, and ``target = source[..., start:stop]`` of each of ``copies``.
+    """Sum one column slice over the top-k and copy the next slice's weights and scales, in one launch.
 
-    :param expert_outputs: of no tokens before the first slice.
-    :param copies: source, start, stop and target, of the weights and of the scales; none after the last slice. Source
-        and target are contiguous and of one dtype, whatever it is; rows, ``start`` and ``stop`` are at whole words of
+    The sum is ``moe_sum(expert_outputs, output, scale)`` (:func:`.moe_sum.moe_sum`). Each copy is ``target =
+    source[..., start:stop]``.
+
+    :param expert_outputs: [tokens, top-k, columns]; no tokens before the first slice.
+    :param output: [tokens, columns].
+    :param scale: factor of the sum.
+    :param copies: source, start, stop and target of the weights and of the scales; empty after the last slice. Source
+        and target are contiguous and of one dtype, whatever it is. Rows, ``start`` and ``stop`` are whole words of
         eight bytes.
     """
     if not copies:
@@ -117,7 +122,7 @@ def sum_and_copy(
         sum(programs),
         TOP_K=top_k,
         BLOCK=block,
-        FIRST_BLOCK=blocks[0],
-        SECOND_BLOCK=blocks[1],
+        WEIGHTS_BLOCK=blocks[0],
+        SCALES_BLOCK=blocks[1],
         num_warps=max(1, block // 256),
     )
