@@ -45,7 +45,7 @@ def allow(eligibility):
     eligibility.skip = skip
 
 def stand_in(switch):
-    switch.setter = lambda: write
+    switch.find_settings_function = lambda: write
     switch.expandable = lambda: os.environ.get("FAILS_ON") != str(rank())
 
 def rank():

@@ -1,4 +1,4 @@
-"""activation-segments: which servers, and when the switch is off."""
+"""activation-segments: servers that use expandable segments, and times at which the switch is suspended."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from sglang_moe_patches.memory.activation_segments.eligibility import (
     skip,
 )
 
-# --- Which servers ---------------------------------------------------------------------------------------------------
+# --- Servers ---------------------------------------------------------------------------------------------------------
 
 
-SEEN = f"{eligibility.SEEN_PYTORCH[0]}.0+cu130"
+TESTED = f"{eligibility.TESTED_PYTORCH[0]}.0+cu130"
 NAME = SEGMENTS.name
 CHANGE = activation_segments.CHANGE
 
 
-def test_on_and_off_are_asked_for_and_anything_else_is_an_error_that_names_the_variable():
-    for text, asked in (("", None), ("on", True), ("off", False), ("  on ", True)):
-        assert SEGMENTS.read({NAME: text}) is asked
+def test_values_other_than_on_and_off_are_refused_by_name():
+    for text, setting in (("", None), ("on", True), ("off", False), ("  on ", True)):
+        assert SEGMENTS.read({NAME: text}) is setting
     for text in ("1", "On", "auto"):
         with pytest.raises(ValueError, match=f"{NAME}: expected on or off, got '{text}'"):
             SEGMENTS.read({NAME: text})
@@ -46,38 +46,42 @@ VALUES: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("speculative_algorithm", "hicache_storage_backend", "kt_weight_path"), (None, "a")),
     **dict.fromkeys(("attn_cp_size", "dcp_size", "nnodes"), (1, 2)),
 }
-"""Of arguments that are no switches: as the engine's ``ServerArgs`` has them where nothing is on, and where it is."""
+"""Values of arguments that are no switches: without the feature, and with it. Names are of the engine's
+``ServerArgs``.
+"""
 
 
 def arguments(**more):
-    """As the engine's ``ServerArgs``, where nothing is on."""
+    """Stand-in for the engine's ``ServerArgs`` without any feature."""
     off = {each.argument: VALUES.get(each.argument, (False, True))[0] for each in FEATURES}
     return SimpleNamespace(**{"device": "cuda", **off, **more})
 
 
-def reason(asked=None, environ=None, pytorch=SEEN, **more):
-    found = skip(asked, environ or {}, pytorch, arguments(**more))
+def reason(setting=None, environ=None, pytorch=TESTED, **more):
+    found = skip(setting, environ or {}, pytorch, arguments(**more))
     return found and found.reason
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
-def test_each_feature_is_known_by_its_argument_and_left_alone_by_name(feature):
+def test_each_feature_is_detected_from_its_argument_and_named_in_the_reason(feature):
     has = {feature.argument: VALUES.get(feature.argument, (False, True))[1]}
     assert str(feature) in str(reason(**has))
-    assert bool(reason(True, **has)) is bool(feature.why), "what hands memory to others, even where it is asked for"
+    assert bool(reason(True, **has)) is bool(feature.reason), (
+        "features that share memory rule the change out, even with on"
+    )
 
 
-def test_what_hands_memory_to_others_is_never_switched():
-    never = {each.argument for each in FEATURES if each.why}
+def test_features_that_share_memory_rule_the_change_out():
+    never = {each.argument for each in FEATURES if each.reason}
     assert {"enable_memory_saver", "disaggregation_mode", "elastic_ep_backend", "enable_symm_mem", "nnodes"} <= never
 
 
-SET = "{} is set, and the switch would undo it"
-UNSEEN = f"{{}} was not seen with it on a GPU; {NAME}=on turns it on"
+SET = "{} is set, and this change would reset it"
+UNTESTED = f"{{}} has not been tested with expandable segments on a GPU; {NAME}=on uses them anyway"
 
 
 @pytest.mark.parametrize(
-    ("more", "unasked", "on"),
+    ("more", "by_default", "on"),
     [
         ({}, None, None),
         ({**dict.fromkeys(("tp_size", "ep_size", "pp_size", "dp_size"), 2), "lora_paths": ["a"]}, None, None),
@@ -87,32 +91,32 @@ UNSEEN = f"{{}} was not seen with it on a GPU; {NAME}=on turns it on"
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         ],
         ({"environ": {"PYTORCH_ALLOC_CONF": " "}}, None, None),
-        ({"environ": {VIT_GRAPHS: "true"}}, UNSEEN.format(VIT_GRAPHS), None),
+        ({"environ": {VIT_GRAPHS: "true"}}, UNTESTED.format(VIT_GRAPHS), None),
         ({"environ": {VIT_GRAPHS: "0"}}, None, None),
-        ({"dcp_size": 2, "enable_pdmux": True}, UNSEEN.format("--dcp-size"), None),
+        ({"dcp_size": 2, "enable_pdmux": True}, UNTESTED.format("--dcp-size"), None),
         ({"pytorch": "2.11.1"}, None, None),
-        ({"pytorch": "2.1.1"}, UNSEEN.format("PyTorch 2.1"), None),
-        ({"pytorch": "2.14.1"}, UNSEEN.format("PyTorch 2.14"), None),
+        ({"pytorch": "2.1.1"}, UNTESTED.format("PyTorch 2.1"), None),
+        ({"pytorch": "2.14.1"}, UNTESTED.format("PyTorch 2.14"), None),
     ],
     ids=str,
 )
-def test_a_server_is_left_alone_with_a_reason(more, unasked, on):
-    assert (reason(None, **more), reason(True, **more)) == (unasked, on)
+def test_reasons_why_a_server_is_not_switched(more, by_default, on):
+    assert (reason(None, **more), reason(True, **more)) == (by_default, on)
     assert reason(False, **more) == f"{NAME} is off"
 
 
 @pytest.fixture
 def environ(monkeypatch):
-    """Nothing is asked, nothing configured, of a PyTorch that was seen."""
+    """Environment without any setting, with a tested PyTorch."""
     for name in (NAME, *eligibility.CONFIGURATIONS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(activation_segments, "_pytorch", lambda: SEEN)
+    monkeypatch.setattr(activation_segments, "_pytorch", lambda: TESTED)
     return monkeypatch
 
 
-def test_a_server_that_is_skipped_says_so_before_anything_is_probed(environ):
-    for asked, why in (("", UNSEEN.format("--dcp-size")), ("on", None), ("off", f"{NAME} is off")):
-        environ.setenv(NAME, asked)
+def test_a_skipped_server_is_not_probed(environ):
+    for setting, why in (("", UNTESTED.format("--dcp-size")), ("on", None), ("off", f"{NAME} is off")):
+        environ.setenv(NAME, setting)
         skipped = CHANGE.skip(arguments(dcp_size=2))
         assert (skipped and skipped.reason) == why
     environ.delenv(NAME)
@@ -123,42 +127,42 @@ def test_a_server_that_is_skipped_says_so_before_anything_is_probed(environ):
         found = patch.plan_for(CHANGE, {CHANGE.name}, arguments(**has))
         assert found == patch.Plan.unsupported(f"{NAME}=on, but {why}")
     environ.delenv(NAME)
-    assert CHANGE.skip(SimpleNamespace(device="cuda")) is None  # of a release without any feature
+    assert CHANGE.skip(SimpleNamespace(device="cuda")) is None  # a release that has no such arguments
 
 
-NOT_SETTABLE = "this PyTorch's allocator cannot be set while it runs"
+NOT_SETTABLE = "the settings of this PyTorch's allocator cannot be changed in a running process"
 
 
 @pytest.mark.parametrize(
     ("variables", "owner", "name", "value", "told"),
     [
-        ({}, switch, "_driver_maps", True, "applied"),
-        ({}, switch, "_driver_maps", None, "applied"),
-        ({}, activation_segments, "_pytorch", "2.14.1", f"off, because {UNSEEN.format('PyTorch 2.14')}"),
+        ({}, switch, "_driver_supports_mapping", True, "applied"),
+        ({}, switch, "_driver_supports_mapping", None, "applied"),
+        ({}, activation_segments, "_pytorch", "2.14.1", f"off, because {UNTESTED.format('PyTorch 2.14')}"),
         ({NAME: "on"}, activation_segments, "_pytorch", "2.14.1", "applied"),
-        ({NAME: "off"}, switch, "_driver_maps", True, f"off, because {NAME} is off"),
+        ({NAME: "off"}, switch, "_driver_supports_mapping", True, f"off, because {NAME} is off"),
         (
-            *({"PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_maps", True),
+            *({"PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_supports_mapping", True),
             f"not needed here, because {SET.format('PYTORCH_ALLOC_CONF')}",
         ),
         (
-            *({NAME: "on", "PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_maps", True),
+            *({NAME: "on", "PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_supports_mapping", True),
             f"unsupported, because {NAME}=on, but {SET.format('PYTORCH_ALLOC_CONF')}",
         ),
         *[
-            ({NAME: asked}, owner, name, value, f"{status}, because {but}{why}")
-            for asked, status, but in (("off", "not needed here", ""), ("on", "unsupported", f"{NAME}=on, but "))
+            ({NAME: setting}, owner, name, value, f"{status}, because {but}{why}")
+            for setting, status, but in (("off", "not needed here", ""), ("on", "unsupported", f"{NAME}=on, but "))
             for owner, name, value, why in (
-                (switch, "_driver_maps", False, "the driver has no virtual memory management"),
-                (torch.version, "hip", "6.0", "this PyTorch is AMD's: not seen"),
-                (switch, "setter", None, NOT_SETTABLE),
+                (switch, "_driver_supports_mapping", False, "the driver has no virtual memory management"),
+                (torch.version, "hip", "6.0", "this PyTorch is built for AMD GPUs, which have not been tested"),
+                (switch, "find_settings_function", None, NOT_SETTABLE),
                 (torch.cuda, "get_allocator_backend", "x", "the allocator is x, not PyTorch's own"),
             )
         ],
     ],
 )
-def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, variables, owner, name, value, told):
-    environ.setattr(switch, "_driver_maps", lambda: True)
+def test_doctor_without_a_server_reports_the_common_reasons(environ, variables, owner, name, value, told):
+    environ.setattr(switch, "_driver_supports_mapping", lambda: True)
     environ.setattr(owner, name, value if name == "hip" else lambda: value)
     environ.setattr(switch, "probe", lambda: lambda patcher: None)
     for variable, text in variables.items():
@@ -170,7 +174,7 @@ def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, var
 
 
 class Settings:
-    """An allocator's settings: every one that it was given."""
+    """Stand-in for the allocator's settings. It records all settings."""
 
     def __init__(self):
         self.given = []
@@ -189,13 +193,13 @@ def settings():
 
 
 @pytest.fixture
-def turned(settings):
+def active_switch(settings):
     made = switch.Switch(settings)
     made.turn_on()
     return made
 
 
-def test_an_allocator_that_refuses_is_left_alone_and_nothing_is_raised(caplog):
+def test_a_failing_allocator_setting_is_logged_and_not_repeated(caplog):
     given = []
 
     def refuses(setting):
@@ -204,36 +208,36 @@ def test_an_allocator_that_refuses_is_left_alone_and_nothing_is_raised(caplog):
 
     made = switch.Switch(refuses)
     made.turn_on()
-    with made.held():
+    with made.suspension():
         pass
     assert given == [switch.ON]
     assert "the allocator cannot be set: no" in caplog.text
 
 
-@given(st.lists(st.sampled_from(["hold", "release", "turn_on", "turn_off"]), max_size=30))
-def test_whatever_the_order_it_is_on_exactly_while_nobody_holds_it(steps):
-    """From when it is turned on to when it is turned off; before, nothing is set."""
+@given(st.lists(st.sampled_from(["suspend", "resume", "turn_on", "turn_off"]), max_size=30))
+def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
+    """The switch is on after ``turn_on`` and before ``turn_off``, while it is not suspended. Before, nothing is set."""
     settings = Settings()
     made, wanted, holding = switch.Switch(settings), False, 0
     for number, step in enumerate(steps):
-        if step == "release" and not holding:
+        if step == "resume" and not holding:
             continue
         getattr(made, step)()
-        holding += (step == "hold") - (step == "release")
+        holding += (step == "suspend") - (step == "resume")
         wanted = {"turn_on": True, "turn_off": False}.get(step, wanted)
         assert settings.on == (wanted and not holding)
         assert "turn_on" in steps[: number + 1] or settings.given == []
 
 
-# --- Where it is turned ----------------------------------------------------------------------------------------------
+# --- Hook points -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def wrapped(monkeypatch, settings, turned):
-    """A graph's class, guarded; ``torch.cuda.use_mem_pool`` as well: each says whether it is on."""
+def wrapped_graph(monkeypatch, settings, active_switch):
+    """Wrapped classes: a graph whose captures record whether the switch is on, and ``torch.cuda.use_mem_pool``."""
 
     class Graph:
-        """As ``torch.cuda.CUDAGraph``."""
+        """Stand-in for ``torch.cuda.CUDAGraph``."""
 
         fails = ""
 
@@ -251,14 +255,14 @@ def wrapped(monkeypatch, settings, turned):
     for module in (torch.cuda, torch.cuda.memory):
         monkeypatch.setattr(module, "use_mem_pool", use_mem_pool)
     patcher = Patcher()
-    switch.hold_off(turned, patcher, Graph, SimpleNamespace(graph_capture=use_mem_pool))
+    switch.suspend_during_captures(active_switch, patcher, Graph, SimpleNamespace(graph_capture=use_mem_pool))
     yield Graph
     patcher.undo()
     assert torch.cuda.use_mem_pool is use_mem_pool
 
 
-def test_a_capture_sees_it_off_and_leaves_it_on(wrapped, settings):
-    graph = wrapped()
+def test_the_switch_is_suspended_during_a_capture(wrapped_graph, settings):
+    graph = wrapped_graph()
     graph.capture_begin(pool=(0, 1))
     assert not graph.during
     assert not settings.on
@@ -267,8 +271,8 @@ def test_a_capture_sees_it_off_and_leaves_it_on(wrapped, settings):
 
 
 @pytest.mark.parametrize("fails", ["begin", "end"])
-def test_a_capture_that_fails_leaves_it_on(wrapped, settings, fails):
-    graph = wrapped()
+def test_a_failed_capture_resumes_the_switch(wrapped_graph, settings, fails):
+    graph = wrapped_graph()
     graph.fails = fails
     with suppress(AssertionError):
         graph.capture_begin()
@@ -277,45 +281,45 @@ def test_a_capture_that_fails_leaves_it_on(wrapped, settings, fails):
     assert settings.on
 
 
-def test_a_capture_that_ends_twice_or_was_never_begun_releases_nothing_more(wrapped, settings, turned):
-    graph = wrapped()
-    with turned.held():
+def test_a_capture_end_without_a_begin_resumes_nothing(wrapped_graph, settings, active_switch):
+    graph = wrapped_graph()
+    with active_switch.suspension():
         graph.capture_begin()
-        for each in (graph, graph, wrapped()):
+        for each in (graph, graph, wrapped_graph()):
             each.capture_end()
         assert not settings.on
     assert settings.on
 
 
-def test_in_a_pool_of_somebodys_own_it_is_off(wrapped, settings):
+def test_the_switch_is_suspended_in_a_separate_memory_pool(wrapped_graph, settings):
     for module in (torch.cuda, torch.cuda.memory):
         with module.use_mem_pool("pool") as on:
             assert not on
         assert settings.on
 
 
-# --- Switching over --------------------------------------------------------------------------------------------------
+# --- Turning the switch on -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def expandable(monkeypatch, settings, caplog):
-    """What is found of new memory; without a GPU."""
+def set_expandable(monkeypatch, settings, caplog):
+    """Function that sets whether new memory is in expandable segments, without a GPU."""
     caplog.set_level(logging.INFO, "sglang.srt.moe_patches")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    return lambda found: monkeypatch.setattr(switch, "expandable", found)
+    return lambda found: monkeypatch.setattr(switch, "allocates_expandable", found)
 
 
-def test_a_server_that_has_started_is_switched_over_before_its_loop(monkeypatch, settings, expandable, caplog):
-    expandable(lambda: settings.on)
-    monkeypatch.setattr(switch, "everywhere", lambda works: works and asked.append(works) is None)
-    asked: list[bool] = []
+def test_the_switch_is_turned_on_before_the_event_loop(monkeypatch, settings, set_expandable, caplog):
+    set_expandable(lambda: settings.on)
+    monkeypatch.setattr(switch, "agree_on_all_ranks", lambda works: works and setting.append(works) is None)
+    setting: list[bool] = []
 
     def run_event_loop(self, *args):
         assert settings.on
         return args
 
     assert switch._run_event_loop(switch.Switch(settings), run_event_loop, None, 1, 2) == (1, 2)
-    assert asked == [True], "all ranks"
+    assert setting == [True], "all ranks"
     assert "activation-segments: on from here" in caplog.text
 
 
@@ -323,12 +327,12 @@ def fails(works=None):
     raise RuntimeError("no")
 
 
-ORDINARY = "off: the allocator makes ordinary segments all the same"
-OTHER = "off: another rank stays with ordinary segments"
+ORDINARY = "off: the allocator still makes ordinary segments"
+OTHER = "off: another rank cannot use expandable segments"
 
 
 @pytest.mark.parametrize(
-    ("found", "asked", "agreed", "said"),
+    ("found", "setting", "agreed", "said"),
     [
         pytest.param(lambda: False, False, bool, ORDINARY, id="ordinary"),
         pytest.param(fails, False, bool, "off: RuntimeError: no", id="a driver that fails"),
@@ -336,14 +340,14 @@ OTHER = "off: another rank stays with ordinary segments"
         pytest.param(lambda: True, True, fails, "off: the ranks cannot agree, RuntimeError: no", id="no agreement"),
     ],
 )
-def test_where_it_does_not_work_everywhere_it_is_off_and_says_why(
-    settings, expandable, caplog, found, asked, agreed, said
+def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
+    settings, set_expandable, caplog, found, setting, agreed, said
 ):
-    """Every rank asks the others, whatever it found itself, or they would wait for it."""
-    expandable(found)
+    """Every rank votes, whatever it found itself. Otherwise the other ranks would wait for it."""
+    set_expandable(found)
     told: list[bool] = []
-    switch.switch_over(switch.Switch(settings), lambda works: told.append(works) or agreed(works))
-    assert told == [asked]
+    switch.turn_on_if_it_works(switch.Switch(settings), lambda works: told.append(works) or agreed(works))
+    assert told == [setting]
     assert settings.given[-1] == switch.OFF
     assert said in caplog.text
     assert "on from here" not in caplog.text

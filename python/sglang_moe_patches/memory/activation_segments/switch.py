@@ -1,4 +1,4 @@
-"""The allocator's switch, and where it is turned."""
+"""Switch between ordinary and expandable segments of PyTorch's allocator, and the hook points that operate it."""
 
 from __future__ import annotations
 
@@ -15,61 +15,66 @@ from sglang_moe_patches.core.patch import Install, Patcher, around
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 PROBE_BYTES = 2 << 20
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-_HELD = "_moe_patches_held"
+_SUSPENDED = "_moe_patches_suspended"
 
 Set = Callable[[str], None]
 
 
 class Switch:
-    """While it is on and nobody holds it off, the allocator takes new memory in expandable segments.
+    """Switch of the allocator. While it is on and not suspended, new memory comes from expandable segments.
 
-    Turning it can fail without harm: from then on the allocator is left as it is.
+    If a change of the allocator's settings fails, a warning is logged and the allocator is not changed again.
 
-    :param set_: changes the allocator's settings.
+    :param set_: function that changes the allocator's settings.
     """
 
     def __init__(self, set_: Set) -> None:
         self._set = set_
         self._lock = threading.Lock()
         self._on = False
-        self._holding = 0
+        self._suspensions = 0
 
     def turn_on(self) -> None:
+        """Use expandable segments from now on, unless the switch is suspended."""
         with self._lock:
             self._on = True
             self._apply()
 
     def turn_off(self) -> None:
-        """For good."""
+        """Use ordinary segments from now on, for good."""
         with self._lock:
             self._apply(OFF)
             self._on = False
 
-    def hold(self) -> None:
-        """Off until as many have released it as hold it."""
+    def suspend(self) -> None:
+        """Use ordinary segments until each ``suspend`` has been followed by a ``resume``."""
         with self._lock:
-            self._holding += 1
+            self._suspensions += 1
             self._apply()
 
-    def release(self) -> None:
+    def resume(self) -> None:
+        """End one ``suspend``."""
         with self._lock:
-            self._holding -= 1
+            self._suspensions -= 1
             self._apply()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Off within the ``with`` block."""
-        self.hold()
+    def suspension(self) -> Iterator[None]:
+        """Use ordinary segments within the ``with`` block."""
+        self.suspend()
         try:
             yield
         finally:
-            self.release()
+            self.resume()
 
     def _apply(self, setting: str = "") -> None:
+        """Set the allocator to ``setting``, by default to what the switch's state requires. Do nothing if the switch is
+        off.
+        """
         if not self._on:
             return
         try:
-            self._set(setting or (OFF if self._holding else ON))
+            self._set(setting or (OFF if self._suspensions else ON))
         except Exception as error:
             self._on = False
             log.logger.warning(log.format_line("activation-segments", "the allocator cannot be set: %s"), error)
@@ -78,8 +83,11 @@ class Switch:
 # --- The allocator ---------------------------------------------------------------------------------------------------
 
 
-def setter() -> Set | None:
-    """PyTorch's own function that changes the allocator's settings, by the name that is not deprecated if it has it."""
+def find_settings_function() -> Set | None:
+    """Return PyTorch's function that changes the allocator's settings, or ``None``.
+
+    Newer releases have it under a second name. The older name is deprecated there, so that the newer name is preferred.
+    """
     import torch
 
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
@@ -87,36 +95,36 @@ def setter() -> Set | None:
 
 
 def allocator_skip_reason() -> str | None:
-    """What PyTorch's allocator of this process lacks for it, or ``None``."""
+    """Return why the allocator of this process cannot be switched; ``None`` if it can."""
     import torch
 
     if torch.version.hip is not None:
-        return "this PyTorch is AMD's: not seen"
-    if setter() is None:
-        return "this PyTorch's allocator cannot be set while it runs"
+        return "this PyTorch is built for AMD GPUs, which have not been tested"
+    if find_settings_function() is None:
+        return "the settings of this PyTorch's allocator cannot be changed in a running process"
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         return f"the allocator is {backend}, not PyTorch's own"
-    if _driver_maps() is False:
+    if _driver_supports_mapping() is False:
         return "the driver has no virtual memory management"
     return None
 
 
-def _driver_maps() -> bool | None:
-    """Whether the driver maps memory where it is told to; ``None``: there is no driver to ask."""
+def _driver_supports_mapping() -> bool | None:
+    """Return True if the driver supports virtual memory management; ``None`` without a driver."""
     value = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), _VIRTUAL_MEMORY, 0)
-    except (OSError, AttributeError):  # no driver, or what stands in for one
+    except (OSError, AttributeError):  # no driver, or a stub
         return None
     return None if failed else bool(value.value)
 
 
-def expandable() -> bool:
-    """Whether what is allocated now comes from an expandable segment: tried."""
+def allocates_expandable() -> bool:
+    """Allocate a tensor and return True if it lies in an expandable segment."""
     import torch
 
-    # On a stream of its own: the allocator keeps no free block for it that would do.
+    # A new stream has no free block that the allocator could reuse.
     with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         address = (probe := torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")).data_ptr()
     segments = torch.cuda.memory_snapshot()
@@ -127,8 +135,8 @@ def expandable() -> bool:
     )
 
 
-def everywhere(works: bool) -> bool:
-    """Whether it works on all ranks of the server. Each asks, and all get the same answer."""
+def agree_on_all_ranks(works: bool) -> bool:
+    """Return True if ``works`` is True on all ranks of the server. Every rank must call it."""
     import torch
 
     world = engine.module("sglang.srt.distributed.parallel_state").get_world_group()
@@ -139,25 +147,25 @@ def everywhere(works: bool) -> bool:
     return bool(votes.item())
 
 
-def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
-    """Turn it on for a server that has started, if it does what it should; never raises.
+def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) -> None:
+    """Turn the switch on in a server that has started, if it works on all ranks. Never raise.
 
-    :param agreed: whether it works on all ranks, from whether it works on this one.
+    :param agree: returns whether the switch works on all ranks, from whether it works on this rank.
     """
     import torch
 
-    failed = "another rank stays with ordinary segments"
+    failed = "another rank cannot use expandable segments"
     try:
-        # What the start has left is given back; what remains of it fits between blocks that stay.
+        # Free memory of the start is returned to the driver. The rest is free blocks between blocks in use.
         torch.cuda.empty_cache()
         switch.turn_on()
-        if not (works := expandable()):
-            failed = "the allocator makes ordinary segments all the same"
+        if not (works := allocates_expandable()):
+            failed = "the allocator still makes ordinary segments"
         torch.cuda.empty_cache()
     except Exception as error:
         works, failed = False, f"{type(error).__name__}: {error}"
     try:
-        works = agreed(works)
+        works = agree(works)
     except Exception as error:
         works, failed = False, f"the ranks cannot agree, {type(error).__name__}: {error}"
     if works:
@@ -171,9 +179,9 @@ def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
 
 
 def probe() -> Install:
-    """How the hook points are wrapped.
+    """Probe the hook points and return their installer.
 
-    :raises engine.Unsupported: the engine, or PyTorch, is not as expected.
+    :raises engine.Unsupported: the engine's or PyTorch's code is not what this change expects.
     """
     import torch
 
@@ -186,21 +194,23 @@ def probe() -> Install:
     graph = torch.cuda.CUDAGraph
     for name in ("capture_begin", "capture_end"):
         engine.get(graph, name)
-    set_settings = setter()
+    set_settings = find_settings_function()
     if set_settings is None:
-        raise engine.Unsupported("PyTorch's allocator cannot be set while it runs")
+        raise engine.Unsupported("the settings of PyTorch's allocator cannot be changed in a running process")
     switch = Switch(set_settings)
 
     def install(patcher: Patcher) -> None:
-        hold_off(switch, patcher, graph, coordinator)
+        suspend_during_captures(switch, patcher, graph, coordinator)
         patcher.wrap(scheduler, "run_event_loop", around(functools.partial(_run_event_loop, switch)))
 
     return install
 
 
-def hold_off(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
-    """Have it off where memory must be ordinary: while any code captures a graph; in the engine's whole region
-    around captures, at the end of which buffers are registered with other processes; in a memory pool of its own.
+def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
+    """Suspend the switch wherever memory must be ordinary.
+
+    This is so while any code captures a graph, in a separate memory pool, and in the engine's whole region around
+    captures. At the end of that region buffers are registered with other processes.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.
@@ -209,40 +219,44 @@ def hold_off(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> 
 
     patcher.wrap(graph, "capture_begin", around(functools.partial(_capture_begin, switch)))
     patcher.wrap(graph, "capture_end", around(functools.partial(_capture_end, switch)))
-    held = around(functools.partial(_held, switch))
-    patcher.wrap(coordinator, "graph_capture", held)
+    suspension = around(functools.partial(_suspend_within, switch))
+    patcher.wrap(coordinator, "graph_capture", suspension)
     for module in (torch.cuda, torch.cuda.memory):
         if hasattr(module, "use_mem_pool"):
-            patcher.wrap(module, "use_mem_pool", held)
+            patcher.wrap(module, "use_mem_pool", suspension)
 
 
 def _run_event_loop(switch: Switch, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    switch_over(switch, everywhere)
+    """Turn the switch on, and then run the scheduler's event loop."""
+    turn_on_if_it_works(switch, agree_on_all_ranks)
     return original(*args, **kwargs)
 
 
 def _capture_begin(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    switch.hold()
+    """Suspend the switch when a graph capture begins."""
+    switch.suspend()
     try:
         result = original(self, *args, **kwargs)
     except BaseException:
-        switch.release()
+        switch.resume()
         raise
-    setattr(self, _HELD, True)
+    setattr(self, _SUSPENDED, True)
     return result
 
 
 def _capture_end(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Resume the switch when a graph capture ends."""
     try:
         return original(self, *args, **kwargs)
     finally:
-        if vars(self).pop(_HELD, False):
-            switch.release()
+        if vars(self).pop(_SUSPENDED, False):
+            switch.resume()
 
 
 @contextmanager
-def _held(
+def _suspend_within(
     switch: Switch, original: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    with switch.held(), original(*args, **kwargs) as entered:
+    """Suspend the switch while the original context manager is entered."""
+    with switch.suspension(), original(*args, **kwargs) as entered:
         yield entered
