@@ -46,7 +46,7 @@ class Coordinator:
         yield torch.empty(33 * MB, dtype=torch.uint8, device="cuda")
 
 assert switch.allocator_skip_reason() is None, switch.allocator_skip_reason()
-turn, patcher = switch.Switch(switch.setter()), Patcher()
+turn, patcher = switch.Switch(switch.find_settings_function()), Patcher()
 
 def start(guarded=True):
     "A server that has started: ordinary blocks, a graph, and then the switch."
@@ -54,8 +54,8 @@ def start(guarded=True):
     weights = torch.empty(40 * MB, dtype=torch.uint8, device="cuda")
     early = captured()
     if guarded:
-        switch.hold_off(turn, patcher, torch.cuda.CUDAGraph, Coordinator)
-    switch.switch_over(turn)
+        switch.suspend_during_captures(turn, patcher, torch.cuda.CUDAGraph, Coordinator)
+    switch.turn_on_if_it_works(turn)
 
 def captured(mb=24, pool=None):
     "A graph, and the tensor that it writes."
@@ -159,7 +159,7 @@ def test_ordinary_blocks_that_are_freed_later_are_reused_or_released() -> None:
     run("""
 start()
 blocks = eager(10)
-with turn.held():
+with turn.suspension():
     ordinary = [eager(64) for _ in range(4)]
 addresses = {t.data_ptr() for t in ordinary}
 del ordinary
@@ -201,7 +201,7 @@ def test_an_allocator_without_expandable_segments_is_left_alone() -> None:
 import logging
 logging.basicConfig(level=logging.INFO)
 turn = switch.Switch(lambda setting: None)
-switch.switch_over(turn)
+switch.turn_on_if_it_works(turn)
 assert kind(eager()) == "ordinary"
 """)
     assert "ordinary segments all the same" in said
@@ -469,7 +469,7 @@ def register():
         wrapt.register_post_import_hook(unguard, "sglang_moe_patches.memory.activation_segments.switch")
 
 def unguard(switch):
-    switch.hold_off = lambda *args: None
+    switch.suspend_during_captures = lambda *args: None
 
 def anew(original):
     @functools.wraps(original)

@@ -318,7 +318,7 @@ def test_no_tensor_is_larger_than_the_output(module, ran):
 
 def test_the_first_gemms_output_is_freed_before_the_slices_begin(module, monkeypatch):
     alive, sums = [], []
-    fill, gemm_and_sum = marlin._FirstOutput.allocate, marlin.gemm_and_sum
+    fill, run_gemm_and_sum = marlin._FirstOutput.allocate, marlin.run_gemm_and_sum
 
     def filled(self):
         import weakref
@@ -329,10 +329,10 @@ def test_the_first_gemms_output_is_freed_before_the_slices_begin(module, monkeyp
 
     def summed(*args, **kwargs):
         sums.append(alive[0]())
-        return gemm_and_sum(*args, **kwargs)
+        return run_gemm_and_sum(*args, **kwargs)
 
     monkeypatch.setattr(marlin._FirstOutput, "allocate", filled)
-    monkeypatch.setattr(marlin, "gemm_and_sum", summed)
+    monkeypatch.setattr(marlin, "run_gemm_and_sum", summed)
     with patched():
         run(module, layer())
     assert sums == [None]
@@ -381,7 +381,7 @@ def reordered():
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        pytest.param({"no_combine": True}, "the tensor itself is asked for", id="no_combine"),
+        pytest.param({"no_combine": True}, "the caller asks for the tensor itself", id="no_combine"),
         pytest.param({"w2_zeros": torch.zeros(4, 4, 64, dtype=torch.int32)}, "zero points", id="zero points"),
         pytest.param({"g_idx2": reordered(), "sort_indices2": reordered()}, "act-order", id="act-order"),
         pytest.param({"sort_indices2": reordered()}, "act-order", id="act-order, no groups"),

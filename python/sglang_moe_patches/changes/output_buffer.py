@@ -1,34 +1,35 @@
-"""output-buffer: the routed experts write into the layer's own dead input instead of a fresh tensor.
+"""output-buffer: the routed experts write their output into the layer's dead input instead of a new tensor.
 
 Why
-    Each MoE layer allocates a tensor of the hidden size while two others of that size are dead, and still referenced.
+    Each MoE layer allocates a tensor of the hidden size. At that time two other tensors of this size are dead, but
+    still referenced.
 
 Hook points
-    ``_initialize_model``, after which each known decoder layer's ``forward`` offers its input; where the engine has no
-    buffer, ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__`` and
-    ``DeepseekV2AttentionMLA.forward``; where it has one, its ``moe_output_buffer_ctx``.
+    ``_initialize_model``: after it, the ``forward`` of each known decoder layer offers its input. If the engine has no
+    output buffer: ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__`` and
+    ``DeepseekV2AttentionMLA.forward``. If it has one: its ``moe_output_buffer_ctx``.
 
 Skipped
-    up to 0.5.12.post1 without FlashInfer, but for the attention inputs; layer by layer where the input is not proven
-    dead, while a module has forward hooks, and under ``torch.compile``.
+    Up to 0.5.12.post1 without FlashInfer, except for the attention inputs. Layers whose input is not proven dead,
+    modules with forward hooks, and code under ``torch.compile``.
 
 Costs
-    In each layer, a comparison of storages. It saves memory alone.
+    A comparison of storages in each layer. The change saves memory, not time.
 
 How
-    A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.core.dead_input`: the families of
-    models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the
-    CuteDSL runner does so through cutedsl-sizing. Attention inputs are dropped when ``self_attn`` returns.
+    A decoder layer offers its input when the input is dead (:mod:`sglang_moe_patches.core.dead_input` has the families
+    of models and the conditions). The NVFP4 TRT-LLM runner takes it in place of a new output, if it fits. The CuteDSL
+    runner takes it through cutedsl-sizing. Attention inputs are dropped when ``self_attn`` returns.
 
-    Where the engine has all this built in, it offers the input of every DeepSeek MoE layer, also of one that starts
-    without a residual, whose input *becomes* the residual: every answer is wrong. Its own offer is withheld there, in
-    every layer, and ours go through its channel.
+    Releases that have all this built in have a fault: they offer the input of every DeepSeek MoE layer, also of a layer
+    that starts without a residual. Such an input *becomes* the residual, and every answer is wrong. The engine's own
+    offer is withheld in every layer, and our offers use its channel.
 
 Upstream
-    sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models; the hole is in each of them.
+    sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models. Each of them has the fault.
 
 Remove when
-    0.5.12.post1 is no longer supported, the engine looks at the residual before it offers, and other families offer.
+    0.5.12.post1 is no longer supported, the engine checks the residual before it offers, and other families offer.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ from sglang_moe_patches.core.patch import (
 
 
 def _plan() -> Plan:
+    """Probe the offers of dead inputs, the TRT-LLM runner and the attention inputs.
+
+    If the engine offers dead inputs itself, the plan only corrects its offers.
+    """
     offers = probe.probe_offers()
     if probe.has_engine_offer():
         return Plan(Status.HARDENED, offers.note, offers.install)
@@ -64,16 +69,16 @@ def _plan() -> Plan:
 
 
 def _probe_attention_inputs() -> Install:
-    """Probe what keeps attention's inputs; installed, they are dropped when attention returns, whatever the runner.
+    """Return an installer that drops attention's inputs when attention returns, for every runner.
 
-    :raises engine.Unsupported: the engine is not what this expects.
+    :raises engine.Unsupported: the engine's code is not what this change expects.
     """
     import torch
 
     communicator = engine.module("sglang.srt.layers.communicator")
     try:
         deepseek = engine.module("sglang.srt.models.deepseek_v2")
-    except engine.Unsupported:  # the engine serves none of its models either
+    except engine.Unsupported:  # the engine cannot run DeepSeek models at all
         return lambda patcher: None
     attention = engine.require_unpatched(deepseek, "DeepseekV2AttentionMLA")
     engine.require_unpatched(attention, "forward")
@@ -96,20 +101,20 @@ def _probe_attention_inputs() -> Install:
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Which layers offer their input to a runner that takes it as its output, and whether attention's are dropped."""
+    """Return whether a layer writes its output into its dead input, and whether attention's inputs are dropped."""
     offering, reasons = probe.find_offers(built.model)
     taking = [experts for experts in offering if runners.runner_of(experts) in runners.TRTLLM]
     effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
     if not probe.has_engine_offer() and _has_attention_inputs(built.model):
         effects.append(INPUTS_DROPPED)
     used = ", ".join(sorted({str(runners.runner_of(experts)) for experts in runners.layers_of(built.model)}))
-    takes_none = f"what {used} runs here takes no output buffer"
+    takes_none = f"{used} uses no output buffer here"
     reason = takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}"
     return Decision(tuple(effects), "" if taking else reason)
 
 
 def _has_attention_inputs(model: Any) -> bool:
-    """Whether a model has the attention whose inputs are dropped when it returns."""
+    """Return True if the model has the attention class whose inputs are dropped."""
     try:
         attention = engine.module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA
     except engine.Unsupported:
@@ -122,13 +127,14 @@ ATTENTION_INPUTS = Count(
     "dropped attention's inputs",
     "sglang.srt.layers.communicator",
     "AttnTpContext.set_attn_inputs",
-    lambda result, context, inputs: inputs is None,  # the engine never does
+    lambda result, context, inputs: inputs is None,  # the engine itself never passes None
     before_layer=True,
 )
 CHANGE = Change(
     name="output-buffer",
-    summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input, in every family of "
-    "models whose code shows that it is dead; DeepSeek's attention inputs are dropped; other models are left alone",
+    summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's input, which no later code "
+    "reads, in model families whose code proves this; DeepSeek's attention inputs are freed early; other models are "
+    "unchanged",
     plan=_plan,
     counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
     decide=decide,

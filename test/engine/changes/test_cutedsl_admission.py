@@ -1,7 +1,7 @@
-"""cutedsl-sizing's bound against the engine's own scheduler: its admission, mixing, retraction and decode batches.
+"""cutedsl-sizing's bound compared with the engine's own scheduler: admission, mixed chunks, retraction, decode batches.
 
-Each case is a server with random arguments and a random mix of requests. The scheduler is the engine's own; only the
-forward is left out: every request gets its next token at once.
+Each case is a server with random arguments and random requests. The scheduler is the engine's own. Only the forward
+pass is left out: every request receives its next token at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One server and its traffic: (prompt tokens, new tokens, ignore_eos) of each request."""
+    """One server and its requests: (prompt tokens, new tokens, ignore_eos) of each request."""
 
     arguments: dict[str, Any]
     cache_tokens: int
@@ -73,12 +73,12 @@ def random_case(seed: int) -> Case:
 
 
 def known_as(owner: Any, *names: str) -> str:
-    """The name that the installed release has, of those that an attribute went by."""
+    """The one of these attribute names that the installed release has."""
     return next(name for name in names if hasattr(owner, name))
 
 
 class AllOff:
-    """Every option that a case does not set is off."""
+    """Object whose attributes are all ``None``. Options that a case does not set are then off."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -86,7 +86,7 @@ class AllOff:
 
 @pytest.fixture(scope="module")
 def tokens_of_forwards():
-    """A function of a case: its server arguments, and the tokens of every forward that the scheduler asks for."""
+    """Function that runs a case and returns its server arguments and the tokens of every forward pass."""
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound: {outcome.reason}")
@@ -115,7 +115,7 @@ def tokens_of_forwards():
         def maybe_prepare_mlp_sync_batch(self, batch: Any, need_sync: Any = None) -> Any:
             return batch
 
-        # Newer releases have these in components of their own.
+        # Newer releases have these attributes in separate components.
         dp_attn_adapter = property(lambda self: self)
         load_inquirer = SimpleNamespace(_get_num_pending_tokens=lambda **deduct: 0)
         metrics_reporter = AllOff()
@@ -125,7 +125,7 @@ def tokens_of_forwards():
         vars(args).update(case.arguments)
         server_args_module.set_global_server_args_for_scheduler(args)
         pool = memory_pool.ReqToTokenPool(case.request_slots, case.context_length + 8, "cpu", False)
-        # By tokens also where the scheduler counts in pages: the engine's page allocator needs a GPU.
+        # Pages are counted as tokens here, because the engine's page allocator needs a GPU.
         tokens = allocator.TokenToKVPoolAllocator(case.cache_tokens, torch.bfloat16, "cpu", SimpleNamespace(), False)
         params = CacheInitParams(
             disable=args.disable_radix_cache,
@@ -201,7 +201,9 @@ def tokens_of_forwards():
         return {"new_token_ratio_tracker": tracker}
 
     def tokens_per_request(args: Any) -> list[int]:
-        """Of a decode, or of the draft, verification and draft-extend forwards, by the engine's own inputs to them."""
+        """Tokens per request of a decode, or of draft, verification and draft-extend forward passes, from the engine's
+        inputs.
+        """
         if not args.speculative_algorithm:
             return [1]
         from sglang.srt.speculative import eagle_info
@@ -210,7 +212,8 @@ def tokens_of_forwards():
         verify = eagle_info.EagleVerifyInput(**{**unset, "draft_token_num": args.speculative_num_draft_tokens})
         if args.speculative_algorithm == "NGRAM":
             return [verify.num_tokens_per_req]
-        # As EAGLEWorker and its graph runners set them: draft steps, and draft-extend after a verification.
+        # EAGLEWorker and its graph runners set these numbers for draft steps, and for draft-extend after a
+        # verification.
         return [verify.num_tokens_per_req, args.speculative_eagle_topk, args.speculative_num_steps + 1]
 
     yield drive
@@ -219,7 +222,7 @@ def tokens_of_forwards():
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case came to: the limits that the change reads off it, its largest forward, the engine's own number."""
+    """Result of one case: the change's limits, the tokens of its largest forward pass, and the engine's own number."""
 
     case: Case
     limits: ForwardLimits
@@ -273,7 +276,7 @@ def test_each_term_is_needed(outcomes, without):
 @pytest.mark.usefixtures("tokens_of_forwards")
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
-    """Data-parallel attention, in whichever padding mode the engine chooses (to the longest rank for decodes only)."""
+    """Data-parallel attention in both padding modes of the engine. It pads to the longest rank only for decodes."""
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0
     for _ in range(1_000):
@@ -289,5 +292,5 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
 
 
 def upstreams_bound(limits: ForwardLimits) -> int:
-    """sgl-project/sglang#26696, in the words of SPEC.md: the largest of its three terms."""
+    """Bound of sgl-project/sglang#26696: the largest of its three terms."""
     return max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)

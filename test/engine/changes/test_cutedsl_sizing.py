@@ -1,4 +1,4 @@
-"""cutedsl-sizing on the engine's own model, in process: FlashInfer's own wrapper, its kernels stood in for."""
+"""cutedsl-sizing on the engine's own model, in process: FlashInfer's own wrapper, with stand-ins for its kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conftest import installed
 from harness import graph_arguments, same_answers
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits, sized_by_engine
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits, is_sized_by_engine
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 from sglang_moe_patches.core import engine as engine_code
@@ -38,7 +38,7 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 @pytest.fixture(autouse=True)
 def no_pools(monkeypatch):
-    """The model runner of these tests was made before the change was installed: only the configuration counts."""
+    """Ignore the sizes of memory pools. The tests' model runner was made before the change was installed."""
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound or to share: {outcome.reason}")
@@ -49,18 +49,18 @@ def experts(model):
     return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
 
 
-def large_enough():
+def large_buffers():
     sizes = {"chunked_prefill_size": 512, "max_prefill_tokens": 512}
     return {"moe_runner_backend": "flashinfer_cutedsl", **sizes, **graph_arguments(512)}
 
 
-def small():
+def small_buffers():
     return {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requests": 4, **graph_arguments(4)}
 
 
 def run(engine, path, *changes, steps=STEPS, **arguments):
     """Greedy tokens and logits of all steps, and the model."""
-    with engine.arguments(**{**large_enough(), **arguments}), installed(*changes):
+    with engine.arguments(**{**large_buffers(), **arguments}), installed(*changes):
         model = engine.load(path)
         return *engine.generate(model, PROMPTS, steps), model
 
@@ -72,8 +72,8 @@ def stock(engine, checkpoint):
 
 
 @contextmanager
-def poisoned(monkeypatch):
-    """Whatever the buffers hold, and any output before it is written, is NaN when a layer's kernels start."""
+def poison_buffers(monkeypatch):
+    """Context in which the buffers and the output are NaN whenever a layer's kernels start."""
     run_into = SharedMoE._run_into
 
     def poison(self, output, arguments):
@@ -92,23 +92,27 @@ def wrappers(model):
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
-def test_one_wrapper_serves_all_layers_with_the_answers_of_one_wrapper_per_layer(
+def test_one_shared_wrapper_gives_the_answers_of_one_wrapper_per_layer(
     engine, checkpoint, stock, monkeypatch, dense_layers
 ):
     path = checkpoint(dense_layers=dense_layers)
     right = stock(dense_layers=dense_layers)
     assert len(wrappers(right[2])) == 4 - dense_layers
-    with poisoned(monkeypatch):
+    with poison_buffers(monkeypatch):
         patched = run(engine, path, *CHANGES)
     (shared,) = wrappers(patched[2])
     assert same_answers(right, patched)
-    assert same_answers(right, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
-    # Less than one layer's: the output is none of the buffers.
+    assert same_answers(
+        right, run(engine, path, cutedsl_sizing.CHANGE)
+    )  # without an offered buffer, each output is a new tensor
+    # The shared buffers are smaller than one layer's, because the output is not one of them.
     assert 0 < (4 - dense_layers) * workspace_bytes({shared._wrapper}) < workspace_bytes(wrappers(right[2]))
 
 
-def test_the_output_that_nobody_uses_is_never_allocated(engine, checkpoint, monkeypatch):
-    """With data-parallel ranks it is the largest buffer, and made when the KV cache has the rest of the GPU."""
+def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, monkeypatch):
+    """The output is the largest buffer with data-parallel ranks. It is made when the KV cache occupies the rest of the
+    GPU.
+    """
     made, empty = [], torch.empty
 
     def recording(*size, **how):
@@ -116,8 +120,8 @@ def test_the_output_that_nobody_uses_is_never_allocated(engine, checkpoint, monk
         made.append((tuple(tensor.shape), tensor.device.type))
         return tensor
 
-    monkeypatch.setattr(wrapper, "_shared", WeakValueDictionary())  # that of another test may still be alive
-    with engine.arguments(**large_enough()), installed(*CHANGES):
+    monkeypatch.setattr(wrapper, "_shared", WeakValueDictionary())  # the wrapper of another test may still be alive
+    with engine.arguments(**large_buffers()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", recording)
@@ -128,7 +132,7 @@ def test_the_output_that_nobody_uses_is_never_allocated(engine, checkpoint, monk
 
 
 def dispatched(layer, seed, tokens=4):
-    """What the engine's dispatcher hands to a layer's quantization method."""
+    """Output of the engine's dispatcher, as a layer's quantization method receives it."""
     from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -140,12 +144,14 @@ def dispatched(layer, seed, tokens=4):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkeypatch, guarded):
-    """A draft model reads the target's hidden states, a pipeline stage sends them: FlashInfer's own output, which
-    `run` returns, must not be what layers share."""
+    """A draft model reads the target's hidden states, and a pipeline stage sends them.
+
+    So FlashInfer's own output buffer, which ``run`` returns, must not be shared by layers.
+    """
     if not guarded:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
         monkeypatch.setattr(wrapper, "_allocate_output", lambda shape, dtype, device: own.view(shape))
-    with engine.arguments(**large_enough()), installed(*CHANGES):
+    with engine.arguments(**large_buffers()), installed(*CHANGES):
         first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
         output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states
         before = output.clone()
@@ -154,10 +160,10 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
 
 
 def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, stock, monkeypatch):
-    """Target and draft take turns, each with the answers it gives alone; the next model's wrapper is the same one."""
+    """Target and draft model take turns with one shared wrapper. Each gives the answers that it gives alone."""
     target_and_draft = ({"dense_layers": 0}, {"dense_layers": 0, "seed": 7})
     alone = [stock(**options) for options in target_and_draft]
-    with engine.arguments(**large_enough()), installed(*CHANGES), poisoned(monkeypatch):
+    with engine.arguments(**large_buffers()), installed(*CHANGES), poison_buffers(monkeypatch):
         models = [engine.load(checkpoint(**options)) for options in target_and_draft]
         for turn in (0, 1, 0):
             assert same_answers(engine.generate(models[turn], PROMPTS, STEPS), alone[turn])
@@ -165,7 +171,7 @@ def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, ch
     assert alone[0][0] != alone[1][0]
 
 
-def test_buffers_go_with_the_models_that_used_them(engine, checkpoint):
+def test_buffers_are_freed_with_the_models_that_used_them(engine, checkpoint):
     model = run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0)[2]
     before = len(wrapper._shared)
     assert before
@@ -178,7 +184,7 @@ def test_buffers_go_with_the_models_that_used_them(engine, checkpoint):
 def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint):
     from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
 
-    with engine.arguments(**large_enough()), installed(*CHANGES):
+    with engine.arguments(**large_buffers()), installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
         for options, count in (({}, 1), ({"enable_two_batch_overlap": True}, 4), ({"enable_pdmux": True}, 4)):
             with engine.arguments(**options):
@@ -191,9 +197,9 @@ def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint):
 def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, stock, caplog):
     path = checkpoint(dense_layers=0)
     with pytest.raises(ValueError, match=r"num_tokens \(176\) exceeds max_num_tokens \(64\)"):
-        run(engine, path, **small())
+        run(engine, path, **small_buffers())
     with caplog.at_level(logging.WARNING, "sglang.srt.moe_patches"):
-        patched = run(engine, path, *CHANGES, **small())
+        patched = run(engine, path, *CHANGES, **small_buffers())
     assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
     assert same_answers(stock(dense_layers=0), patched)
     told = [record.message for record in caplog.records if "cutedsl-sizing" in record.message]
@@ -202,19 +208,19 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, st
     assert f"--max-prefill-tokens {TOKENS}" in told[0]
 
 
-def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, checkpoint, monkeypatch):
+def test_a_graph_that_does_not_fit_is_refused_before_its_capture(engine, checkpoint, monkeypatch):
     name = next(filter(has_module, wrapper._CAPTURE_MODULES))
-    monkeypatch.setattr(f"{name}.is_capture_mode", True)  # as from the warm-up runs on
+    monkeypatch.setattr(f"{name}.is_capture_mode", True)  # the engine sets this before the warm-up runs
     with pytest.raises(ValueError, match="--max-prefill-tokens 176"):
-        run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0, **small())
+        run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0, **small_buffers())
 
 
-def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoint, monkeypatch):
-    """The shared experts may still read the MoE input when the routed ones have written their output."""
+def test_a_buffer_that_contains_the_moe_input_is_not_used(engine, checkpoint, monkeypatch):
+    """The shared experts may read the MoE input after the routed experts have written their output."""
     taken = []
     take = channel.take_output
     monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
-    with engine.arguments(**large_enough()), installed(*CHANGES):
+    with engine.arguments(**large_buffers()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         given = dispatched(layer, 0)
         for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
@@ -223,7 +229,7 @@ def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoin
     assert [found is not None for found in taken] == [True, False]
 
 
-def test_the_pools_that_start_up_decides_enter_the_bound(engine):
+def test_the_bound_includes_the_pools_of_the_model_runner(engine):
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(size=300),
         max_total_num_tokens=8192,
@@ -232,7 +238,7 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
     )
     wrapper._wrap_init_memory_pool(lambda self: None)(runner)
     assert wrapper._largest_pools == Pools(300, 8192, 1024)
-    with installed(*CHANGES), engine.arguments(**small()):
+    with installed(*CHANGES), engine.arguments(**small_buffers()):
         assert max_forward_tokens(forward_limits(engine.server_args, wrapper._largest_pools)) == 300
         assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 
@@ -241,7 +247,7 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
 
 
 def bound(args):
-    """What a wrapper's buffers are sized by when start-up has not decided anything yet."""
+    """Number of tokens for which buffers have room, before start-up has chosen any size."""
     return max_forward_tokens(forward_limits(args, Pools()))
 
 
@@ -272,7 +278,7 @@ UNCHUNKED = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context
         ((64,), {}, 512),
     ],
 )
-def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_args, graphs, more, expected):
+def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args, graphs, more, expected):
     args = server_args(**{"max_prefill_tokens": 512} | more, **graph_arguments(*graphs))
     assert bound(args) == args.cutedsl_moe_max_num_tokens() == expected
 
@@ -287,11 +293,11 @@ def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_
         ({"max_running_requests": 600}, 600),
         ({**DP_ATTENTION, "max_prefill_tokens": 513, "dp_size": 2, "tp_size": 8}, 516),
         ({**EAGLE, "speculative_eagle_topk": 16}, 1024),
-        ({**ADAPTIVE, "max_running_requests": 128}, 1024),  # the engine's own candidates go up to 7 steps
+        ({**ADAPTIVE, "max_running_requests": 128}, 1024),  # the engine's own candidates have up to 7 steps
     ],
 )
-def test_beyond_upstreams_terms_each_flag_counts(server_args, more, expected):
-    """Engines with a number of their own keep it, and it is less."""
+def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
+    """Engines with a number of their own keep it. It is smaller than ours."""
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected
     own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
@@ -299,7 +305,7 @@ def test_beyond_upstreams_terms_each_flag_counts(server_args, more, expected):
 
 
 def test_prefill_graphs_of_every_kind_count(server_args):
-    """The engine's own number leaves out those that are not piecewise."""
+    """The engine's own number ignores prefill graphs that are not piecewise."""
     graphs = graph_arguments(4, 2048)
     if "cuda_graph_config" not in graphs:
         pytest.skip("this release captures piecewise prefills only")
@@ -309,8 +315,8 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 
 
 @pytest.mark.every_release
-def test_the_budgets_default_is_said_as_the_installed_engine_has_it():
-    """In the README's table. Ours counts where the engine has no check of its own."""
+def test_the_stated_default_of_the_budget_is_the_installed_engines():
+    """README's table has this default. Our check is used only if the engine has none."""
     dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     overrides = [dispatcher]
     if engine_code.has_module("sglang.srt.arg_groups.overrides"):
@@ -318,14 +324,14 @@ def test_the_budgets_default_is_said_as_the_installed_engine_has_it():
     code = "".join(inspect.getsource(module) for module in overrides)
     earlier, later = f'get_int_env_var("{BUDGET.name}", 1024)' in code, re.search(r"max\(.*, 4096\)", code)
     assert bool(earlier) != bool(later)
-    assert sized_by_engine(engine_code.module("sglang.srt.server_args").ServerArgs) == bool(later)
+    assert is_sized_by_engine(engine_code.module("sglang.srt.server_args").ServerArgs) == bool(later)
     assert ("1024 up to" if earlier else "at least 4096") in BUDGET.meaning
     assert BUDGET.read({}) == 1024 or later
     assert BUDGET.default == ""
 
 
-def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_mends_it(server_args, monkeypatch):
-    """Ours, or where it has one the engine's own; 0.5.11 and 0.5.12.post1 do not allow this combination at all."""
+def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
+    """Our check refuses it, or the engine's own. Releases 0.5.11 and 0.5.12.post1 do not allow this combination."""
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},
         **{"max_prefill_tokens": 16385, "chunked_prefill_size": 8192, "page_size": 1, "enable_grpc": False},
@@ -342,9 +348,9 @@ def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_men
     check()
 
 
-def test_the_change_says_what_it_is_here(server_args):
+def test_the_status_of_the_change_on_this_release(server_args):
     from sglang.srt.server_args import ServerArgs
 
-    # Its own method, installed by the fixture, is not mistaken for the engine's.
+    # Our method, installed by the fixture, is not mistaken for the engine's.
     own = ServerArgs.cutedsl_moe_max_num_tokens is not launcher._cutedsl_moe_max_num_tokens
     assert probe(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

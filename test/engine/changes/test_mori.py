@@ -1,8 +1,9 @@
-"""mori-input-truncation on the engine's own MoE layer behind MoRI, one for each rank; the vendors' kernels stand in.
+"""mori-input-truncation on the engine's MoE layers behind MoRI, one layer per rank, with stand-ins for AMD's kernels.
 
-Up to 0.5.12.post1 ``MoriEPMoE`` cuts, which the engine's constructor builds here. Later ones want a GPU to be built:
-theirs have no more than what ``run_moe_core`` needs, down to AITER's runner, which cuts. What a dispatcher hands over
-is made by the reference network, and where the whole forward runs by the engine's own.
+Up to 0.5.12.post1 the class ``MoriEPMoE`` cuts, and the engine's constructor builds it here. In later releases AITER's
+runner cuts, and the constructor needs a GPU. Their layers here have only the attributes that ``run_moe_core`` and the
+runner need. The reference network makes the dispatch outputs. Where the whole forward pass runs, the engine's own
+dispatcher makes them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def cuts_in_runner():
 
 
 class Group:
-    """The engine caches MoRI operations by group: ranks in one process must not share it."""
+    """Process group of one rank. The engine caches MoRI operations per group, and ranks in one process must not share
+    them.
+    """
 
     def __init__(self, real: Any) -> None:
         self.cpu_group, self.device_group = real.cpu_group, real.device_group
@@ -66,7 +69,7 @@ class Group:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The arguments of each call of AITER's kernel, by name."""
+    """Arguments of each call of AITER's kernel, by name."""
     calls: list[dict[str, Any]] = []
 
     def fused_moe(hidden_states, *args, **kwargs):
@@ -84,7 +87,7 @@ def kernel(monkeypatch):
 
 @pytest.fixture
 def make_layers(engine, monkeypatch, kernel) -> Iterator[Callable[..., list[Any]]]:
-    """Makes the layers of all ranks, with what is patched right now."""
+    """Function that constructs the layers of all ranks, with the patches that are installed now."""
     if hooks.layer_class().__name__ != "MoriEPMoE":
         yield lambda: [layer_with_runner(rank) for rank in range(RANKS)]
         return
@@ -105,7 +108,7 @@ def make_layers(engine, monkeypatch, kernel) -> Iterator[Callable[..., list[Any]
     for module, names in ((layer_module, kernels), (moriep, enums | {"get_hip_quant": reference.get_hip_quant})):
         for name, value in {"_use_aiter": True, **names}.items():
             monkeypatch.setattr(module, name, value, raising=False)
-    # The engine makes the expert mask on "the current GPU".
+    # The engine creates the expert mask on the current GPU.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     groups = [Group(parallel_state.get_tp_group()) for _ in range(RANKS)]
     for module in (fused_moe, moriep):
@@ -142,7 +145,7 @@ def make_layers(engine, monkeypatch, kernel) -> Iterator[Callable[..., list[Any]
 
 
 def layer_with_runner(rank: int) -> Any:
-    """MoRI's layer with AITER's runner (releases from 0.5.13 on); EPv2's for every second rank."""
+    """MoRI's layer with AITER's runner (releases from 0.5.13 on). Every second rank has EPv2's layer."""
     from sglang.srt.layers.moe.ep_moe import layer as layer_module
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.aiter import AiterMoeQuantInfo
@@ -168,9 +171,10 @@ def layer_with_runner(rank: int) -> Any:
 
 @pytest.fixture
 def set_limit(monkeypatch):
-    """Sets the user's limit for all ranks' layers: for the engine's own cut, or with a policy for ours.
+    """Function that sets the user's limit for the layers of all ranks.
 
-    Up to 0.5.12.post1 the engine reads it into an attribute when a layer is built, later at every forward.
+    It sets the limit for the engine's own cut, or with a policy for ours. Up to 0.5.12.post1 the engine reads the limit
+    into an attribute when a layer is constructed. Later releases read it in every forward pass.
     """
 
     def set_limit(layers: list[Any], limit: int, attn_tp: int | None = None, **policy: Any) -> None:
@@ -189,7 +193,7 @@ def set_limit(monkeypatch):
 
 
 def set_counts(counts: list[int], local: int) -> None:
-    """What the engine's layers find of a forward."""
+    """Set the token counts that the engine's layers find in a forward pass."""
     from sglang.srt.layers import dp_attention
 
     dp_attention.set_dp_buffer_len(sum(counts), local, True, counts)
@@ -202,7 +206,7 @@ def output_types() -> list[Any]:
 
 
 def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = False) -> list[reference.Sent]:
-    """Each rank's share of the rows."""
+    """Rows and routing that each rank sends."""
     generator = torch.Generator().manual_seed(seed)
     favour = torch.ones(EXPERTS)
     if skewed:
@@ -217,14 +221,14 @@ def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = 
 
 
 class Exchange:
-    """A network after a dispatch, and what the ranks get back when their layers work on it."""
+    """Dispatch of rows between all ranks over the reference network, and the combined results."""
 
     def __init__(self, sent: list[reference.Sent], kind: Any, kernel: list[dict[str, Any]], seed: int = 0) -> None:
         self.network = reference.Network(RANKS, EXPERTS // RANKS, PER_RANK, seed=seed)
         self.received, self.sent, self.kind, self.kernel = self.network.dispatch(sent), sent, kind, kernel
 
     def dispatched(self, rank: int) -> Any:
-        """The dispatcher's output; where the dispatcher decides by the user's limit, with that."""
+        """The dispatcher's output on a rank. If the dispatcher applies the user's limit, the output has it."""
         buffer, mine = self.received[rank], self.sent[rank]
         arrived = (buffer.rows, None, buffer.ids, buffer.weights, buffer.count)
         output = self.kind(*arrived, mine.ids, mine.weights, torch.bfloat16)
@@ -237,7 +241,7 @@ class Exchange:
         return output._replace(**{hooks._RECV_CAP: cap})
 
     def run(self, layers: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-        """What each rank gets back, and the rows that each kernel was given."""
+        """Run all layers. Return each rank's combined rows, and the number of rows that each kernel received."""
         self.kernel.clear()
         outputs = [layer.run_moe_core(self.dispatched(rank)).hidden_states for rank, layer in enumerate(layers)]
         combined = self.network.combine(outputs, self.received)
@@ -256,7 +260,7 @@ def test_the_change_supports_this_engine():
 
 
 def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]:
-    """``MoriEPMoE.forward`` on all ranks at once, each a thread."""
+    """Run ``MoriEPMoE.forward`` on all ranks at once, each rank in a thread."""
     results: list[Any] = [None] * RANKS
     for network in reference.networks():
         network.generator.manual_seed(0)
@@ -277,8 +281,10 @@ def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]
 @pytest.mark.usefixtures("cuts_in_layer")
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
-def test_the_engines_forward_gives_the_same_with_a_quarter_of_the_rows(make_layers, kernel, monkeypatch, mode, dtype):
-    """Normal and low-latency dispatch, bf16, FP8 and FP4 rows."""
+def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
+    make_layers, kernel, monkeypatch, mode, dtype
+):
+    """Normal and low-latency dispatch, with BF16, FP8 and FP4 rows."""
     padded = pad_tokens(monkeypatch, [4, 2, 4, 3], 1, extend=False)
     assert padded == [4, 4, 4, 4]
     sent = random_inputs(padded, 1, seed=1)
@@ -296,7 +302,7 @@ def test_the_engines_forward_gives_the_same_with_a_quarter_of_the_rows(make_laye
 
 @pytest.mark.usefixtures("cuts_in_layer")
 @pytest.mark.parametrize("value", [None, "0"])
-def test_unset_or_zero_leaves_the_engine_alone(make_layers, kernel, monkeypatch, value):
+def test_unset_or_zero_variables_change_nothing(make_layers, kernel, monkeypatch, value):
     exchange = Exchange(random_inputs([4] * 4, 1, seed=2), output_types()[0], kernel)
     dispatched = exchange.dispatched(0)
     for name in (LIMIT.name, BOUND.name) if value else ():
@@ -313,7 +319,7 @@ def test_unset_or_zero_leaves_the_engine_alone(make_layers, kernel, monkeypatch,
 
 
 @pytest.mark.usefixtures("cuts_in_layer")
-def test_a_layer_that_is_built_with_a_limit_has_the_engines_own_cut_off(make_layers, monkeypatch):
+def test_the_engines_own_cut_is_off_in_layers_with_a_limit(make_layers, monkeypatch):
     monkeypatch.setenv(LIMIT.name, "3")
     assert [getattr(layer, hooks._ENGINE_LIMIT) for layer in make_layers()] == [3] * RANKS
     with installed(mori.CHANGE):
@@ -325,8 +331,8 @@ def test_a_layer_that_is_built_with_a_limit_has_the_engines_own_cut_off(make_lay
 
 
 @pytest.mark.usefixtures("cuts_in_runner")
-def test_every_layer_that_the_engine_builds_for_mori_goes_through_the_wrapped_one(monkeypatch):
-    """With MoRI, and with its EPv2 where there is one; each has its policy by the engine's own state."""
+def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
+    """Layers for MoRI and, if the release has it, for EPv2. Each layer has a policy from the engine's own state."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe import utils
     from sglang.srt.layers.moe.ep_moe import layer as layer_module
@@ -378,7 +384,7 @@ def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(make
     assert caplog.text.count(f"{LIMIT.name}=3 is less than the 32 rows") == 1
 
 
-def test_the_provable_bound_alone_cuts_and_an_unprovable_limit_stops_the_forward(make_layers, kernel, set_limit):
+def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_forward(make_layers, kernel, set_limit):
     layers = make_layers()
     exchange = Exchange(random_inputs([4, 2, 4, 3], 1, seed=1), output_types()[0], kernel)
     set_limit(layers, 0)
@@ -389,7 +395,7 @@ def test_the_provable_bound_alone_cuts_and_an_unprovable_limit_stops_the_forward
         ours, rows = exchange.run(layers)
         assert equal(ours, whole)
         assert rows == [16] * RANKS
-        set_counts([4], 4)  # nothing known of the others: the user's limit, checked on the device
+        set_counts([4], 4)  # unknown counts of the other ranks: the user's limit, checked on the device
         set_limit(layers, 2, attn_tp=1)
         with pytest.raises(RuntimeError, match=f"more rows than {LIMIT.name}"):
             exchange.run(layers)
@@ -399,8 +405,8 @@ def test_the_provable_bound_alone_cuts_and_an_unprovable_limit_stops_the_forward
         assert rows == [40] * RANKS
 
 
-def test_capture_sees_static_shapes_that_hold_for_every_replay(make_layers, kernel, set_limit):
-    """What the graph runner announces while it captures: the padded batch, and no counts."""
+def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel, set_limit):
+    """During a capture the engine announces the padded batch, and no counts."""
     from sglang.srt.layers import dp_attention
 
     layers = make_layers()
@@ -415,7 +421,7 @@ def test_capture_sees_static_shapes_that_hold_for_every_replay(make_layers, kern
 
 @pytest.mark.usefixtures("cuts_in_runner")
 @pytest.mark.parametrize(("limit", "rows"), [(3, 32), (40, 40), (2 * BUFFER, BUFFER)])
-def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(make_layers, kernel, set_limit, limit, rows):
+def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kernel, set_limit, limit, rows):
     layers, kind = make_layers(), output_types()[0]
     set_counts([8] * 4, 8)
     exchange = Exchange(random_inputs([8] * 4, 1, seed=3), kind, kernel)
@@ -428,7 +434,9 @@ def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(make_layers, kernel
 
 
 def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monkeypatch):
-    """The engine's padding, uneven and idle ranks, three layouts, limits to twice the buffer, and without counts."""
+    """The engine's padding, uneven and idle ranks, three layouts, limits up to twice the buffer, with and without
+    counts.
+    """
     seen: Counter[str] = Counter()
     layers, forwards = make_layers(), []
     for seed in range(CASES):

@@ -1,4 +1,4 @@
-"""output-buffer on the engine's own model: same answers, one buffer, and every guard seen to matter."""
+"""output-buffer on the engine's own model: equal answers, one buffer, and proof that every guard is needed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def backend(request, engine):
 
 
 @pytest.fixture
-def applied():
+def only_applied():
     if probe(output_buffer.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release has an output buffer of its own")
 
 
 @pytest.fixture
-def hardened():
+def only_hardened():
     if probe(output_buffer.CHANGE).status is not Status.HARDENED:
         pytest.skip("this engine release has no output buffer of its own")
 
@@ -60,7 +60,7 @@ def patched(engine, path):
 
 @pytest.mark.compatibility
 @pytest.mark.parametrize("dense_layers", [1, 0])
-def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
+def test_answers_are_bit_identical_with_one_buffer_for_all_layers(
     backend, dense_layers, engine, checkpoint, kernels, stock
 ):
     path = checkpoint(dense_layers=dense_layers)
@@ -76,27 +76,26 @@ def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
 
 
 @pytest.mark.compatibility
-@pytest.mark.usefixtures("hardened")
-def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(
-    backend, engine, checkpoint, stock, monkeypatch
-):
-    """``first_k_dense_replace: 0``: the first layer is MoE and has no residual. Only there is the engine wrong."""
+@pytest.mark.usefixtures("only_hardened")
+def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, engine, checkpoint, stock, monkeypatch):
+    """The first layer is MoE with ``first_k_dense_replace: 0``, and has no residual. Only there is the engine wrong."""
     first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
     engines = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
     assert same_answers(engines[first_is_dense], stock(first_is_dense))
     assert engines[first_is_moe][0] != stock(first_is_moe)[0]
     for path in (first_is_dense, first_is_moe):
         assert same_answers(patched(engine, path), stock(path))
-    # The guard removed: the engine's own offer stands beside ours.
+    # Without the guard, the engine's own offer remains beside ours.
     monkeypatch.setattr(offer, "make_empty_offer", lambda original: original)
     assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
 
 
 @pytest.mark.compatibility
-@pytest.mark.usefixtures("hardened")
-def test_ours_is_the_only_offer(engine, checkpoint, kernels, monkeypatch):
-    """In every layer the engine's own is withheld. Without a residual nothing is on offer; in every other layer our own
-    is, and taken."""
+@pytest.mark.usefixtures("only_hardened")
+def test_only_our_offer_remains(engine, checkpoint, kernels, monkeypatch):
+    """The engine's own offer is withheld in every layer. Our offer is there, and used, in every layer with a
+    residual.
+    """
     meanwhile, make = [], offer.make_empty_offer
     monkeypatch.setattr(
         offer,
@@ -122,7 +121,7 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         for layer in model.model.layers:
             setattr(layer, offer._MIN_OFFER_BYTES, 0)
         engine.generate(model, PROMPTS[:1], 0)
-        # What is taken is on offer no more, at least not to ours; the first layer offered nothing.
+        # A buffer that has been taken is not offered again, at least not by us. The first layer has offered nothing.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
@@ -130,9 +129,9 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
 
 
 @pytest.mark.parametrize("dense_layers", [1, 0])
-def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpoint, monkeypatch, dense_layers):
+def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch, dense_layers):
     def answer():
-        """The embeddings, and the layers' result, of a forward that the engine has prepared."""
+        """Embeddings and the layers' result, in a forward pass that the engine has prepared."""
         model = engine.load(checkpoint(dense_layers=dense_layers))
         stack = type(model.model)
         original, found = stack.forward, list[torch.Tensor]()
@@ -153,11 +152,11 @@ def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpo
         assert all(torch.equal(a, b) for a, b in zip(stock, answer(), strict=True))
 
 
-def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, monkeypatch):
-    """A layer that the engine does not mark must not inherit the mark of the layer whose storage it writes into."""
+def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels, monkeypatch):
+    """A layer that the engine does not mark must not inherit the mark of the tensor whose storage it writes into."""
 
     def marks():
-        """The mark on what each layer returns, and on what each kernel is given to write into."""
+        """Marks on the tensors that the layers return, and on the buffers that the kernels write into."""
         model = engine.load(checkpoint())
         if not hasattr(model.model.layers[1], "layer_communicator"):
             pytest.skip("this engine release marks no tensors")
@@ -177,7 +176,8 @@ def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, 
     assert stock == ([False, True, False, False], [False, False, False])
     with installed(*CHANGES):
         assert marks() == stock
-        # The guard removed: the very tensor object is handed out again, and the layer above the marked one gets it.
+        # Without the guard, the same tensor object is offered again, and the layer after the marked layer inherits the
+        # mark.
         monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: tensor)
         assert marks()[1] == [False, True, False]
 
@@ -210,7 +210,7 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     hidden_tensor = len(prompt[0]) * 256 * 2
 
     def live():
-        """In the last of three MoE layers. To look at all tensors takes half a second."""
+        """Bytes that are alive in the last of three MoE layers. A search of all tensors takes half a second."""
         model = engine.load(checkpoint())
         found = []
         before = forwards._tensor_bytes()
@@ -224,25 +224,26 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         stock = live()
     with installed(*CHANGES):
         patched = live()
-    # The previous output goes, and what the engine does not do by itself: the attention input (up to 0.5.12.post1)
+    # The previous output is freed, and two tensors that some releases keep: the attention input (up to 0.5.12.post1)
     # and the shared experts' output (0.5.11).
     native = probe(output_buffer.CHANGE).status is not Status.APPLIED
     assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 
 
-def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, stock, monkeypatch):
+def test_only_buffers_in_the_pool_are_reused_with_symmetric_memory(engine, checkpoint, kernels, stock, monkeypatch):
     right = stock(checkpoint())
     pool, outputs = Pool(monkeypatch), []
     kernels.at_entry = lambda: outputs.append(kernels.calls[-1] in pool.addresses)
     with installed(*CHANGES):
         model = engine.load(checkpoint())
         assert same_answers(engine.generate(model, PROMPTS, STEPS), right)
-        # The dense layer's output is outside the pool: the first MoE layer allocates, the others reuse.
+        # The dense layer's output is outside the pool: the first MoE layer allocates its output, and the other layers
+        # reuse it.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (3, 1)
     assert outputs == [True] * 3 * (STEPS + 2)
 
 
-def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
+def test_runners_that_preserve_their_input_are_marked(engine, checkpoint):
     with installed(*CHANGES):
         model = engine.load(checkpoint())
     assert [layer.mlp.experts.moe_runner_config.inplace for layer in model.model.layers[1:]] == [False] * 3
@@ -256,9 +257,9 @@ def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
     assert Experts().moe_runner_config.inplace
 
 
-@pytest.mark.usefixtures("applied")
-def test_a_wrong_shape_is_not_taken(engine, checkpoint, stock, monkeypatch):
-    """Data-parallel attention: the layer's input has local tokens, the experts work on gathered ones."""
+@pytest.mark.usefixtures("only_applied")
+def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkeypatch):
+    """The layer's input has local tokens with data-parallel attention, and the experts compute gathered tokens."""
     right = stock(checkpoint())
 
     def offer_fewer_tokens(original, **how):
@@ -275,7 +276,7 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, stock, monkeypatch):
         patched(engine, checkpoint())
 
 
-@pytest.mark.usefixtures("applied")
+@pytest.mark.usefixtures("only_applied")
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, monkeypatch):
     """The shared experts read the MoE input after the routed experts have written their output."""
     right = stock(checkpoint())

@@ -372,7 +372,7 @@ CASES = {
     "BF16 on TRT-LLM": Case(
         public("Qwen/Qwen3-235B-A22B"),
         "--tp 8 --chunked-prefill-size 16384",
-        all_of(does_nothing("output-buffer", "takes no output buffer"), peaks(542, 542)),
+        all_of(does_nothing("output-buffer", "uses no output buffer"), peaks(542, 542)),
         gpu="b200",
     ),
     # 7,168 columns: 234.9 MB a tensor, the shared experts last; an activation in FP8 with its scales is 121.1 MB.
@@ -380,7 +380,7 @@ CASES = {
         public("deepseek-ai/DeepSeek-V3.2"),
         "--tp 8 --chunked-prefill-size 16384",
         all_of(
-            does_nothing("output-buffer", "takes no output buffer"),
+            does_nothing("output-buffer", "uses no output buffer"),
             does_nothing("deferred-shared-experts", "the engine defers them by itself"),
             peaks(1079, 1079),
         ),
@@ -412,7 +412,7 @@ CASES = {
         "--tp 4 --dp 4 --enable-dp-attention --chunked-prefill-size 16384",
         all_of(
             does("moe-workspace", "[tokens, top-k, hidden] is 1,074 MB here"),
-            does_nothing("output-buffer", "takes no output buffer"),
+            does_nothing("output-buffer", "uses no output buffer"),
         ),
     ),
     # A rank has 768 of each expert's 1,536: eight of a token's are more than its 4,096 of the dead input.

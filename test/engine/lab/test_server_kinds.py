@@ -48,7 +48,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer
     check_patched(read_observations(patched), moe_layers=4, backend=backend)
     # All layers together keep less than one stock layer, because the shared buffers have no output buffer.
     assert 0 < read_observations(patched).memory.kernel_buffer_bytes < workspace_bytes({layer_wrapper})
-    assert patched.log_text().count("cutedsl-sizing: one set of buffers") == 1
+    assert patched.log_text().count("cutedsl-sizing: all layers share one set of buffers") == 1
     assert "runs in slices" not in patched.log_text()
 
 

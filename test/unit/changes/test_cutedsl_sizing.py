@@ -1,4 +1,4 @@
-"""The decisions of cutedsl-sizing, as functions of plain values, and its wrapper without an engine."""
+"""Decisions of cutedsl-sizing as functions of plain values, and its wrapper without an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_bound_grows_with_every_limit(limits, name, more):
 
 
 @given(LIMITS)
-def test_what_is_not_known_adds_nothing(limits):
+def test_unknown_limits_add_nothing(limits):
     known = replace(limits, requests=0, request_tokens=0, cache_tokens=0, chunk_tokens=0, padding=1)
     decode = limits.graph_requests * max(limits.draft_tokens, limits.other_tokens_per_request)
     assert max_forward_tokens(known) == max(limits.max_prefill_tokens, limits.piecewise_tokens, decode)
@@ -61,14 +61,14 @@ def test_what_is_not_known_adds_nothing(limits):
 def test_tokens_of_a_draft_step_and_of_the_buffers():
     assert other_tokens_per_request(1, 3, multi_layer=False) == 4
     assert other_tokens_per_request(8, 3, multi_layer=False) == 8
-    # Layer i of n extends by n + 1 + i tokens, as the engine's graph runner for it does: 5, 6, 7, 8 for n = 4.
+    # Layer i of n extends by n + 1 + i tokens, as in the engine's graph runner: 5, 6, 7, 8 for n = 4.
     assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
-    # Buffers hold all gathered ranks, or what the dispatcher takes.
+    # The buffers have room for the tokens of all gathered ranks, or for the tokens that the dispatcher accepts.
     assert [wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]
 
 
 @given(required=st.integers(1, 100_000), budget=st.integers(1, 5_000), ep_size=st.integers(1, 64))
-def test_the_budget_that_is_named_is_the_smallest_that_does(required, budget, ep_size):
+def test_the_named_budget_is_the_smallest_that_suffices(required, budget, ep_size):
     error = budget_error(required, budget, ep_size)
     assert (error is None) == (budget * ep_size >= required)
     if error:
@@ -81,7 +81,7 @@ def test_the_budget_that_is_named_is_the_smallest_that_does(required, budget, ep
     "other",
     [{"moe_runner_backend": "flashinfer_trtllm"}, {"moe_a2a_backend": "none"}, {"disaggregation_mode": "decode"}],
 )
-def test_the_budget_matters_to_prefilling_cutedsl_servers_with_the_dispatcher_alone(other):
+def test_only_prefilling_cutedsl_servers_with_the_dispatcher_need_the_budget(other):
     values = {
         "moe_runner_backend": "flashinfer_cutedsl",
         "moe_a2a_backend": "flashinfer",
@@ -94,13 +94,13 @@ def test_the_budget_matters_to_prefilling_cutedsl_servers_with_the_dispatcher_al
     check_budget(SimpleNamespace(**{**values, **other}), {})
 
 
-def test_arguments_that_the_budget_is_not_known_of_end_no_launcher(caplog):
+def test_unknown_server_arguments_do_not_stop_the_launcher(caplog):
     check_budget(SimpleNamespace(moe_runner_backend="flashinfer_cutedsl"), {})
     assert "stays unpatched: AttributeError" in caplog.text
 
 
 @given(st.integers(0, 500), st.integers(1, 100))
-def test_slices_cover_every_row_once_and_are_as_few_as_can_be(tokens, size):
+def test_the_fewest_slices_cover_every_row_once(tokens, size):
     parts = split_tokens(tokens, size)
     assert [row for part in parts for row in range(tokens)[part]] == list(range(tokens))
     assert len(parts) == max(-(-tokens // size), 1)
@@ -108,7 +108,7 @@ def test_slices_cover_every_row_once_and_are_as_few_as_can_be(tokens, size):
 
 
 class Wrapper:
-    """As FlashInfer's, which refuses what does not fit; any output is as good as another here."""
+    """Stand-in for FlashInfer's wrapper, which refuses forward passes that do not fit. It writes no output."""
 
     max_num_tokens, hidden_size, output_dtype = 4, 3, torch.float32
 
@@ -116,7 +116,7 @@ class Wrapper:
         assert token_selected_experts.shape[0] <= self.max_num_tokens
 
 
-def test_a_larger_forward_names_the_flag_for_one_rank_and_an_error_leaves_no_output_behind(caplog):
+def test_the_warning_names_the_flag_per_rank_and_an_error_keeps_no_output(caplog):
     shared = SharedMoE(Wrapper(), 2, lambda: False)
     with caplog.at_level(logging.WARNING, module.log.logger.name):
         shared.run(token_selected_experts=torch.empty(11, 1))

@@ -323,7 +323,7 @@ def test_slices_cover_every_column_once_in_order(hidden, width):
 
 def test_no_measured_layer_costs_more_than_two_per_cent():
     """The lower end of the 95 % interval counts, for each batch with default and with tuned tiles."""
-    cells = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    cells = moe_tables.find_cells_by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())

@@ -1,4 +1,4 @@
-"""The decisions of mori-input-truncation, as functions of plain values, and its wiring without an engine."""
+"""Decisions of mori-input-truncation as functions of plain values, and its wrappers without an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = cases(5_000)
 
 
 class Dispatched(NamedTuple):
-    """The fields of the engine's two dispatch outputs."""
+    """Named tuple with the fields of the engine's two dispatch outputs."""
 
     hidden_states: torch.Tensor
     hidden_states_scale: torch.Tensor | None
@@ -46,7 +46,7 @@ class Dispatched(NamedTuple):
 
 
 def dp_buffer(counts=None, local=None, total=None):
-    """What ``dp_attention`` holds during a forward."""
+    """State of ``dp_attention`` during a forward pass."""
     return SimpleNamespace(_global_num_tokens=counts, _local_dp_buffer_len=local, _global_dp_buffer_len=total)
 
 
@@ -57,12 +57,12 @@ def dp_buffer(counts=None, local=None, total=None):
     ("variable", "text", "value"),
     [
         *((LIMIT, text, int(text or 0)) for text in ("", "0", "1", "4096", " 32 ", "1_000", "+8")),
-        # As the engine reads it: a server that starts with SGLANG_MORI_RECV_BOUND=true must start with us, too.
+        # The engine starts with SGLANG_MORI_RECV_BOUND=true, so that a patched server must start with it, too.
         *((BOUND, text, False) for text in ("", "0", "False", "n")),
         *((BOUND, text, True) for text in ("1", "true", "True", "yes", "Y")),
     ],
 )
-def test_values_that_are_taken(variable, text, value):
+def test_accepted_values(variable, text, value):
     check_environment([mori_input_truncation.CHANGE], {})
     check_environment([mori_input_truncation.CHANGE], {variable.name: text})
     assert variable.read({variable.name: text}) == value
@@ -76,8 +76,8 @@ def test_values_that_are_taken(variable, text, value):
         *((BOUND, text, f"0 or 1, got '{text}'") for text in ("2", "-1", "on", "enabled")),
     ],
 )
-def test_any_other_value_is_refused_by_its_name_where_the_server_has_mori(variable, text, expected, monkeypatch):
-    """The engine starts with it."""
+def test_other_values_are_refused_by_name_on_servers_with_mori(variable, text, expected, monkeypatch):
+    """The engine itself starts with such a value."""
     change = mori_input_truncation.CHANGE
     check_environment([change], {variable.name: text})
     monkeypatch.setenv(variable.name, text)
@@ -88,7 +88,7 @@ def test_any_other_value_is_refused_by_its_name_where_the_server_has_mori(variab
 
 
 @pytest.mark.parametrize(("ranks", "low_latency", "runs"), [(8, False, False), (16, False, True), (16, True, False)])
-def test_internode_kernels_are_known_by_the_ranks_and_the_mode(ranks, low_latency, runs, monkeypatch):
+def test_internode_kernels_are_detected_from_ranks_and_mode(ranks, low_latency, runs, monkeypatch):
     utils = SimpleNamespace(get_deepep_mode=lambda: SimpleNamespace(enable_low_latency=lambda: low_latency))
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe.utils", utils)
     assert policy_module._runs_internode(SimpleNamespace(moe_ep_size=ranks)) == runs
@@ -117,15 +117,16 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
     [
         (8, [8, 4, 0, 2], Layout(4), 14),
         (0, [8, 0, 0, 2], Layout(4, dp_rank=1), 10),
-        # Two data-parallel ranks of four attention-TP ranks: each sends its share, seen by what this one sent.
+        # Two data-parallel ranks of four attention-TP ranks. Each rank sends its share, which this rank's own rows
+        # show.
         (4, [16, 8], Layout(8, attn_tp=4), 24),
         (16, [16, 8], Layout(8, attn_tp=4), 96),
         (5, [16, 8], Layout(8, attn_tp=4), 96),
-        # An idle rank sees nothing of how the others split theirs.
+        # An idle rank cannot see how the other ranks split their rows.
         (0, [16, 0], Layout(8, attn_tp=4, dp_rank=1), 64),
         # Context parallelism may split unevenly.
         (4, [8, 8], Layout(4, attn_cp=2), 32),
-        # One data-parallel rank: all hold the same batch.
+        # One data-parallel rank: all ranks have the same batch.
         (4, [32], Layout(8, attn_tp=8), 32),
         (32, [32], Layout(8, attn_tp=8), 256),
         (4, None, Layout(8, attn_tp=8), 40),
@@ -147,19 +148,19 @@ def test_bound(sent, counts, layout, bound):
     ("arguments", "overlap", "rows"),
     [
         (([3, 0, 5], 0, 8, 3), False, (3, 0, 5)),
-        (([3, 0, 5], 0, 8, 3), True, (3, 0, 5)),  # a whole batch, though sub-batches are possible
-        (([3], 3, 3, 3), False, None),  # nothing gathered: its own count alone
+        (([3, 0, 5], 0, 8, 3), True, (3, 0, 5)),  # a whole batch, although sub-batches are possible
+        (([3], 3, 3, 3), False, None),  # nothing is gathered: only this rank's own count
         (([3], 3, 3, 1), False, (3,)),
         ((None, 4, 12, 3), False, (4, 4, 4)),  # capture of a graph that all ranks replay together
-        ((None, 4, 4, 3), False, None),  # capture of one that each rank picks for itself
+        ((None, 4, 4, 3), False, None),  # capture of a graph that each rank chooses by itself
         ((None, 4, None, 3), False, None),
-        ((None, 4, 12, 3), True, None),  # may be a sub-batch
+        ((None, 4, 12, 3), True, None),  # possibly a sub-batch
         ((None, 0, 0, 3), False, None),  # an empty sub-batch
         ((None, 4, None, 1), True, (4,)),
         ((None, None, None, 1), False, None),
     ],
 )
-def test_what_is_known_of_the_other_ranks(arguments, overlap, rows):
+def test_known_rows_of_the_other_ranks(arguments, overlap, rows):
     assert rows_per_dp_rank(*arguments, two_batch_overlap=overlap) == rows
 
 
@@ -177,18 +178,18 @@ def test_few_sizes():
 @given(st.none() | st.integers(0, 5_000), st.integers(0, 10_000), st.integers(1, 5_000), st.booleans())
 def test_rows_are_never_below_a_bound_nor_beyond_the_buffer(bound, limit, buffer_rows, recv_bound):
     bound = None if bound is None else min(bound, buffer_rows)
-    rows, assert_needed, raised = decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)
+    rows, needs_assertion, is_raised = decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)
     assert 1 <= rows <= buffer_rows
     if not (limit or recv_bound):
-        assert (rows, assert_needed, raised) == Cut(buffer_rows, False, False)
+        assert (rows, needs_assertion, is_raised) == Cut(buffer_rows, False, False)
     elif bound is None:
         assert rows == min(limit or buffer_rows, buffer_rows)
-        assert assert_needed == (rows < buffer_rows)
-        assert not raised
+        assert needs_assertion == (rows < buffer_rows)
+        assert not is_raised
     else:
         assert max(bound, 1) <= rows <= max(1, 1.0625 * bound)
-        assert not assert_needed
-        assert raised == (0 < limit < bound)
+        assert not needs_assertion
+        assert is_raised == (0 < limit < bound)
         assert rows <= max(limit, bound, 1) or not limit
 
 
@@ -196,7 +197,7 @@ def test_rows_are_never_below_a_bound_nor_beyond_the_buffer(bound, limit, buffer
 
 
 class Case:
-    """A random forward of a random layout, as the engine pads, scatters and announces it."""
+    """Random forward pass of a random layout, padded, scattered and announced as the engine does it."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -205,7 +206,8 @@ class Case:
         self.ranks = self.dp_ranks * self.shards
         counts = [draw.choice([0, draw.randint(0, 8), 8]) for _ in range(self.dp_ranks)]
         counts = [-(-n // self.shards) * self.shards for n in counts]
-        # How the counts become known: padded alike, each its own, a graph's size, this rank's alone, a sub-batch.
+        # Ways in which the counts are known: equal padding, own padding, a graph's size, only this rank's count, a
+        # sub-batch.
         self.kind = draw.choice(["max_len", "sum_len", "graph", "own_count", "own_graph", "sub_batch", "nothing"])
         self.two_batch_overlap = self.kind == "sub_batch" or draw.random() < 0.1
         used = list(counts)
@@ -214,10 +216,10 @@ class Case:
         elif self.kind == "graph":
             counts = [max(counts) + self.shards * draw.randint(1, 2)] * self.dp_ranks
         self.counts, scattered = counts, draw.random() < 0.8
-        # The shapes of a captured graph are those of its capture; rows of padding then route nowhere, or anywhere.
+        # A captured graph keeps the shapes of its capture. Padding rows then go to no rank, or to any rank.
         tp = self.attn_tp if scattered else 1
         used_rows, self.sent = ([n[rank // self.shards] // tp for rank in range(self.ranks)] for n in (used, counts))
-        if self.kind == "nothing" and scattered:  # not padded: shares differ by a row
+        if self.kind == "nothing" and scattered:  # not padded: the ranks' shares differ by one row
             shares = torch.empty(max(counts) + draw.randint(0, 3)).tensor_split(self.attn_tp)
             self.sent = used_rows = [len(shares[rank % self.attn_tp]) for rank in range(self.ranks)]
         experts_per_rank, top_k = draw.randint(1, 3), draw.randint(1, 3)
@@ -285,31 +287,31 @@ def buffers(sent=4, received=4) -> Dispatched:
     )
 
 
-def test_an_unprovable_limit_stops_what_exceeds_it(caplog):
+def test_more_rows_than_an_unprovable_limit_stop_the_forward(caplog):
     policy, state = Policy(Layout(4), 5, True), dp_buffer([4], 4, 4)
     assert len(truncate(buffers(received=5), policy, state).hidden_states) == 5
-    with pytest.raises(RuntimeError, match=re.escape(f"more rows than {LIMIT.name} lets the MoE kernel see (5)")):
+    with pytest.raises(RuntimeError, match=re.escape(f"more rows than {LIMIT.name} allows (5)")):
         truncate(buffers(received=6), policy, state)
     assert len(caplog.records) == 1
     assert "device-side assertion ends this process" in caplog.text
 
 
-NO_ASSERTIONS = Policy(Layout(4), 5, False, assertions=False)
-DYNAMIC_CHUNKS = {"limit": 0, "recv_bound": True, "unreliable": "--enable-dynamic-chunking"}
+NO_ASSERTIONS = Policy(Layout(4), 5, False, has_assertions=False)
+DYNAMIC_CHUNKS = {"limit": 0, "recv_bound": True, "unreliable_reason": "--enable-dynamic-chunking"}
 
 
 @pytest.mark.parametrize(
     ("policy", "counts", "sent", "rows", "said"),
     [
-        (NO_ASSERTIONS, [4], 4, 64, "is not applied"),  # it would not be seen to be exceeded
-        (Policy(Layout(4), 0, True), [4], 4, 64, "is not known"),
-        # Counts that the server may get wrong are not used; one rank's own count is.
-        (Policy(Layout(4), **DYNAMIC_CHUNKS), [4, 0, 0, 0], 4, 64, "is not known"),
+        (NO_ASSERTIONS, [4], 4, 64, "is not applied"),  # an exceeded limit would not be detected
+        (Policy(Layout(4), 0, True), [4], 4, 64, "is unknown"),
+        # Counts that may be wrong on this server are not used. This rank's own count is used.
+        (Policy(Layout(4), **DYNAMIC_CHUNKS), [4, 0, 0, 0], 4, 64, "is unknown"),
         (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS), [4], 1, 4, ""),
-        (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS, stale=True), [4], 1, 8, ""),
+        (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS, has_stale_counts=True), [4], 1, 8, ""),
     ],
 )
-def test_nothing_is_cut_that_may_be_needed(caplog, policy, counts, sent, rows, said):
+def test_rows_that_may_be_needed_are_not_cut(caplog, policy, counts, sent, rows, said):
     whole = buffers(sent=sent)
     cut = truncate(whole, policy, dp_buffer(counts, 4, 4))
     assert len(cut.hidden_states) == rows
@@ -317,16 +319,16 @@ def test_nothing_is_cut_that_may_be_needed(caplog, policy, counts, sent, rows, s
     assert said in caplog.text
 
 
-def test_behind_internode_kernels_nothing_is_cut(caplog):
+def test_nothing_is_cut_with_internode_kernels(caplog):
     state = dp_buffer([4], 4, 4)
     given = buffers(received=5)
     assert truncate(given, Policy(Layout(4), 5, True), state) is not given
-    assert truncate(given, Policy(Layout(4), 5, True, unproven_layout=True), state) is given
-    assert caplog.text.count("InterNode kernels are not known to put what arrives first") == 1
+    assert truncate(given, Policy(Layout(4), 5, True, has_unproven_layout=True), state) is given
+    assert caplog.text.count("with MoRI's InterNode kernels, received rows") == 1
 
 
 def test_no_forward_reads_the_device(monkeypatch):
-    """Whatever would wait for a GPU is an error: the received count is only ever compared on the device."""
+    """Every function that would wait for a GPU fails here. The received count is only compared on the device."""
     whole = buffers()
     compared = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: compared.append(condition))
@@ -357,14 +359,14 @@ ROCM = "#if !defined(C10_USE_ROCM_KERNEL_ASSERT) && defined(USE_ROCM)\n#define C
         ("6.2", "", False),
     ],
 )
-def test_whether_a_failed_assertion_ends_the_process(hip, macros, works):
+def test_builds_in_which_a_failed_assertion_ends_the_process(hip, macros, works):
     assert policy_module.assertions_end_the_process(hip, macros) == works
 
 
 # --- The reference kernels -------------------------------------------------------------------------------------------
 
 
-def test_a_row_travels_to_a_rank_once_however_many_of_its_experts_are_there():
+def test_a_row_is_sent_to_a_rank_once_for_all_its_experts():
     network = reference.Network(ranks=2, experts_per_rank=4, max_rows_per_rank=3)
     ids = torch.tensor([[0, 1], [3, 4], [-1, -1]])
     rows = torch.arange(6.0).view(3, 2)

@@ -1,4 +1,4 @@
-"""The decisions of output-buffer, as functions of plain values, and its wiring without an engine."""
+"""Decisions of output-buffer as functions of plain values, and its wrappers without an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_buffer_must_be_contiguous_whole_and_not_empty():
     whole = torch.empty(4, 6)
     assert fits(whole, (4, 6), torch.float32, CPU)
     assert not fits(torch.empty(6, 4).T, (4, 6), torch.float32, CPU)
-    # A view: what its base holds beside it belongs to somebody else.
+    # A view: the rest of its base tensor may be in use.
     assert not fits(torch.empty(8, 6)[:4], (4, 6), torch.float32, CPU)
     assert not fits(torch.empty(25)[1:].view(4, 6), (4, 6), torch.float32, CPU)
     assert not fits(torch.empty(0, 6), (0, 6), torch.float32, CPU)
@@ -65,7 +65,7 @@ class Dispatched(NamedTuple):
 
 
 def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
-    """What the engine's function does, in small: allocate an output, write into it."""
+    """Small copy of the engine's function: it allocates an output and writes into it."""
     hidden = dispatch_output.hidden_states
     output = torch_of_the_runner.empty(*hidden.shape, dtype=hidden.dtype, device=hidden.device)
     torch_of_the_runner.mul(hidden, factor * scale + extra, out=output)
@@ -74,7 +74,7 @@ def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
 
 @pytest.fixture
 def run(symmetric_memory, patcher):
-    # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
+    # The change replaces the name `torch`. This stand-in uses another name, so that the test keeps its own `torch`.
     allocator = takers.TrtllmTorch(torch, runners.SymmetricMemory(symmetric_memory))
     runner: Any = runner_of_the_engine
     into_buffer = replace_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
@@ -99,8 +99,8 @@ def test_the_offer_ends_with_its_block_also_after_an_error(run):
     assert channel.offered_buffer() is None
 
 
-def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_asked_for_it_yet(symmetric_memory):
-    """The engine's contexts do not nest."""
+def test_outputs_are_allocated_in_symmetric_memory_unless_its_context_is_entered(symmetric_memory):
+    """The engine's contexts cannot be nested."""
     entered = nullcontext()
     memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)
     assert memory.output_context() is not entered
@@ -110,7 +110,7 @@ def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_a
     assert memory.output_context() is not entered
 
 
-def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
+def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
     monkeypatch.setattr(runners, "_MAX_ADDRESSES", 2)
     lookups = []
     asks = runners.remember_pool_addresses(lambda tensor: lookups.append(tensor) is None)
@@ -119,15 +119,15 @@ def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monke
     assert len(lookups) == 4  # the first one twice
 
 
-def test_what_was_outside_the_pool_may_be_inside_later():
-    """A rank that went on as if it were not would take from the pool what no other rank takes."""
+def test_addresses_outside_the_pool_are_checked_again():
+    """A rank that keeps treating the address as outside would allocate from the pool when no other rank does."""
     answers = [False, False, True]
     asks = runners.remember_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)
     assert [asks(tensor) for _ in range(4)] == [False, False, True, True]
 
 
-def test_other_names_are_looked_up_at_call_time_and_the_engines_own_function_stays(run, monkeypatch):
+def test_unreplaced_globals_are_looked_up_at_call_time(run, monkeypatch):
     hidden, buffer = torch.ones(2, 3), torch.empty(2, 3)
     monkeypatch.setitem(globals(), "scale", 5)
     with moe_output_buffer_ctx(buffer):
@@ -136,7 +136,7 @@ def test_other_names_are_looked_up_at_call_time_and_the_engines_own_function_sta
     assert torch_of_the_runner is torch
 
 
-def test_a_name_that_is_more_than_a_global_is_noticed():
+def test_names_that_are_not_only_globals_are_detected():
     def attribute():
         return scale, torch.torch_of_the_runner
 
@@ -151,7 +151,7 @@ def test_a_name_that_is_more_than_a_global_is_noticed():
 
 
 def test_offers_stay_in_their_own_context():
-    """Two forwards in flight: in another thread, and in another context of the same thread."""
+    """Two forward passes run at once: in another thread, and in another context of the same thread."""
     seen: list[Any] = []
 
     def elsewhere():
@@ -169,7 +169,9 @@ def test_offers_stay_in_their_own_context():
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
-    """Traced whole, without a graph break, and as the engine's own function: the buffer stays out of the graph."""
+    """The layer is traced as a whole, without a graph break, and like the engine's own function. The offered buffer is
+    not part of the graph.
+    """
 
     class Layer(torch.nn.Module):
         def forward(self, positions, hidden_states, forward_batch, residual):
@@ -188,10 +190,10 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
 
 
 class PPMissingLayer:
-    """In the place of a layer that another pipeline stage has."""
+    """Stand-in for a layer of another pipeline stage, by the engine's name."""
 
 
-def test_the_layers_of_a_stage_are_its_own():
+def test_a_pipeline_stage_has_only_its_own_layers():
     layers = [PPMissingLayer(), "a", "b", "c", "d", PPMissingLayer()]
     assert offer.stage_layers(SimpleNamespace(layers=layers, start_layer=1, end_layer=5)) == ["a", "b", "c", "d"]
     assert offer.stage_layers(SimpleNamespace(layers=layers)) == ["a", "b", "c", "d"]
@@ -199,11 +201,11 @@ def test_the_layers_of_a_stage_are_its_own():
 
 
 class NvFp4Method(SimpleNamespace):
-    """Its weights are NVFP4, as the name says."""
+    """Quantization method with NVFP4 weights, by its name."""
 
 
 class Fp8Method(SimpleNamespace):
-    """Its weights are not."""
+    """Quantization method without NVFP4 weights."""
 
 
 @pytest.mark.parametrize(
@@ -215,13 +217,13 @@ class Fp8Method(SimpleNamespace):
         *((True, runner, None) for runner in ("deep_gemm", "cutlass", "flashinfer_cutlass", "aiter", "triton_kernel")),
     ],
 )
-def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
+def test_a_layer_offers_its_input_only_to_a_runner_that_uses_it(inplace, runner, least):
     backend = runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner))
     config = SimpleNamespace(inplace=inplace)
     for kind in (NvFp4Method, Fp8Method):
         layer, method = SimpleNamespace(), kind(runner=backend)
         offer.mark_offering(layer, None, SimpleNamespace(moe_runner_config=config, quant_method=method))
-        # Of TRT-LLM's kernels those for NVFP4 alone take it.
+        # Only TRT-LLM's kernels for NVFP4 use an offered buffer.
         takes = kind is NvFp4Method or runner not in runners.TRTLLM
         assert getattr(layer, offer._MIN_OFFER_BYTES, None) == (least if takes else None)
         assert offer.is_offering(layer) == (takes and least is not None)
@@ -229,7 +231,7 @@ def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
     assert runners.is_nvfp4(scheme)
 
 
-def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(caplog):
+def test_models_are_inspected_after_construction_and_a_failure_does_not_stop_them(caplog):
     seen = []
 
     def fails(model):
@@ -249,7 +251,7 @@ def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_
         ((), {"hidden_states": "h", "forward_batch": "b", "residual": "r"}),
     ],
 )
-def test_an_argument_is_found_by_its_place_or_its_name(args, kwargs, monkeypatch):
+def test_arguments_are_found_by_position_and_by_name(args, kwargs, monkeypatch):
     asked = []
     monkeypatch.setattr(offer, "may_offer", lambda tensor, residual: asked.append((tensor, residual)))
     names = ("hidden_states", "forward_batch", "residual")
@@ -264,7 +266,7 @@ def test_an_argument_is_found_by_its_place_or_its_name(args, kwargs, monkeypatch
     ("update", "plain"),
     [({"is_plain_add": True}, True), ({"adds_plainly": True}, True), ({"is_plain_add": False}, False), ({}, False)],
 )
-def test_a_contribution_that_is_not_simply_added_has_no_residual_beside_it(update, plain):
+def test_a_residual_that_is_more_than_a_sum_is_detected(update, plain):
     pending = SimpleNamespace(update=SimpleNamespace(**update))
     batch = SimpleNamespace(residual_stream=SimpleNamespace(pending=pending, residual="the residual"))
     assert offer.residual_of_stream(batch, None) == ("the residual" if plain else None)
@@ -273,14 +275,17 @@ def test_a_contribution_that_is_not_simply_added_has_no_residual_beside_it(updat
 
 
 class Handle:
-    """An input that is a sum still owed: the engine knows where its tensor is."""
+    """Layer input whose sum is computed later. The engine knows where its tensor is."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 class Run:
-    """Runs a layer's wrapped forward once, with an offer of the engine's in it, and says what was on offer."""
+    """Helper that runs a layer's wrapped forward once and records the offers.
+
+    The forward contains an offer of the engine's own.
+    """
 
     def __init__(self, **how):
         withheld = offer.make_empty_offer(moe_output_buffer_ctx)
@@ -292,7 +297,7 @@ class Run:
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
     def offers(self, layer, residual=True, idle=False, hidden=None):
-        """Whether the layer's own input was on offer; nothing else may be."""
+        """Run a layer, and return True if its own input was offered. No other buffer may be offered."""
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
@@ -339,12 +344,12 @@ def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, ki
     assert run.offers(layer)
 
 
-def test_what_the_engine_offers_is_withheld_in_a_layer_that_is_not_known():
+def test_the_engines_offer_is_withheld_in_unknown_layers():
     assert not Run().offers(a_layer(None))
     assert not Run().offers(a_layer(None), residual=False)
 
 
-def test_of_a_sum_that_is_still_owed_the_tensor_is_offered_where_the_engine_finds_it():
+def test_the_tensor_of_a_deferred_sum_is_offered():
     hidden = Handle(torch.empty(2, 3))
     assert not Run().offers(a_layer(), hidden=hidden)
     run = Run(tensor_of=lambda given: given.tensor)
@@ -353,7 +358,7 @@ def test_of_a_sum_that_is_still_owed_the_tensor_is_offered_where_the_engine_find
     assert not run.offers(a_layer(), hidden=Handle(None))  # nobody has computed it yet
 
 
-def test_an_offer_that_is_withheld_can_be_traced():
+def test_a_withheld_offer_can_be_traced():
     withheld = offer.make_empty_offer(moe_output_buffer_ctx)
 
     def forward(hidden):
@@ -363,8 +368,8 @@ def test_an_offer_that_is_withheld_can_be_traced():
     assert torch.equal(torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypatch, patcher):
-    """A model's module that imported it at its top would go on offering."""
+def test_the_engines_offer_is_withheld_under_every_imported_name(monkeypatch, patcher):
+    """A model's module that imports the function by name at its top would continue to offer."""
     modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
@@ -390,7 +395,9 @@ OFFER = "with moe_output_buffer_ctx(hidden_states_orig): return self.mlp(hidden_
 
 
 def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
-    """A method that is never run; a line that begins with spaces is inside the one before it."""
+    """Return a method with the given body. It is never run. A line that begins with spaces belongs to the line
+    before it.
+    """
     source = "\n".join((f"def forward(self, {parameters}):", *(f"  {line}" for line in lines)))
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.FunctionDef)
@@ -427,7 +434,7 @@ def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
         (False, (PREPARE.replace("layer_communicator.prepare_attn", "remember"), "return self.mlp(hidden_states)")),
     ],
 )
-def test_a_layer_that_may_still_use_its_input_is_noticed(dies, lines):
+def test_layers_that_may_still_use_their_input_are_detected(dies, lines):
     assert proofs.input_dies(function(*lines, parameters="hidden_states, forward_batch, residual")) == dies
 
 
@@ -452,7 +459,7 @@ def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hi
         },
     ],
 )
-def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
+def test_other_ways_to_drop_the_input_are_recognized(lets_go):
     assert proofs.attention_lets_go(parsed())
     assert proofs.attention_lets_go(parsed(**lets_go))
 
@@ -503,7 +510,7 @@ def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
     ],
     ids=lambda keeps: "; ".join(keeps.values()),
 )
-def test_a_layer_that_may_still_use_what_attention_read_is_refused(keeps):
+def test_layers_that_may_still_use_attentions_input_are_refused(keeps):
     assert not proofs.attention_lets_go(parsed(**keeps))
 
 
@@ -516,7 +523,7 @@ def test_a_layer_that_may_still_use_what_attention_read_is_refused(keeps):
         "residual = (kept := hidden_states)",
     ],
 )
-def test_an_input_that_another_name_or_function_reaches_is_not_dead(before):
+def test_an_input_with_another_reference_is_not_dead(before):
     prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
     assert not proofs.input_dies(parsed(before=f"{before}\n  {prepared}"))
 
@@ -546,7 +553,7 @@ def test_an_input_that_another_name_or_function_reaches_is_not_dead(before):
         (False, "return (lambda: hidden_states)()"),
     ],
 )
-def test_a_method_of_the_layers_own_that_is_given_the_tensor_is_followed(follows, body):
+def test_methods_that_receive_the_tensor_are_inspected(follows, body):
     sources = {
         "method": f"self, hidden_states, batch=None):\n  {body}",
         "inner": "self, x):\n  return self.qkv(x)",
@@ -577,7 +584,7 @@ def test_a_method_of_the_layers_own_that_is_given_the_tensor_is_followed(follows
         (False, "return (y := x)"),
     ],
 )
-def test_a_submodule_that_may_return_its_argument_is_noticed(own, body):
+def test_submodules_that_may_return_their_argument_are_detected(own, body):
     (forward,) = ast.parse(f"def forward(self, x, forward_batch=None):\n  {body}").body
     assert proofs.returns_own_memory(forward, frozenset({0})) == own
     assert proofs.returns_own_memory(forward, frozenset({"x"})) == own
@@ -586,7 +593,7 @@ def test_a_submodule_that_may_return_its_argument_is_noticed(own, body):
 
 
 class ToyExperts(torch.nn.Module):
-    """Routed experts that write into what is on offer."""
+    """Routed experts that write into the offered buffer."""
 
     def forward(self, x):
         channel.withhold_if_shared(x)
@@ -607,7 +614,7 @@ class ToySkip(ToyAttention):
 
 
 class ToyNorms:
-    """They work in place, as kernels may."""
+    """Norms that work in place, as the engine's kernels may."""
 
     def prepare_attn(self, x, residual):
         return x.mul_(2), residual
@@ -658,7 +665,10 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 
 
 def toy_answer(layer, patched):
-    """What a layer makes of ones; its input is dead in every one but for what the proofs must refuse."""
+    """Output of a layer for an input of ones.
+
+    The input is dead in every toy layer, except in those that the proofs must refuse.
+    """
     forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
     offer.mark_offering(layer, layer, None)
     result, residual = forward(layer, torch.full((1, 1), 5.0), torch.ones(1, 1), None, torch.ones(1, 1))
@@ -689,7 +699,7 @@ def test_a_toy_layer_answers_as_stock_or_is_refused(layer, reason, monkeypatch):
         assert (toy_answer(layer, patched=True) == toy_answer(layer, patched=False)) == (not reason)
 
 
-def test_a_layer_that_captures_by_itself_is_noticed():
+def test_layers_that_capture_hidden_states_are_detected():
     sums = parsed(
         "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch, capture=capture_output, "
         "capture_gathered=captured_last_layer_outputs)"
@@ -722,7 +732,7 @@ def test_a_layer_that_captures_by_itself_is_noticed():
         (False, "with self.keep() as result: pass"),
     ],
 )
-def test_a_layer_that_may_keep_what_the_next_one_is_given_is_noticed(keeps, after):
+def test_layers_that_may_keep_the_next_layers_input_are_detected(keeps, after):
     layer = parsed(after=after)
     assert proofs.attention_lets_go(layer)
     assert proofs.layer_skip_reason("Layer", layer) == ("Layer may keep its result" if keeps else None)
@@ -782,7 +792,7 @@ KEEPING_AN_INPUT = [
     [*((False, loop) for loop in KEEPING_NOTHING), *((True, loop) for loop in KEEPING_AN_INPUT)],
     ids=lambda found: "; ".join(found[1:]) if isinstance(found, tuple) else None,
 )
-def test_a_loop_that_may_keep_an_input_is_noticed(keeps, loop):
+def test_loops_that_may_keep_an_input_are_detected(keeps, loop):
     head, *inside = loop
     forward = function(head, *(f"  {line}" for line in inside), "return hidden_states")
     assert proofs.loop_keeps_nothing(forward) == (not keeps)

@@ -1,27 +1,29 @@
-"""cutedsl-sizing: CuteDSL buffers that fit every forward, and are allocated once instead of once per layer.
+"""cutedsl-sizing: CuteDSL buffers that fit every forward pass, allocated once instead of once per layer.
 
 Why
-    Each layer has a wrapper of its own, whose buffers are sized by a guess. A larger forward ends the server.
+    Each layer has a FlashInfer wrapper of its own. The engine guesses the size of its buffers. A forward pass with more
+    tokens ends the server.
 
 Hook points
     ``ensure_cutedsl_wrapper`` of the engine's CuteDSL runner, ``ModelOptNvFp4FusedMoEMethod.apply``,
-    ``ModelRunner.init_memory_pool`` (:mod:`.wrapper`); ``ServerArgs``, in every process (:mod:`.launcher`).
+    ``ModelRunner.init_memory_pool`` (:mod:`.wrapper`), and ``ServerArgs`` in every process (:mod:`.launcher`).
 
 Skipped
-    with another ``--moe-runner-backend``, and where FlashInfer's wrapper keeps no buffers.
+    Servers with another ``--moe-runner-backend``, and releases of FlashInfer whose wrapper keeps no buffers.
 
 How
-    The number of tokens is the largest that the engine's scheduler can bring (:func:`.tokens.max_forward_tokens`).
-    Layers of the same configuration share one wrapper: it holds no weights, and layers run one after another. Its
-    output does not go into its own buffer, which the next layer would overwrite, but into the buffer that output-buffer
-    offers, or a fresh tensor. A forward that is larger all the same runs in slices.
+    The buffers have room for the largest forward pass that the engine's scheduler can produce
+    (:func:`.tokens.max_forward_tokens`). Layers with the same configuration share one wrapper. This is safe because a
+    wrapper has no weights and layers run one after another. The output does not go into the wrapper's own buffer, which
+    the next layer would overwrite. It goes into the buffer that output-buffer offers, or into a new tensor. A forward
+    pass that is larger all the same runs in slices of tokens.
 
 Costs
-    In each layer one more Python call. A forward in slices reads the weights once for each.
+    One more Python call in each layer. A forward pass in slices reads the weights once per slice.
 
 Upstream
-    The sizing: sgl-project/sglang#26696, in releases from 0.5.13, which is not the worst case and paid in every layer.
-    FlashInfer 0.6.14, which releases from 0.5.16 bring, keeps no buffers and refuses no forward.
+    The sizing: sgl-project/sglang#26696, in releases from 0.5.13. It is not the worst case, and every layer allocates
+    its own buffers. FlashInfer 0.6.14, used by releases from 0.5.16, keeps no buffers and has no largest size.
 
 Remove when
     0.5.15.post1 is no longer supported.
@@ -37,7 +39,7 @@ from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SHARED_BUFFERS, 
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Which layers CuteDSL runs, and whether they offer it their input as its output."""
+    """Return whether any layer runs on CuteDSL, and whether such a layer writes its output into its dead input."""
     if not any(runners.runner_of(experts) == runners.CUTEDSL for experts in runners.layers_of(built.model)):
         return Decision(reason="no layer runs on CuteDSL")
     offering, _ = probe.find_offers(built.model)
@@ -47,14 +49,14 @@ def decide(built: BuiltModel) -> Decision:
 
 CHANGE = Change(
     name="cutedsl-sizing",
-    summary="CuteDSL buffers that fit every forward, allocated once for all layers",
+    summary="CuteDSL buffers that fit the largest forward pass, allocated once for all layers",
     plan=wrapper.plan,
     skip=runners.skip_unless_runner(runners.CUTEDSL),
     variables=(BUDGET,),
     counts=(
         Count(
             "shares",
-            "gave a layer buffers that others have",
+            "used buffers that are shared by layers",
             wrapper.__name__,
             "_construct",
             lambda made, *args, **kwargs: isinstance(made, wrapper.SharedMoE),

@@ -1,4 +1,6 @@
-"""A forward's limits by the server's arguments and pools; what is added to ``ServerArgs`` in every process."""
+"""Limits of a forward pass from the server's arguments and memory pools, and a check that is added to
+``ServerArgs``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ _DEFAULT_BUDGET = 1024
 
 
 def _parse_budget(text: str) -> int:
-    """As the engines read it that have no check of their own: what is no number counts as unset."""
+    """Parse the budget as the engine does. Text that is no number counts as unset.
+
+    Engine releases without a check of their own read the variable in this way.
+    """
     try:
         return int(text)
     except ValueError:
@@ -31,24 +36,26 @@ def _parse_budget(text: str) -> int:
 
 BUDGET = Variable(
     "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
-    "tokens per rank that FlashInfer's all-to-all dispatcher takes; unset: 1024 up to 0.5.12.post1, then the largest "
-    "prefill that the engine expects, at least 4096",
+    "largest number of tokens per rank for FlashInfer's all-to-all dispatcher; unset: 1024 up to 0.5.12.post1, in "
+    "later releases the largest prefill that the engine expects, at least 4096",
     _parse_budget,
     is_engine_variable=True,
 )
 
 
 def budget_error(required: int, budget: int, ep_size: int) -> str | None:
-    """Why the all-to-all dispatcher cannot take the largest forward, with the line that mends it.
+    """Return why the all-to-all dispatcher cannot send the largest forward pass, with the command that fixes it.
 
-    :param required: tokens of the largest forward of one rank.
-    :param budget: ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``.
+    :param required: tokens of the largest forward pass of one rank.
+    :param budget: value of ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``.
+    :param ep_size: number of expert-parallel ranks.
+    :returns: ``None`` if the budget is large enough.
     """
     if budget * ep_size >= required:
         return None
     return (
-        f"{BUDGET.name}={budget} times ep_size={ep_size} is a budget of {budget * ep_size} tokens, and one forward "
-        f"can bring {required}. Set it before the start:\n"
+        f"{BUDGET.name}={budget} times ep_size={ep_size} is a budget of {budget * ep_size} tokens, but one forward "
+        f"pass can have {required} tokens. Set this before you start the server:\n"
         f"export {BUDGET.name}={-(-required // ep_size)}\n"
         "or lower --max-prefill-tokens, --cuda-graph-max-bs or --max-running-requests."
     )
@@ -56,7 +63,12 @@ def budget_error(required: int, budget: int, ep_size: int) -> str | None:
 
 @dataclass
 class Pools:
-    """What a process's model runners decided at start-up; 0 before they did."""
+    """Sizes that the model runners of this process chose at start-up; 0 until they are chosen.
+
+    :param requests: requests that can run at once.
+    :param cache_tokens: tokens of the KV cache.
+    :param request_tokens: tokens of the longest request, prompt and output.
+    """
 
     requests: int = 0
     cache_tokens: int = 0
@@ -64,7 +76,11 @@ class Pools:
 
 
 def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
-    """The limits of one data-parallel rank of a server with these (resolved) arguments and pools."""
+    """Return the limits of a forward pass on one data-parallel rank.
+
+    :param server_args: the engine's ``ServerArgs``, resolved.
+    :param pools: sizes that the model runners chose.
+    """
     speculative = bool(server_args.speculative_algorithm)
     chunk = server_args.chunked_prefill_size
     chunked = chunk is None or chunk > 0
@@ -87,10 +103,10 @@ def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
 
 
 def _graph_limits(server_args: Any) -> tuple[int, int]:
-    """The most requests of a captured decode, and the most tokens of a captured prefill."""
+    """Return the largest number of requests in a captured decode, and of tokens in a captured prefill."""
     config = getattr(server_args, "cuda_graph_config", None)
     if config is not None:  # releases from 0.5.14
-        # The engine's own number leaves out prefill graphs other than piecewise ones. They are captured all the same.
+        # The engine's own limit ignores prefill graphs that are not piecewise. They are captured all the same.
         captured = config.prefill.backend != "disabled"
         return config.decode.max_bs or 0, (config.prefill.max_bs or 0) if captured else 0
     piecewise = 0 if server_args.disable_piecewise_cuda_graph else server_args.piecewise_cuda_graph_max_tokens
@@ -98,6 +114,11 @@ def _graph_limits(server_args: Any) -> tuple[int, int]:
 
 
 def _adaptive_steps(initial: int, path: str | None) -> int:
+    """Return the largest number of draft steps that adaptive speculation may choose.
+
+    :param initial: value of ``--speculative-num-steps``.
+    :param path: value of ``--speculative-adaptive-config``.
+    """
     from sglang.srt.speculative import adaptive_spec_params as adaptive
 
     if hasattr(adaptive, "resolve_candidate_steps_from_config"):  # releases from 0.5.13
@@ -106,7 +127,7 @@ def _adaptive_steps(initial: int, path: str | None) -> int:
 
 
 def _draft_tokens_per_request(server_args: Any) -> int:
-    """The most tokens of one request in a forward of the draft model."""
+    """Return the largest number of tokens of one request in a forward pass of the draft model."""
     steps = server_args.speculative_num_steps or 0
     if server_args.speculative_adaptive:
         steps = max(steps, _adaptive_steps(steps, server_args.speculative_adaptive_config))
@@ -116,6 +137,7 @@ def _draft_tokens_per_request(server_args: Any) -> int:
 
 
 def _padding(server_args: Any) -> int:
+    """Return the number of tokens to whose multiple the engine pads a forward pass."""
     if server_args.enable_dp_attention:
         return server_args.tp_size // server_args.dp_size
     scattered = server_args.moe_dense_tp_size == 1 or server_args.enable_attn_tp_input_scattered
@@ -123,18 +145,18 @@ def _padding(server_args: Any) -> int:
 
 
 def _cutedsl_moe_max_num_tokens(self: Any) -> int:
-    """The largest number of tokens that one forward can bring on one data-parallel rank, from the configuration alone.
+    """Return the largest number of tokens in a forward pass of one data-parallel rank, from the configuration alone.
 
-    Where the engine has yet to choose (``max_running_requests`` unset), the terms that depend on it are left out; the
-    buffers are sized when it has.
+    If the engine has not chosen ``max_running_requests`` yet, limits that depend on it are ignored. The buffers are
+    sized later, when it is chosen.
     """
     return max_forward_tokens(forward_limits(self, Pools()))
 
 
 def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse an all-to-all budget that the largest forward does not fit into.
+    """Refuse an all-to-all budget that is too small for the largest forward pass.
 
-    :raises ValueError: with the ``export`` line that mends it.
+    :raises ValueError: the message has the ``export`` command that fixes it.
     """
     error = None
     with best_effort("the budget of FlashInfer's dispatcher"):
@@ -150,16 +172,16 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
 
 
 def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Give ``ServerArgs`` the method and the start-up check, unless the engine has them.
+    """Add the method and the start-up check to ``ServerArgs``, unless the engine has them.
 
-    Where it has, both keep the engine's own number: other things are sized by it, and a dispatcher's budget that the
-    engine accepts is not refused here. The wrapper's buffers are sized by ours.
+    If the engine has them, both keep the engine's own number. Other parts of the engine are sized by it, and a budget
+    that the engine accepts is not refused here. The wrapper's buffers are sized by our number in any case.
 
-    Called in every process, the launcher's too: there ``check_server_args`` runs when all arguments are resolved.
+    Every process calls this, also the launcher. There ``check_server_args`` runs after all arguments are resolved.
 
-    :param module: the engine's, as soon as it is imported.
+    :param module: the engine's module ``server_args``, right after its import.
     """
-    if hasattr(module.ServerArgs, METHOD) or sized_by_engine(module.ServerArgs):
+    if hasattr(module.ServerArgs, METHOD) or is_sized_by_engine(module.ServerArgs):
         return
     patcher.add(module.ServerArgs, METHOD, _cutedsl_moe_max_num_tokens)
     patcher.wrap(module.ServerArgs, "check_server_args", _wrap_check_server_args)
@@ -171,8 +193,8 @@ def _wrap_check_server_args(original: Callable[..., None], self: Any, *args: Any
     check_budget(self)
 
 
-def sized_by_engine(server_args_class: Any) -> bool:
-    """Whether the engine has a number of tokens of its own."""
-    # Later releases moved the method into a module of their own, which earlier ones do not have.
+def is_sized_by_engine(server_args_class: Any) -> bool:
+    """Return True if the engine computes the number of tokens itself."""
+    # Later releases moved the method into a module of its own, which earlier releases do not have.
     own = vars(server_args_class).get(METHOD)
     return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")

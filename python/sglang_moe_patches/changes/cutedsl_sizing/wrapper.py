@@ -1,4 +1,4 @@
-"""One CuteDSL wrapper for all layers of a configuration: what stands in for it, and how it is built."""
+"""One CuteDSL wrapper for all layers of a configuration: its replacement, and how it is constructed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     Pools,
     extend_server_args,
     forward_limits,
-    sized_by_engine,
+    is_sized_by_engine,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
 from sglang_moe_patches.core import engine, log, runners
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TOKEN_ARGUMENTS = ("x", "x_sf", "token_selected_experts", "token_final_scales", "per_token_scale")
 
-#: Where ``get_is_capture_mode`` is: the first of these modules that the engine has.
+#: Modules that may contain ``get_is_capture_mode``. The engine has one of them.
 _CAPTURE_MODULES = (
     "sglang.srt.model_executor.runner_utils.capture_mode",
     "sglang.srt.model_executor.cuda_graph_runner",
@@ -34,11 +34,11 @@ _CAPTURE_MODULES = (
 
 
 class SharedMoE:
-    """Stands in for a layer's ``CuteDslMoEWrapper``; where layers may share, all of a configuration hold the same one.
+    """Replacement for the ``CuteDslMoEWrapper`` of a layer. All layers of a configuration share one, if they may.
 
-    :param wrapper: FlashInfer's, with its buffers for CUDA graphs.
-    :param ranks: data-parallel ranks whose tokens come together in one run; for the message alone.
-    :param is_capturing: whether the engine captures CUDA graphs now, the warm-up runs before each capture included.
+    :param wrapper: FlashInfer's wrapper, with its buffers for CUDA graphs.
+    :param ranks: data-parallel ranks whose tokens are run together. Only log messages use it.
+    :param is_capturing: tells whether the engine captures CUDA graphs now, or runs the warm-up before a capture.
     """
 
     def __init__(self, wrapper: Any, ranks: int, is_capturing: Callable[[], bool]) -> None:
@@ -46,17 +46,17 @@ class SharedMoE:
         self._ranks = ranks
         self._is_capturing = is_capturing
         self._warned = False
-        # The output goes into the caller's memory: four fifths of the buffers are never needed.
+        # The output goes into the caller's memory. Four fifths of the buffers are then never allocated.
         wrapper._moe_output = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapper, name)
 
     def run(self, **arguments: Any) -> torch.Tensor:
-        """FlashInfer's ``run``, with keyword arguments as the engine passes them.
+        """Run the experts like FlashInfer's ``run``, with the keyword arguments that the engine passes.
 
-        :returns: [tokens, hidden], in the offered output buffer or a tensor of its own.
-        :raises ValueError: more tokens than the buffers hold while CUDA graphs are captured.
+        :returns: [tokens, hidden], in the offered output buffer or in a new tensor.
+        :raises ValueError: CUDA graphs are captured, and the buffers are too small for the tokens.
         """
         wrapper = self._wrapper
         ids = arguments["token_selected_experts"]
@@ -71,7 +71,8 @@ class SharedMoE:
         return output
 
     def _run_into(self, output: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        # `run` has no parameter for its output; with buffers, it takes the first rows of this attribute.
+        """Run the experts on at most ``max_num_tokens`` tokens, and write the result into ``output``."""
+        # FlashInfer's `run` has no parameter for its output. It writes into the first rows of this attribute.
         self._wrapper._moe_output = output
         try:
             self._wrapper.run(**arguments)
@@ -80,6 +81,10 @@ class SharedMoE:
         return output
 
     def _report_larger_forward(self, tokens: int) -> None:
+        """Warn once that a forward pass has more tokens than the buffers.
+
+        :raises ValueError: CUDA graphs are captured. A graph cannot run in slices.
+        """
         size = self._wrapper.max_num_tokens
         flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
         if self._is_capturing():
@@ -87,12 +92,13 @@ class SharedMoE:
             raise ValueError(log.format_line("cutedsl-sizing", f"{message}; raise {flag} or lower --cuda-graph-max-bs"))
         if not self._warned:
             self._warned = True
-            message = f"a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower but "
-            message += f"with the same result. Start with {flag} to avoid that."
+            message = f"a forward pass has {tokens} tokens, and the buffers have room for {size}: it runs in slices, "
+            message += f"slower but with the same result. Start the server with {flag} to avoid this."
             log.logger.warning(log.format_line("cutedsl-sizing", message))
 
 
 def _allocate_output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Take the offered output buffer, or allocate a tensor if none is offered."""
     import torch
 
     buffer = None if torch.compiler.is_compiling() else channel.take_output(shape, dtype, device)
@@ -106,7 +112,10 @@ _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
 def _wrap_ensure(
     original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool], without_output: Any = None
 ) -> Any:
-    """:param without_output: what is constructed in the place of FlashInfer's class."""
+    """Replace FlashInfer's class while the engine's function constructs a layer's wrapper.
+
+    :param without_output: class that is constructed instead of FlashInfer's; ``None``: FlashInfer's class itself.
+    """
 
     @functools.wraps(original)
     def ensure_cutedsl_wrapper(layer: Any) -> None:
@@ -123,56 +132,67 @@ def _wrap_ensure(
 
 
 class _BufferTorch:
-    """Stands in for the name ``torch`` where FlashInfer's class allocates its buffers: the output, the one that is not
-    of a type that is ``kept``, gets no memory. :class:`SharedMoE` drops it, and it may be the largest of all, made when
-    the KV cache has the rest of the GPU.
+    """Replacement for the name ``torch`` in the code that allocates the buffers of FlashInfer's class.
+
+    The output buffer gets no memory. It is the only buffer whose dtype is not in ``kept_dtypes``. :class:`SharedMoE`
+    drops it, and it may be the largest buffer, allocated when the KV cache already occupies the rest of the GPU.
     """
 
-    def __init__(self, torch_module: Any, kept: set[Any]) -> None:
-        self._torch, self._kept = torch_module, kept
+    def __init__(self, torch_module: Any, kept_dtypes: set[Any]) -> None:
+        self._torch, self._kept_dtypes = torch_module, kept_dtypes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
 
     def empty(self, size: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        return self._torch.empty(size, dtype=dtype, device=device if dtype in self._kept else "meta")
+        """Allocate a buffer, or return a ``meta`` tensor for the output buffer."""
+        return self._torch.empty(size, dtype=dtype, device=device if dtype in self._kept_dtypes else "meta")
 
 
 _BUFFERS = "_allocate_buffers"
 
 
 def _class_without_output(real: Any, patcher: Patcher) -> Any:
-    """FlashInfer's class without memory for its output, where it allocates that as expected; else the class itself."""
+    """Return a subclass of FlashInfer's class that allocates no memory for its output.
+
+    If the class does not allocate its buffers as expected, return the class itself.
+    """
     import torch
 
     allocate = vars(real).get(_BUFFERS)
     if not isinstance(allocate, FunctionType) or not engine.is_only_a_global(allocate, "torch"):
         return real
-    made = [
+    allocations = [
         (ast.unparse(call.args[0]), ast.unparse(word.value))
         for call in engine.find_calls(allocate, "torch.empty")
         for word in call.keywords
         if word.arg == "dtype"
     ]
-    others = [dtype.removeprefix("torch.") for _, dtype in made if dtype.startswith("torch.")]
-    outputs = [each for each in made if not each[1].startswith("torch.")]
+    others = [dtype.removeprefix("torch.") for _, dtype in allocations if dtype.startswith("torch.")]
+    outputs = [each for each in allocations if not each[1].startswith("torch.")]
     if outputs != [("(self.max_num_tokens, self.hidden_size)", "self.output_dtype")]:
         return real
-    kept = {getattr(torch, name) for name in others}
-    stand_in = replace_globals(allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch, kept))
+    kept_dtypes = {getattr(torch, name) for name in others}
+    stand_in = replace_globals(
+        allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch, kept_dtypes)
+    )
     return type(real.__name__, (real,), {"__module__": real.__module__, _BUFFERS: stand_in})
 
 
 def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
-    """In the place of ``CuteDslMoEWrapper(**arguments)``: the wrapper that layers of these arguments share.
+    """Construct a layer's wrapper, or return the one that layers with the same arguments share.
+
+    The engine calls this function in place of ``CuteDslMoEWrapper(**arguments)``.
 
     :param real: FlashInfer's class.
+    :param layer: the layer that needs the wrapper.
+    :param is_capturing: see :class:`SharedMoE`.
     """
     from sglang.srt.server_args import get_global_server_args
 
     server_args = get_global_server_args()
     dispatcher = getattr(layer, "dispatcher", None)
-    # Without data-parallel attention, data-parallel replicas never see each other's tokens.
+    # Without data-parallel attention, data-parallel replicas never receive each other's tokens.
     ranks = server_args.dp_size if server_args.enable_dp_attention else 1
     arguments["max_num_tokens"] = wrapper_tokens(
         max_forward_tokens(forward_limits(server_args, _largest_pools)),
@@ -181,18 +201,18 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
         getattr(dispatcher, "ep_size", 1),
     )
     key = tuple(sorted(arguments.items()))
-    # Layers share a wrapper if they run one after another on the device: with two streams, whose work is joined before
-    # the next layer, and with a draft model, which runs on the target's stream. Two-batch overlap interleaves two
-    # batches, multiplexing runs prefill and decode on streams of their own.
+    # Layers may share a wrapper if they run one after another on the device. Two streams whose work is joined before
+    # the next layer are safe, and so is a draft model, which runs on the target's stream. Two-batch overlap interleaves
+    # two batches. Multiplexing runs prefill and decode on two streams.
     shares = not (server_args.enable_two_batch_overlap or getattr(server_args, "enable_pdmux", False))
     if shares and key in _shared:
         return _shared[key]
     wrapper = real(**arguments)
     if not wrapper.use_cuda_graph:
-        return wrapper  # FlashInfer holds no buffers then, and has no limit
+        return wrapper  # FlashInfer's wrapper then has no buffers and no limit
     shared = SharedMoE(wrapper, ranks, is_capturing)
     if shares:
-        message = f"one set of buffers, for {wrapper.max_num_tokens} tokens, serves all layers"
+        message = f"all layers share one set of buffers for {wrapper.max_num_tokens} tokens"
         log.logger.info(log.format_line("cutedsl-sizing", message))
         _shared[key] = shared
     return shared
@@ -210,7 +230,7 @@ def _wrap_init_memory_pool(original: Callable[..., None], self: Any, *args: Any,
 def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, layer: Any, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
-        # The shared experts still read the MoE input after the routed ones have written their output.
+        # The shared experts read the MoE input after the routed experts have written their output.
         channel.withhold_if_shared(dispatch_output.hidden_states)
         return original(self, layer, dispatch_output, *args, **kwargs)
 
@@ -242,12 +262,15 @@ _GRAPH_ARGUMENTS = ("cuda_graph_max_bs", "disable_piecewise_cuda_graph", "piecew
 
 
 def keeps_buffers(wrapper_class: Any) -> bool:
-    """Whether FlashInfer's wrapper holds buffers for a number of tokens, and refuses a forward of more."""
+    """Return True if FlashInfer's wrapper has buffers for a number of tokens and refuses larger forward passes."""
     return any(engine.mentions(wrapper_class.run, name) for name in ("_moe_output", "max_num_tokens"))
 
 
 def plan() -> Plan:
-    """:raises engine.Unsupported: the engine is not what this expects."""
+    """Probe the engine's CuteDSL runner and FlashInfer's wrapper.
+
+    :raises engine.Unsupported: the engine's code is not what this module expects.
+    """
     if absent := runners.plan_without_flashinfer():
         return absent
     modelopt = engine.module("sglang.srt.layers.quantization.modelopt_quant")
@@ -260,7 +283,7 @@ def plan() -> Plan:
         engine.require_unpatched(flashinfer, "CuteDslMoEWrapper", "flashinfer"), "run", "flashinfer"
     )
     if not keeps_buffers(flashinfer.CuteDslMoEWrapper):
-        return Plan(Status.NATIVE, "this FlashInfer's wrapper keeps no buffers and refuses no forward")
+        return Plan(Status.NATIVE, "this FlashInfer's wrapper has no buffers and accepts forward passes of any size")
 
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
     ensure = engine.require_unpatched(runner, "ensure_cutedsl_wrapper")
@@ -295,6 +318,6 @@ def plan() -> Plan:
         patcher.wrap(method, "apply", _wrap_apply)
         patcher.wrap(model_runner, "init_memory_pool", _wrap_init_memory_pool)
 
-    if sized_by_engine(server_args):
-        return Plan.hardened(install, "the engine's own number of tokens is not the worst case, and is paid per layer")
+    if is_sized_by_engine(server_args):
+        return Plan.hardened(install, "the engine's buffers may be too small, and every layer allocates its own")
     return Plan.applied(install)

@@ -1,28 +1,31 @@
-"""mori-input-truncation: the MoE kernel behind MoRI gets the rows that can have arrived, and never loses one.
+"""mori-input-truncation: the MoE kernel behind MoRI computes only the rows that can have arrived, and never loses a
+row.
 
 Why
-    The MoE kernel is given MoRI's whole receive buffer, and the engine's own limit drops tokens without a word.
+    The MoE kernel computes MoRI's whole receive buffer. The engine's own limit drops tokens silently if it
+    is too small.
 
 Hook points
-    ``__init__`` and ``run_moe_core`` of the MoE layer behind MoRI, and in releases from 0.5.13 to 0.5.21 the AITER
-    runner's reading of the engine's limit (:mod:`.hooks`). Up to 0.5.21 the engine's own cut reads 0 and does nothing;
-    from 0.5.22 on it cuts to our rows.
+    ``__init__`` and ``run_moe_core`` of the MoE layer behind MoRI. In releases from 0.5.13 to 0.5.21 also the function
+    with which the AITER runner reads the engine's limit (:mod:`.hooks`). Up to 0.5.21 the engine's own cut reads a
+    limit of 0 and does nothing. From 0.5.22 on it cuts to our number of rows.
 
 Skipped
-    without ``--moe-a2a-backend mori``; off while neither variable is set.
+    Servers without ``--moe-a2a-backend mori``. The change is off if neither variable is set.
 
 Costs
-    In each layer one cached lookup by values that the CPU has. Nothing is read from the device.
+    One cached lookup in each layer, by values that the CPU has. Nothing is read from the device.
 
 How
-    Reading the received count back would stall every layer. The CPU knows an upper bound (:mod:`.bound`): the rows
-    that each data-parallel rank brings into this forward, and those that this rank has sent. A cut to that bound needs
-    no check. Where it cannot be proven, the user's limit is applied under an assertion on the device. While graphs are
-    captured, the bound is that of the padded batch, with which every rank replays.
+    Reading the received count from the device would synchronize in every layer. The CPU knows an upper bound
+    (:mod:`.bound`). It follows from the rows of each data-parallel rank in this forward pass, and from the rows that
+    this rank has sent. A cut to this bound needs no check. If no bound can be proven, the user's limit is applied and
+    an assertion on the device checks it. While CUDA graphs are captured, the bound is that of the padded batch, with
+    which every rank replays the graph.
 
 Upstream
-    sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 have
-    ``SGLANG_MORI_RECV_BOUND`` beside the limit, which stays unsafe.
+    sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 also have
+    ``SGLANG_MORI_RECV_BOUND``. The limit stays unsafe.
 
 Remove when
     the engine never cuts below a bound that it can prove.
@@ -39,6 +42,7 @@ from sglang_moe_patches.core.patch import Change, Count, Skip
 
 
 def _skip(server_args: Any) -> Skip | None:
+    """Return why this server needs no cut: another all-to-all backend, or both variables are unset."""
     if server_args.moe_a2a_backend != "mori":
         return Skip(f"--moe-a2a-backend is {server_args.moe_a2a_backend}")
     if not (LIMIT.read() or BOUND.read()):
@@ -47,14 +51,15 @@ def _skip(server_args: Any) -> Skip | None:
 
 
 def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
-    """Of the receive buffer, or of what the engine would leave of it."""
+    """Return how many rows ``truncate`` has cut off the receive buffer, or off the engine's own cut."""
     before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
     return int(max(0, before - after))
 
 
 CHANGE = Change(
     name="mori-input-truncation",
-    summary="the MoE input behind MoRI is cut to the rows that can have arrived, never below",
+    summary="the MoE kernel behind MoRI computes only the rows of the receive buffer that can have arrived, and "
+    "never fewer",
     plan=hooks.plan,
     skip=_skip,
     variables=(LIMIT, BOUND),

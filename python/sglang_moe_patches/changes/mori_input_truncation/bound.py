@@ -1,4 +1,4 @@
-"""How many rows of MoRI's receive buffer can hold tokens, and where to cut it: pure functions of plain values."""
+"""Largest number of rows of MoRI's receive buffer that can hold tokens, and the cut: pure functions of plain values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """How the ranks of one expert-parallel group share the attention; the same for every forward.
+    """Distribution of the attention over the ranks of one expert-parallel group. It is the same for every forward pass.
 
-    :param ranks: the expert-parallel size.
-    :param attn_tp: attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on one data-parallel rank's tokens.
+    :param ranks: number of expert-parallel ranks.
+    :param attn_tp: attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on the tokens of a data-parallel
+        rank.
     :param attn_cp: attention context parallelism.
     :param dp_rank: this rank's data-parallel rank.
     """
@@ -23,9 +24,9 @@ class Layout(NamedTuple):
 
     @property
     def dp_ranks(self) -> int:
-        """Data-parallel ranks; 0: the sizes do not divide, and no bound follows.
+        """Number of data-parallel ranks; 0 if the sizes do not divide, so that no bound follows.
 
-        Computed, not asked for: the engine reports a data-parallel size of 1 while some draft models run.
+        It is computed because the engine reports a data-parallel size of 1 while some draft models run.
         """
         groups, rest = divmod(self.ranks, self.attn_tp * self.attn_cp)
         return 0 if rest else groups
@@ -39,19 +40,22 @@ def rows_per_dp_rank(
     *,
     two_batch_overlap: bool = False,
 ) -> tuple[int, ...] | None:
-    """The most rows that each data-parallel rank brings into this forward; ``None``: the CPU does not know.
+    """Return the largest number of rows of each data-parallel rank in this forward pass.
 
-    :param counts: ``dp_attention``'s ``global_num_tokens``: a padded count for each data-parallel rank, in both of the
-        engine's padding modes (``MAX_LEN``: all alike; ``SUM_LEN``: each its own, 0 for an idle rank). This rank's
-        alone where the engine gathers nothing between them (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``).
-    :param local_rows: ``dp_attention``'s local buffer length: this rank's padded rows.
-    :param global_rows: ``dp_attention``'s global buffer length.
-    :param two_batch_overlap: a sub-batch may be running, for which the engine gives no counts, and each data-parallel
-        rank splits its own batch.
+    :param counts: ``global_num_tokens`` of ``dp_attention``, a padded count for each data-parallel rank. With the
+        padding mode ``MAX_LEN`` all counts are equal. With ``SUM_LEN`` each rank has its own, 0 for an idle rank. If
+        the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``), only this
+        rank's count is there.
+    :param local_rows: local buffer length of ``dp_attention``: this rank's padded rows.
+    :param global_rows: global buffer length of ``dp_attention``.
+    :param dp_ranks: number of data-parallel ranks.
+    :param two_batch_overlap: a sub-batch may be running. The engine gives no counts for it, and each data-parallel rank
+        splits its own batch.
+    :returns: ``None`` if the CPU does not know the numbers.
 
-    Without counts the engine captures or warms up a graph, or runs a sub-batch. A graph that all data-parallel ranks
-    replay together is the one for the largest count among them, with a global length of ``dp_ranks`` times the local
-    one: no rank brings more. Another global length means that each rank picks a graph for its own batch.
+    Without counts the engine captures or warms up a graph, or runs a sub-batch. If all data-parallel ranks replay a
+    graph together, it is the graph for the largest count among them. Its global length is ``dp_ranks`` times the local
+    length, and no rank has more rows. Any other global length means that each rank chooses a graph for its own batch.
     """
     if counts is not None:
         return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
@@ -65,24 +69,26 @@ def rows_per_dp_rank(
 
 
 def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
-    """The most rows that this rank can receive in one MoRI dispatch; ``None``: not provable.
+    """Return the largest number of rows that this rank can receive in one MoRI dispatch.
 
-    :param sent: rows that this rank has sent (known from a shape).
-    :param counts: the most rows of each data-parallel rank, from :func:`rows_per_dp_rank`; ``None``: unknown.
-    :param buffer_rows: rows of the receive buffer; what it cannot hold cannot arrive.
+    :param sent: rows that this rank has sent, known from a shape.
+    :param counts: largest number of rows of each data-parallel rank, from :func:`rows_per_dp_rank`; ``None``: unknown.
+    :param layout: distribution of the attention over the ranks.
+    :param buffer_rows: rows of the receive buffer. More rows cannot arrive.
+    :returns: ``None`` if no bound can be proven.
 
-    MoRI sends a row to a destination rank once, however many of the row's experts live there. So at most as many rows
-    arrive as all ranks of the group send, this one included. (The vendor's own worst-case buffer is that sum for full
-    ranks.) Padding rows count: whether they travel depends on how the router marks them. What the ranks send:
+    MoRI sends a row to a destination rank once, however many of the row's experts are there. So at most as many rows
+    arrive as all ranks of the group send, this rank included. (The vendor's worst-case buffer is this sum for full
+    ranks.) Padding rows count, because the router's marks decide whether they are sent. The ranks send:
 
-    * *Attention TP.* In front of experts behind a dispatcher the engine pads a data-parallel rank's ``n`` rows to a
-      multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``): together they send ``n``. That
-      holds where this rank is seen to have sent ``n / attn_tp``, as all ranks run the same model. Else (a model that
-      scatters nothing, or an idle rank, 0 of 0) each of them may send all of ``n``.
-    * *Context parallelism* may split unevenly, or in prefill only: each rank may send all of ``n``.
-    * *More sent than counted*: the counts are not this forward's, and nothing follows from them.
-    * *One data-parallel rank* and no counts: every rank holds the same batch and sends all of it or its share of an
-      even split, in which shares differ by one row at most: at most ``ranks * (sent + 1)``.
+    - *Attention TP.* Before experts behind a dispatcher, the engine pads the ``n`` rows of a data-parallel rank to a
+      multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``). Together these ranks send ``n``
+      rows. This is so if this rank has sent ``n / attn_tp`` rows, because all ranks run the same model. Otherwise each
+      of them may send all ``n`` rows. Examples are a model that scatters nothing, and an idle rank (0 of 0).
+    - *Context parallelism* may split unevenly, or only in prefill. Each rank may send all ``n`` rows.
+    - *More rows sent than counted.* The counts are of another forward pass, and no bound follows.
+    - *One data-parallel rank* without counts. Every rank has the same batch, and sends all of it or an even share. Even
+      shares differ by at most one row, so that at most ``ranks * (sent + 1)`` rows are sent.
     """
     if layout.dp_ranks == 0 or sent < 0:
         return None
@@ -102,32 +108,38 @@ def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, b
 
 
 def round_up_rows(rows: int) -> int:
-    """Add less than 1/16, so that a few sizes serve all batches: for the allocator, and for caches by shape.
+    """Round a number of rows up by less than 1/16.
 
-    The step is 1/32 of the next power of two, by which AITER looks its kernel up (up to 1,024 rows; its
-    ``get_padded_M``): that stays the same.
+    Then a few sizes serve all batches, which the allocator and caches by shape need. The step is 1/32 of the next power
+    of two. AITER chooses its kernel by that power of two (``get_padded_M``, up to 1,024 rows), so that the kernel stays
+    the same.
     """
     step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
     return -(-rows // step) * step
 
 
 class Cut(NamedTuple):
+    """Number of rows that the MoE kernel computes.
+
+    :param rows: rows of the receive buffer that the kernel receives.
+    :param needs_assertion: more rows may arrive, so that the device must check the received count.
+    :param is_limit_raised: the user's limit is below the number of rows that can arrive, and is not followed.
+    """
+
     rows: int
-    """How many rows of the receive buffer the MoE kernel is given."""
-    assert_needed: bool
-    """More rows than that may arrive: the device has to check."""
-    raised: bool
-    """The user's limit was below what can arrive, and is not followed."""
+    needs_assertion: bool
+    is_limit_raised: bool
 
 
 def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: bool = False) -> Cut:
-    """Where to cut the receive buffer.
+    """Return the cut of the receive buffer.
 
-    :param bound: the most rows that can arrive, from :func:`max_received_rows`.
-    :param limit: the user's, in rows; 0: none.
+    :param bound: largest number of rows that can arrive, from :func:`max_received_rows`; ``None``: unknown.
+    :param limit: the user's limit in rows; 0: no limit.
+    :param buffer_rows: rows of the receive buffer.
     :param recv_bound: cut to the bound even without a limit.
-    :returns: never more than ``buffer_rows``, and never less than a provable bound. A limit between the bound and the
-        rounded bound is followed. At least one row: kernels are not launched on nothing.
+    :returns: at most ``buffer_rows``, and at least a provable bound. A limit between the bound and the rounded bound is
+        followed. At least one row, because kernels are not launched on an empty tensor.
     """
     if not (limit or recv_bound):
         return Cut(buffer_rows, False, False)
@@ -141,10 +153,10 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
     return Cut(rows, False, 0 < limit < bound)
 
 
-@functools.lru_cache(maxsize=1024)  # all layers of a forward, and most forwards, ask the same question
+@functools.lru_cache(maxsize=1024)  # all layers of a forward pass, and most forward passes, have the same arguments
 def decide_cut(
     sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
 ) -> tuple[int | None, Cut]:
-    """The bound of :func:`max_received_rows`, and the cut of :func:`decide_rows` that follows from it."""
+    """Return the bound of :func:`max_received_rows`, and the cut that :func:`decide_rows` derives from it."""
     bound = max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

@@ -1,14 +1,14 @@
-"""Where the engine cuts MoRI's receive buffer, and the wrappers that cut it instead.
+"""Wrappers that cut MoRI's receive buffer in place of the engine.
 
-========================  ===================================================  ==================================
-releases                  where the engine cuts                                what the wrappers do about it
-========================  ===================================================  ==================================
-up to 0.5.12.post1        ``MoriEPMoE.run_moe_core``, by an attribute          the attribute is 0
-0.5.13 to 0.5.21          AITER's runner, by the environment at every forward  that module reads 0
-from 0.5.22 on            AITER's runner, by the dispatcher's ``recv_cap``     ``recv_cap`` is set
-========================  ===================================================  ==================================
+========================  ====================================================  ==================================
+releases                  the engine's cut                                      our wrapper
+========================  ====================================================  ==================================
+up to 0.5.12.post1        ``MoriEPMoE.run_moe_core``, by an attribute           sets the attribute to 0
+0.5.13 to 0.5.21          AITER's runner, by the environment, in every forward  lets that module read 0
+from 0.5.22 on            AITER's runner, by the dispatcher's ``recv_cap``      sets ``recv_cap``
+========================  ====================================================  ==================================
 
-From 0.5.13 on MoRI's layer is ``DeepEPMoE``, which goes through ``FusedMoE``'s methods; EPv2's is ``FusedMoE``.
+From 0.5.13 on, MoRI's layer is ``DeepEPMoE``, which calls the methods of ``FusedMoE``. EPv2's layer is ``FusedMoE``.
 """
 
 from __future__ import annotations
@@ -36,25 +36,32 @@ _CUT_TENSORS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weight
 
 
 def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
-    """``dispatched``, the engine's dispatch output, cut; the very same object if nothing is to be cut.
+    """Cut the engine's dispatch output to the rows that can have arrived.
 
-    Its tensors are cut, or, where it says itself to how many rows the engine shall cut (``recv_cap``), that is set.
+    The tensors are cut. If the dispatch output has a field ``recv_cap``, the engine cuts to it, and only this field is
+    set.
 
     :param dispatched: a named tuple with ``hidden_states`` [buffer, ...], ``hidden_states_scale`` [buffer, ...] or
         ``None``, ``topk_ids`` and ``topk_weights`` [buffer, top-k], ``num_recv_tokens_per_expert`` (despite its name
         the number of rows received, int32 [1]) and ``origin_topk_ids`` [rows sent, top-k].
-    :param dp_buffer: the class in which ``dp_attention`` keeps the token counts of a forward.
-    :raises RuntimeError: a CPU tensor has more rows than an unprovable limit; on a GPU the process is ended.
+    :param policy: the layer's settings.
+    :param dp_buffer: the class in which ``dp_attention`` keeps the token counts of a forward pass.
+    :returns: a changed copy of ``dispatched``, or the object itself if there is nothing to cut.
+    :raises RuntimeError: no bound can be proven, and more rows than the limit have arrived. A failed assertion on a GPU
+        ends the process.
     """
     buffer_rows = dispatched.hidden_states.shape[0]
-    if policy.unproven_layout:
-        message = "neither %s nor %s is applied: MoRI's InterNode kernels are not known to put what arrives first"
+    if policy.has_unproven_layout:
+        message = (
+            "neither %s nor %s is applied: with MoRI's InterNode kernels, received rows may not lie at the start of "
+            "the buffer"
+        )
         log.once(
             logging.WARNING, "mori layout", log.format_line("mori-input-truncation", message), LIMIT.name, BOUND.name
         )
         return _cut_to(dispatched, buffer_rows)
     counts = None
-    if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
+    if not policy.has_stale_counts and (policy.unreliable_reason is None or policy.layout.dp_ranks == 1):
         counts = rows_per_dp_rank(
             host_counts(getattr(dp_buffer, "_global_num_tokens", None)),
             getattr(dp_buffer, "_local_dp_buffer_len", None),
@@ -64,19 +71,19 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
         )
     sent = dispatched.origin_topk_ids.shape[0]
     bound, cut = decide_cut(sent, counts, policy.layout, buffer_rows, policy.limit, policy.recv_bound)
-    if bound is None or cut.raised:
+    if bound is None or cut.is_limit_raised:
         _warn(bound, cut, policy)
     rows = cut.rows
     if policy.raise_only:
         rows = max(rows, getattr(dispatched, _RECV_CAP, 0) or buffer_rows)
-    if cut.assert_needed:
-        if not policy.assertions:
+    if cut.needs_assertion:
+        if not policy.has_assertions:
             rows = buffer_rows
         elif rows < buffer_rows:
             import torch
 
             message = (
-                f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it"
+                f"MoRI delivered more rows than {LIMIT.name} allows ({rows}); raise the limit or unset the variable"
             )
             within = dispatched.num_recv_tokens_per_expert <= rows
             torch._assert_async(within, log.format_line("mori-input-truncation", message))
@@ -84,34 +91,35 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
 
 
 def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
-    """Log once, for each kind, that the limit is raised, or that the rows that can arrive are not known."""
-    reason = policy.unreliable or "the engine's per-rank token counts do not cover every rank that sends"
+    """Log once per kind of problem: the limit is raised, or the number of rows that can arrive is unknown."""
+    reason = policy.unreliable_reason or "the engine's token counts do not cover every rank that sends rows"
     arguments: tuple[Any, ...]
     if bound is not None:
         kind, arguments = "raised", (LIMIT.name, policy.limit, bound, cut.rows, BOUND.name)
         message = (
-            "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
-            "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that."
+            "%s=%d is less than the %d rows that this rank can receive, so that the limit is raised to what the "
+            "forward pass needs (here %d rows). Set %s=1 without a limit, or set a limit of at least this number."
         )
-    elif not cut.assert_needed:
+    elif not cut.needs_assertion:
         kind, arguments = "uncut", (reason,)
-        message = "how many rows a rank can receive is not known (%s): such input is not cut"
-    elif not policy.assertions:
+        message = "the number of rows that a rank can receive is unknown (%s), so that the input is not cut"
+    elif not policy.has_assertions:
         kind, arguments = "unguarded", (LIMIT.name, reason)
         message = (
-            "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
-            "device-side assertions out, so that a lost token would go unnoticed"
+            "%s is not applied, because the number of rows that a rank can receive is unknown (%s), and this PyTorch "
+            "has no device-side assertions that would detect a lost row"
         )
-    else:  # beforehand: on ROCm a failed assertion aborts the process without its message
+    else:  # Log this before the assertion can fail: on ROCm a failed assertion aborts the process without a message.
         kind, arguments = "asserted", (reason, LIMIT.name, policy.limit)
         message = (
-            "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
-            "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens."
+            "the number of rows that a rank can receive is unknown (%s): %s=%d is applied, and a device-side assertion "
+            "ends this process if more rows arrive. If that happens, raise the limit or unset it."
         )
     log.once(logging.WARNING, f"mori {kind}", log.format_line("mori-input-truncation", message), *arguments)
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
+    """Return ``dispatched`` with ``rows`` rows, or with ``recv_cap`` set to ``rows``."""
     whole = rows >= dispatched.hidden_states.shape[0]
     if _RECV_CAP in dispatched._fields:
         cap = 0 if whole else rows
@@ -123,7 +131,10 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
 
 
 def host_counts(counts: Any) -> Any:
-    """``counts``, or none of use where one lives on the device: reading it would stall every layer."""
+    """Return ``counts`` if all of them are Python integers, else an empty tuple.
+
+    Reading a count from the device would synchronize in every layer.
+    """
     return counts if counts is None or all(isinstance(count, int) for count in counts) else ()
 
 
@@ -132,6 +143,7 @@ def host_counts(counts: Any) -> Any:
 
 @around
 def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Store a policy on each new layer behind MoRI, and switch the engine's own cut off."""
     original(self, *args, **kwargs)
     policy = read_policy(self)
     if policy is not None and (policy.limit or policy.recv_bound):
@@ -141,6 +153,8 @@ def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
 
 
 def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable[..., Any]:
+    """Cut the dispatch output before the layer's experts compute it."""
+
     @functools.wraps(original)
     def run_moe_core(self: Any, dispatch_output: Any) -> Any:
         policy = getattr(self, _POLICY, None)
@@ -152,7 +166,7 @@ def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable
 
 
 def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
-    """Read 0 for the engine's limit."""
+    """Let the engine read a limit of 0."""
 
     @functools.wraps(original)
     def get_int_env_var(name: str, *args: Any, **kwargs: Any) -> int:
@@ -165,9 +179,11 @@ def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def layer_class() -> type:
-    """The MoE layer behind MoRI; from 0.5.13 on, the one that MoRI's own goes through and that EPv2 uses as it is.
+    """Return the engine's MoE layer behind MoRI.
 
-    :raises engine.Unsupported: there is none, or it is not the engine's own.
+    From 0.5.13 on this is ``FusedMoE``. MoRI's own layer calls its methods, and EPv2 uses it directly.
+
+    :raises engine.Unsupported: the layer is missing, or another plugin has replaced it.
     """
     module = engine.module("sglang.srt.layers.moe.ep_moe.layer")
     layer: type = engine.require_unpatched(module, "MoriEPMoE" if hasattr(module, "MoriEPMoE") else "FusedMoE")
@@ -175,9 +191,9 @@ def layer_class() -> type:
 
 
 def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
-    """What takes the engine's own cut over, beyond the two methods of the layer.
+    """Return an installer that disables or redirects the engine's own cut.
 
-    :raises engine.Unsupported: where the engine cuts is not known.
+    :raises engine.Unsupported: the place of the engine's cut is unknown.
     """
     if engine.mentions(run_moe_core, _ENGINE_LIMIT):
         engine.require_mentions(engine.require_unpatched(layer, "__init__"), _ENGINE_LIMIT)
@@ -202,7 +218,10 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
 
 
 def _require_layout(dp_attention: Any) -> None:
-    """:raises engine.Unsupported: how the ranks share the attention cannot be asked for."""
+    """Require that the engine tells how the attention is distributed over the ranks.
+
+    :raises engine.Unsupported: the engine does not tell it in a known way.
+    """
     names = ("get_attention_tp_size", "get_attention_cp_size", "get_attention_dp_rank")
     if all(hasattr(dp_attention, name) for name in names):
         return
@@ -213,11 +232,14 @@ def _require_layout(dp_attention: Any) -> None:
         except AttributeError as error:
             raise engine.Unsupported(str(error)) from error
         except Exception:
-            pass  # known, and not set yet
+            pass  # the attribute exists, but has no value yet
 
 
 def plan() -> Plan:
-    """:raises engine.Unsupported: the engine is not what this expects."""
+    """Probe the layer behind MoRI, its dispatch output and the engine's own cut.
+
+    :raises engine.Unsupported: the engine's code is not what this module expects.
+    """
     environ = engine.module("sglang.srt.environ")
     dp_attention = engine.module("sglang.srt.layers.dp_attention")
     utils = engine.module("sglang.srt.layers.moe.utils")

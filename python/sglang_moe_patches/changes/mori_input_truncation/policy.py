@@ -1,4 +1,4 @@
-"""What is decided once, when a layer is built: the user's variables, the server's layout, what can be relied on."""
+"""Settings that a MoRI layer decides when it is constructed: variables, layout and known exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_moe_patches.core.variables import Variable
 
 
 def _parse_rows(text: str) -> int:
-    """0 and less is no limit, as to the engine."""
+    """Parse the limit. As in the engine, 0 and negative numbers mean no limit."""
     try:
         return max(0, int(text))
     except ValueError:
@@ -23,7 +23,10 @@ def _parse_rows(text: str) -> int:
 
 
 def _parse_switch(text: str) -> bool:
-    """Every spelling that the engine takes for on or off; what it takes for a mistake, and so for "off", is refused."""
+    """Parse a switch, with every spelling that the engine accepts. The engine reads other text as "off".
+
+    :raises ValueError: the engine does not accept the text.
+    """
     if text.lower() in ("1", "true", "yes", "y"):
         return True
     if text.lower() in ("0", "false", "no", "n"):
@@ -33,14 +36,15 @@ def _parse_switch(text: str) -> bool:
 
 LIMIT = Variable(
     "SGLANG_MORI_MOE_MAX_INPUT_TOKENS",
-    "rows to which MoRI's receive buffer is cut, raised to what can arrive; 0: no limit",
+    "limit for the rows of MoRI's receive buffer that the MoE kernel computes; raised if more rows can arrive; 0: no "
+    "limit",
     _parse_rows,
     default="0",
     is_engine_variable=True,
 )
 BOUND = Variable(
     "SGLANG_MORI_RECV_BOUND",
-    "1: cut MoRI's receive buffer to what can arrive, without a limit",
+    "1: the MoE kernel computes only the rows of MoRI's receive buffer that can have arrived",
     _parse_switch,
     default="0",
     is_engine_variable=True,
@@ -49,34 +53,36 @@ BOUND = Variable(
 
 @dataclass(frozen=True)
 class Policy:
-    """What a layer's cuts depend on, beside the forward.
+    """Settings of one layer on which its cuts depend.
 
-    :param limit: the user's, in rows; 0: none.
-    :param recv_bound: cut to the provable bound, limit or not.
-    :param unreliable: why the counts that the engine announces of other ranks may be wrong on this server.
-    :param stale: this rank's own count may be wrong, too.
-    :param assertions: a failed assertion on the device ends the process.
-    :param raise_only: the engine's own cut is never made smaller, only larger.
-    :param unproven_layout: rows that have arrived need not lie first in the buffer: it is never cut.
+    :param limit: the user's limit in rows; 0: no limit.
+    :param recv_bound: cut to the provable bound, with or without a limit.
+    :param two_batch_overlap: the server may run two sub-batches at once.
+    :param unreliable_reason: why the engine's counts for other ranks may be wrong on this server; ``None``: they are
+        right.
+    :param has_assertions: a failed assertion on the device ends the process.
+    :param has_stale_counts: this rank's own count may be wrong, too.
+    :param raise_only: raise the engine's own cut if it is too small, but never lower it.
+    :param has_unproven_layout: received rows need not lie at the start of the buffer, so that it is never cut.
     """
 
     layout: Layout
     limit: int
     recv_bound: bool
     two_batch_overlap: bool = False
-    unreliable: str | None = None
-    assertions: bool = True
-    stale: bool = False
+    unreliable_reason: str | None = None
+    has_assertions: bool = True
+    has_stale_counts: bool = False
     raise_only: bool = False
-    unproven_layout: bool = False
+    has_unproven_layout: bool = False
 
 
 def assertions_end_the_process(hip: str | None, macros: str) -> bool:
-    """Whether a failed device-side assertion ends the process with this build of PyTorch.
+    """Return True if a failed device-side assertion ends the process with this build of PyTorch.
 
     :param hip: ``torch.version.hip``; ``None`` for CUDA, where it always does.
-    :param macros: the text of PyTorch's ``Macros.h`` and ``cmake_macros.h``. ROCm builds used to define the assertion
-        away unless asked to keep it; newer ones abort.
+    :param macros: text of PyTorch's ``Macros.h`` and ``cmake_macros.h``. Older ROCm builds define the assertion as
+        empty unless a macro keeps it. Newer builds abort.
     """
     if hip is None:
         return True
@@ -88,6 +94,7 @@ def assertions_end_the_process(hip: str | None, macros: str) -> bool:
 
 @functools.cache
 def _assertions_work() -> bool:
+    """Return :func:`assertions_end_the_process` for the installed PyTorch."""
     import torch
 
     include = Path(inspect.getfile(torch)).parent / "include"
@@ -98,6 +105,7 @@ def _assertions_work() -> bool:
 
 
 def _read_layout(layer: Any) -> Layout:
+    """Ask the engine how the attention is distributed over the ranks of a layer's expert-parallel group."""
     from sglang.srt.layers import dp_attention
 
     if hasattr(dp_attention, "get_attention_tp_size"):
@@ -113,44 +121,47 @@ def _read_layout(layer: Any) -> Layout:
 
 
 _MAX_INTRANODE_RANKS = 8
-"""With more, MoRI's kernels are InterNode's, unless those of low latency (AsyncLL) are asked for. The engine's own
-bound, from 0.5.22 on, is for IntraNode and AsyncLL alone."""
+"""Largest number of ranks for MoRI's IntraNode kernels. With more ranks the kernels are InterNode's, unless low latency
+(AsyncLL) is requested. The engine's own bound, from 0.5.22 on, supports only IntraNode and AsyncLL.
+"""
 
 
 def _runs_internode(layer: Any) -> bool:
+    """Return True if a layer uses MoRI's InterNode kernels."""
     from sglang.srt.layers.moe.utils import get_deepep_mode
 
     return bool(layer.moe_ep_size > _MAX_INTRANODE_RANKS and not get_deepep_mode().enable_low_latency())
 
 
 def read_policy(layer: Any) -> Policy | None:
-    """The policy of a ``FusedMoE`` layer under construction; ``None``: the all-to-all back end is not MoRI."""
+    """Return the policy of a ``FusedMoE`` layer under construction; ``None`` if the all-to-all backend is not MoRI."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 
     backend = get_moe_a2a_backend()
     if not backend.is_mori():
         return None
-    # The engine bounds EPv2's input only where it knows EPv2's layout. A limit that is too small is raised there, too.
+    # The engine bounds EPv2's input only if it knows EPv2's layout. A limit that is too small is raised for EPv2, too.
     epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
-    unreliable = None
-    stale = str(server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
+    unreliable_reason = None
+    has_stale_counts = str(server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
     if server_setting("get_schedule", "enable_dynamic_chunking"):
-        # Its profiling run tells each rank that the others bring nothing, while all of them do.
-        unreliable = "--enable-dynamic-chunking"
-    elif stale:
-        # The engine's own bound does not trust the counts with it: they can be of an earlier forward.
-        unreliable = "--speculative-algorithm DSPARK"
+        # The profiling run of dynamic chunking gives each rank counts of 0 for the other ranks, but all ranks send
+        # rows.
+        unreliable_reason = "--enable-dynamic-chunking"
+    elif has_stale_counts:
+        # The engine's own bound does not use the counts with DSPARK, because they may be of an earlier forward pass.
+        unreliable_reason = "--speculative-algorithm DSPARK"
     elif envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
-        unreliable = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+        unreliable_reason = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
     return Policy(
         layout=_read_layout(layer),
         limit=LIMIT.read(),
         recv_bound=BOUND.read() and not epv2,
         two_batch_overlap=is_tbo_enabled(),
-        unreliable=unreliable,
-        assertions=_assertions_work(),
-        stale=stale,
+        unreliable_reason=unreliable_reason,
+        has_assertions=_assertions_work(),
+        has_stale_counts=has_stale_counts,
         raise_only=epv2,
-        unproven_layout=not epv2 and _runs_internode(layer),
+        has_unproven_layout=not epv2 and _runs_internode(layer),
     )

@@ -163,12 +163,12 @@ def test_a_sentence_says_in_how_many_layers_a_change_acted() -> None:
 def test_a_sentence_says_why_a_change_did_nothing() -> None:
     small, large = (Acts((1,), (), MoeInput(tokens, 8, 7168, 2)) for tokens in (512, 16384))
     assert counting.sentences(WORKSPACE, small) == [
-        "moe-workspace: did nothing: no forward was large enough: the largest [tokens, top-k, hidden] was 58.7 MB, "
-        "slices start at 201.3 MB"
+        "moe-workspace: did nothing: no forward pass was large enough: the largest [tokens, top-k, hidden] tensor "
+        "had 58.7 MB, and tensors are cut from 201.3 MB on"
     ]
     assert counting.sentences(WORKSPACE, large) == [
-        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] was 1,879.0 MB, but no layer gained by a "
-        "second slice, or none can be cut"
+        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] tensor had 1,879.0 MB, but a second slice "
+        "saves nothing in any layer, or no layer can be cut"
     ]
 
 
@@ -182,12 +182,15 @@ def test_a_sentence_has_the_smallest_sliced_size_of_each_runner(
             2
         ]
 
-    starts = "slices start at 75.0 MB in Triton, 100.0 MB in Marlin"
-    assert reason(749) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 74.9 MB, {starts}"
+    starts = "and tensors are cut from 75.0 MB in Triton, 100.0 MB in Marlin on"
+    assert (
+        reason(749)
+        == f": no forward pass was large enough: the largest [tokens, top-k, hidden] tensor had 74.9 MB, {starts}"
+    )
     for tokens in (750, 999):
-        assert reason(tokens).startswith(": no forward was large enough for Marlin: the largest")
+        assert reason(tokens).startswith(": no forward pass was large enough for Marlin: the largest")
         assert reason(tokens).endswith(starts)
-    assert reason(1000).startswith(": the largest [tokens, top-k, hidden] was 100.0 MB, but no layer gained")
+    assert reason(1000).startswith(": the largest [tokens, top-k, hidden] tensor had 100.0 MB, but a second slice")
 
 
 def test_only_active_changes_have_sentences_and_a_shared_count_appears_once() -> None:
@@ -199,6 +202,6 @@ def test_only_active_changes_have_sentences_and_a_shared_count_appears_once() ->
     found = Acts((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
     assert counting.sentences(statuses, found) == [
         "output-buffer: offered the dead input in 1 of 2 MoE layers",
-        "deferred-shared-experts: had the shared experts of layers run last 2 times",
+        "deferred-shared-experts: ran the shared experts last 2 times",
     ]
     assert counting.sentences(statuses, Acts()) == []
