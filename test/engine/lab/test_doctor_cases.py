@@ -87,6 +87,23 @@ def weighs_too_much_for_an_h100(report: Report) -> None:
     assert report["fit"]["weights"] == pytest.approx(expert_bytes(public(R1), 2) * 16 / 58, rel=0.05)
 
 
+def weighs_between(least: float, most: float) -> Callable[[Report], None]:
+    def check(report: Report) -> None:
+        assert least < report["fit"]["weights"] < most
+
+    return check
+
+
+def takes_nothing_to_load(report: Report) -> None:
+    assert report["fit"]["loading"] == 0
+    assert report["fit"]["tokens"] > 600_000
+
+
+def does_not_start_and_is_not_sized(report: Report) -> None:
+    assert report["room"]["patched"]["verdict"] == room.DOES_NOT_START
+    does_nothing("kv-sizing", "the server does not start")(report)
+
+
 def runs_out_in(place: str) -> Callable[[Report], None]:
     """Stock runs out of memory there, and the first line says so."""
 
@@ -281,6 +298,12 @@ def gpt_oss(layers: int) -> dict[str, Any]:
     return dummy_models.config("gpt-oss-120b-mxfp4", 1, layers, 131_072)
 
 
+def gpt_oss_20b_in_bf16() -> dict[str, Any]:
+    config = public("openai/gpt-oss-120b", num_hidden_layers=24, num_local_experts=32)
+    del config["quantization_config"]
+    return config | {"layer_types": ["sliding_attention", "full_attention"] * 12}
+
+
 # Servers of docs/benchmarks/serving.md, which were started with this release.
 MEASURED = {
     "BF16 on an H100": Case(
@@ -411,9 +434,51 @@ CASES = {
         public("Qwen/Qwen3-235B-A22B-FP8"),
         "--tp 4 --dp 4 --enable-dp-attention --chunked-prefill-size 16384",
         all_of(
-            does("moe-workspace", "[tokens, top-k, hidden] is 1,074 MB here"),
+            # 8 x 384 columns of an activation; the rank's own tokens have 4,096 / 4 for each gathered one.
+            does_nothing("moe-workspace", "the rank's own tokens alone"),
             does_nothing("output-buffer", "uses no output buffer"),
         ),
+    ),
+    # 1,024 tokens of 5,120 columns are 10.5 MB; the gathered activation of 8 x 1,536 / 8 columns is 28.3 MB.
+    "an input of one rank's tokens": Case(
+        public("zai-org/GLM-4.7"),
+        ATTENTION,
+        does_not_say("moe-workspace", SCRATCH),
+    ),
+    # Column slices act there, the dead input does not: Dynamo traces the layers of a piecewise graph.
+    "the dead input in a traced prefill": Case(
+        public("MiniMaxAI/MiniMax-M2.7"),
+        "--tp 4",
+        does_not_say("moe-workspace", SCRATCH) if RELEASE == "0.5.12.post1" else is_known,
+        gpu="h100",
+    ),
+    "BF16 experts on MXFP4's runner": Case(
+        gpt_oss_20b_in_bf16(),
+        "--tp 1",
+        takes_nothing_to_load,
+        gpu="h100",
+    ),
+    # 71 GB of an H100's 84: the engine has no smaller fraction for a model with Mamba layers.
+    "a Mamba hybrid that does not start": Case(
+        public("Qwen/Qwen3.6-35B-A3B"), "--tp 1", does_not_start_and_is_not_sized, gpu="h100", since="0.5.12.post1"
+    ),
+    # 16,384 tokens of 7,168 columns: the kernel's own output is copied into a second one.
+    "FP8 on TRT-LLM, whose output is copied": Case(
+        public(R1),
+        "--tp 8 --chunked-prefill-size 16384",
+        peaks(1609, 1305) if RELEASE == "0.5.12.post1" else is_known,
+        gpu="b200",
+    ),
+    "prefills beside EAGLE": Case(
+        public("Qwen/Qwen3-30B-A3B-FP8"),
+        "--tp 1 --chunked-prefill-size 8192 --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+        names_prefill_graphs(False),
+    ),
+    # A byte of each of 30.5 billion weights but for embeddings and head.
+    "FP8 by loading": Case(public("Qwen/Qwen3-30B-A3B"), "--tp 1 --quantization fp8", weighs_between(30e9, 33e9)),
+    "weights on the host": Case(
+        public("Qwen/Qwen3-30B-A3B"), "--tp 1 --cpu-offload-gb 20", weighs_between(39e9, 40.5e9), gpu="h100"
     ),
     # A rank has 768 of each expert's 1,536: eight of a token's are more than its 4,096 of the dead input.
     "an activation that is too large for the dead input": Case(

@@ -33,6 +33,7 @@ from typing import Any
 
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT
 from sglang_moe_patches.core.variables import WrongValue
 from sglang_moe_patches.lab.predict import engine_pools, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
@@ -321,7 +322,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         (by_stage, own_draft), layer = _count_weight_bytes(model, stages), _describe_layer(model)
         # The stage with the most weights has the least room, and all stages have as many KV tokens as that one.
         stage = max(range(len(stages)), key=by_stage.__getitem__)
-        weights = by_stage[stage]
+        weights = max(0, by_stage[stage] - int((resolved.get("cpu_offload_gb") or 0) * 2**30))
         room = Fit(
             gpu.memory - engine_pools.HELD_BYTES,
             weights,
@@ -348,6 +349,15 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             built = patch.BuiltModel(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
             asked = [change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE]
             decisions = {change.name: asdict(change.decide(built)) for change in asked if change.decide}
+            own = chunk_tokens(resolved)
+            graphs = _prefill_graphs(resolved)
+            traced = bool(graphs and graphs[0] == "piecewise" and own <= graphs[1] and _prefills_in_graphs(resolved))
+            inner = (layer["top_k"] or top_k) * layer["intermediate"]
+            hidden = int(config.hf_text_config.hidden_size)
+            for decision in decisions.values():
+                drop_impossible_effects(
+                    decision, traced=traced, ranks=attention_ranks(resolved), inner=inner, hidden=hidden
+                )
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
@@ -370,7 +380,48 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         "engine_drops": probe.has_engine_offer(),
         "float_logits": _has_float_logits(),
         "prefill_graphs": _prefill_graphs(resolved),
+        "prefills_in_graphs": _prefills_in_graphs(resolved),
+        "copies_output": _copies_fp8_output(),
     }
+
+
+_TRACED = "prefills run in piecewise graphs, in whose traced layers no dead input is offered"
+_TOO_SMALL = "the layer's input has the rank's own tokens alone, too few for the gathered ones"
+
+
+def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:
+    """Take the dead input off a change's effects, if no server offers one that is large enough.
+
+    :param decision: a decision of a change, as a dictionary, which is changed.
+    :param traced: prefills run in piecewise graphs.
+    :param ranks: ranks of data-parallel attention; the input has one rank's tokens, the activation those of all.
+    :param inner: columns of the activations of a token's experts.
+    :param hidden: columns of the input.
+    """
+    impossible = set()
+    if traced or ranks > 1:
+        impossible.add(OUTPUT_IN_DEAD_INPUT)
+    if traced or ranks * inner > hidden:
+        impossible.add(SCRATCH_IN_DEAD_INPUT)
+    if found := impossible & {*decision["effects"]}:
+        decision["effects"] = tuple(effect for effect in decision["effects"] if effect not in found)
+        decision["reason"] = "; ".join(filter(None, (_TRACED if traced else _TOO_SMALL, decision["reason"])))
+
+
+def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
+    """Whether prefills run in the captured graphs. Beside a draft model they ask for hidden states and run eagerly."""
+    return str(resolved.get("speculative_algorithm") or "NGRAM").upper() == "NGRAM"
+
+
+def _copies_fp8_output() -> bool:
+    """Whether the engine copies the output of TRT-LLM's FP8 kernels, which it hands no output."""
+    name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
+    run = (
+        getattr(engine.module(name), "fused_experts_none_to_flashinfer_trtllm_fp8", None)
+        if engine.has_module(name)
+        else None
+    )
+    return bool(run and engine.find_calls(run, "symm_output.copy_"))
 
 
 def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
@@ -520,6 +571,21 @@ def _keep_attributes_of_fake_tensors() -> None:
     BasevLLMParameter.__new__ = make_with_attributes
 
 
+def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
+    """Bytes of an element once it is loaded: ``--quantization fp8`` makes a byte of each 16-bit weight."""
+    size: int = parameter.element_size()
+    module, _, own = name.rpartition(".")
+    quantization = getattr(model.get_submodule(module), "quant_method", None)
+    given = getattr(quantization, "quant_config", None)
+    by_loading = size == 2 and own in ("weight", "w13_weight", "w2_weight") and not _is_serialized(given)
+    return 1 if by_loading and type(quantization).__name__.startswith("Fp8") else size
+
+
+def _is_serialized(quantization: Any) -> bool:
+    """Whether a checkpoint has its weights in FP8 already."""
+    return bool(getattr(quantization, "is_checkpoint_fp8_serialized", True))
+
+
 def _drafts_by_itself(resolved: Any) -> bool:
     """Whether the draft model is a layer of the model's own checkpoint."""
     drafts = resolved.speculative_algorithm in ("EAGLE", "NEXTN")
@@ -538,7 +604,7 @@ def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list
     for name, parameter in model.named_parameters():
         if name.endswith("_blockscale_swizzled"):  # it takes the place of the scales, or is given up
             continue
-        size = parameter.numel() * parameter.element_size()
+        size = parameter.numel() * _loaded_element_bytes(model, name, parameter)
         if numbered := re.search(r"\blayers\.(\d+)\.", name):
             by_layer[int(numbered[1])] = by_layer.get(int(numbered[1]), 0) + size
         else:

@@ -108,12 +108,14 @@ class Runner:
     :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
     :param workspace: bytes that one of TRT-LLM's kernels takes while it runs.
     :param input_bytes: of an element of what such a kernel is given.
+    :param copies_output: the engine copies the kernel's output into a tensor of its own.
     """
 
     name: str
     quantization: str | None = None
     workspace: int = 0
     input_bytes: float = NVFP4_INPUT_BYTES
+    copies_output: bool = False
 
 
 def predict(
@@ -159,7 +161,7 @@ def predict(
         count += out_of_place and not acting.dead_input  # so its output
     elif runner.name != "marlin":
         inputs = int(tokens * model.hidden * runner.input_bytes)
-        count += not acting.dead_input  # its output
+        count += (not acting.dead_input) + runner.copies_output  # its output, and the copy
     parts = {
         "hidden": count * hidden,
         "attention": held_latents,

@@ -60,6 +60,7 @@ class Server:
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
     :param float_logits: as :func:`.forward.predict` takes it.
     :param all_to_all: its ``--moe-a2a-backend``; "": none.
+    :param copies_output: the engine copies the output of TRT-LLM's FP8 kernels into a second tensor.
     :param in_place: the runner is told to write its output over its input.
     """
 
@@ -74,6 +75,7 @@ class Server:
     float_logits: bool = False
     all_to_all: str = ""
     in_place: bool = True
+    copies_output: bool = False
 
 
 def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, Decision]) -> tuple[Acting, Acting]:
@@ -139,10 +141,11 @@ WOULD_SIZE = "it would size this server"
 """The end of kv-sizing's reason, if only its variable is missing."""
 
 
-def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
+def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
     """kv-sizing's row, by what the server itself would decide.
 
     :param answer: as the engine query has it under ``kv_sizing``.
+    :param does_start: the server starts, with the fraction with which kv-sizing begins.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
@@ -150,6 +153,8 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
     if reason:
         source = "the given --mem-fraction-static" if given else "the engine's fraction"
         return row | {"reason": f"{source} {'is used' if mode else 'would be used'} because {reason}"}
+    if mode and not does_start:
+        return row | {"reason": "the server does not start: there is no room for a KV cache"}
     if not mode:
         turns_on = f"{KV_SIZING.name}={ALWAYS if given else 'auto'} turns it on"
         would = "whether it would size this server is not known" if unknown else WOULD_SIZE
@@ -187,7 +192,7 @@ def predict(
         key = server.quantization or server.format
         if key not in INPUT_BYTES:
             return None, [f"not predicted: what {server.runner} makes of {server.format}"]
-        runner = replace(runner, input_bytes=INPUT_BYTES[key])
+        runner = replace(runner, input_bytes=INPUT_BYTES[key], copies_output=server.copies_output)
     flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
         both = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
@@ -337,7 +342,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
         acts = derive_acting(server, bool(model.shared_experts), decided)
         both, why = predict(sizes, server, acts)
     graphs = asked.get("prefill_graphs")
-    if both and graphs and server.tokens <= graphs[1]:
+    if both and graphs and asked.get("prefills_in_graphs", True) and server.tokens <= graphs[1]:
         kind, tokens = graphs
         why.append(
             f"what {kind} graphs of prefills hold, in which those of up to {tokens:,} tokens run: the peak is that of "
@@ -346,7 +351,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
     sizing = asked.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
     rows = [
-        describe_kv_sizing(sizing)
+        describe_kv_sizing(sizing, does_start=fit is None or fit["starts"])
         if sizing and answer["name"] == "kv-sizing"
         else describe_change(server, model, changes[answer["name"]], answer, decided.get(answer["name"]))
         for answer in answers
@@ -492,6 +497,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
             all_to_all="" if (backend := resolved.get("moe_a2a_backend", "none")) == "none" else backend,
             in_place=layer is None or layer["in_place"],
+            copies_output=quantization in forward.SCALED and asked.get("copies_output", False),
         ),
         model,
     )
