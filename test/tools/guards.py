@@ -202,6 +202,15 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[gathered from four ranks, 4,096 tokens each]": [("attention_ranks(resolved)\n", "1\n")],
         SAID + "[a given fraction below the weights]": [("parsed.mem_fraction_static is not None", "False")],
         SAID + "[the last of two stages]": [("resolved.pp_size * (dense_layers", "(dense_layers")],
+        SAID + "[an input of one rank's tokens]": [("if traced or ranks * inner > hidden:", "if traced:")],
+        SAID + "[the dead input in a traced prefill]": [
+            ("if traced or ranks * inner > hidden:", "if False:", FLAGS_UNTIL)
+        ],
+        SAID + "[FP8 on TRT-LLM, whose output is copied]": [
+            ('bool(run and engine.find_calls(run, "symm_output.copy_"))', "False", FLAGS_UNTIL)
+        ],
+        SAID + "[FP8 by loading]": [("return 1 if by_loading and", "return size if by_loading and")],
+        SAID + "[weights on the host]": [('(resolved.get("cpu_offload_gb") or 0)', "0")],
         SAID + "[the last of four stages]": [("max(range(len(stages)), key=by_stage.__getitem__)", "0")],
         SAID + "[linear attention in FP8]": [("vars(made).update(given)", "pass")],
         SAID + "[a GPU that shares its memory]": [(", 48, integrated=True", ", 48")],
