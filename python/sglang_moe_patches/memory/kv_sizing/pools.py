@@ -199,7 +199,7 @@ class ElasticPools:
     def _check(self, pool: Any, table: Any, others: list[Any], made: int) -> None:
         """Check that all parts of the KV cache are known, and that no other tensor grows with the tokens.
 
-        :raises Unknown: they are not, or one does.
+        :raises Unknown: a part is not known, or another tensor grows with the tokens.
         """
         parts = _pools_in(pool)
         for part in parts:

@@ -47,8 +47,8 @@ class Retire(Order):
 class EvictPrefixes(Order):
     """Order to free slots of the tail that only prefixes hold.
 
-    An idle rank flushes its prefix cache. Another rank evicts as many tokens as are missing, the least recently used
-    first.
+    An idle rank flushes its prefix cache. A busy rank evicts as many tokens as the tail still holds, the least recently
+    used first.
     """
 
 
@@ -447,7 +447,7 @@ class _Tail:
         return (self.kept + int(self.held.sum())) * self.page
 
     def count_mapped(self) -> int:
-        """Return the tokens up to the last page that is before the tail or held."""
+        """Return the tokens up to the last held page of the tail, or up to the tail if no page is held."""
         held = self.held.nonzero()
         return (self.kept + (int(held[-1]) + 1 if len(held) else 0)) * self.page
 
@@ -592,7 +592,7 @@ class RequestLimit:
         """Penalized requests in the order of their arrival. Requests that wait no more leave it at its front."""
         self._batch: Any = None
         self._limit: tuple[int, int] | None = None
-        """Rows that the batch may have, less those of its beams that are no requests; rows of the widest request that
+        """Two numbers of rows: those that the batch may have beside running beams, and those of the widest request that
         may join."""
 
     def add(self, request: Any) -> None:
@@ -631,8 +631,11 @@ class RequestLimit:
         return coordinator is not None and bool(coordinator._num_live_groups)
 
     def _derive_with_beams(self) -> tuple[int, int]:
-        """Count a beam as a penalized request. A request with more beams than may run is admitted to an empty batch,
-        or it and all behind it would wait for ever."""
+        """Derive the limit with each beam as a penalized request.
+
+        An empty batch admits a request with more beams than the limit. Else this request and all behind it would wait
+        for ever.
+        """
         scheduler, running = self._scheduler, self._batch.reqs
         joining = [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
         widest = max(map(beam_width, joining), default=1)
