@@ -440,18 +440,15 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('getattr(record, "kv", record)', "record"),
         ],
         "test_fewer_requests_are_admitted_while_a_penalized_one_waits": [
-            ("return (rows - running) // widest", "return rows // widest"),
-            ("            self._penalized_queue.append(request)\n            self._limit = None\n", ""),
-            (
-                "            self._penalized_queue.append(request)\n            self._limit = None\n",
-                "            pass\n",
-            ),
+            ("(rows - running_bs) // limit.widest", "rows // limit.widest"),
+            ("            self._penalized_queue.append(request)\n            self.rows = None\n", "            pass\n"),
+            ("            self.rows = None\n\n    def derive", "\n    def derive"),
         ],
         "test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it": [
             ("            penalized.popleft()\n", "            break\n")
         ],
         "test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary": [
-            ("or batch_is_penalized(self._batch)", ""),
+            ("or batch_is_penalized(self.batch)", ""),
             ("    if not batch.reqs:\n", "    if False:\n"),
             ("        or sampling.need_min_p_sampling\n", ""),
         ],
@@ -460,10 +457,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             (" or (chunked is not None and is_penalized(chunked))", "")
         ],
         "test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request": [
-            (
-                "        if self._limit is None:\n            self._limit = self._derive()",
-                "        self._limit = self._derive()",
-            )
+            ("        if rows is None:\n            rows = limit.derive()", "        rows = limit.derive()")
         ],
         "test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized": [
             ("        or beam_width(request) > 1\n", ""),

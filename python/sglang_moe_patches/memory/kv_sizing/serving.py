@@ -168,16 +168,21 @@ class Serving:
         self._extra_tokens_per_request = beside + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
-        self._order_is_pending = False
+        self._order_is_pending = self._is_shrinking = False
         self._failures: set[str] = set()
         self._freed_bytes = self._retire_orders = self._evict_orders = 0
         shown.show(GIVEN_BACK, 0)
 
     def look(self) -> None:
         """Withdraw slots, and read the free memory if it is due. The event loop calls this in every turn."""
+        is_due = self._memory.is_due()
+        if is_due or self._is_shrinking:
+            self._run_steps(is_due)
+
+    def _run_steps(self, is_due: bool) -> None:
         # Ranks withdraw slots in step. So a rank goes on withdrawing if it cannot read its free memory.
         steps = ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched"))
-        for step, failure in steps:
+        for step, failure in steps if is_due else steps[:1]:
             if failure in self._failures:
                 continue
             try:
@@ -185,10 +190,9 @@ class Serving:
             except Exception as error:
                 self._failures.add(failure)
                 log.logger.warning(log.format_line("kv-sizing", "%s any more: %s"), failure, error)
+        self._is_shrinking = self._retirement is not None or self._goal < self._pools.counts.tokens
 
     def _sample(self) -> None:
-        if not self._memory.is_due():
-            return
         shortage = self._memory.measure_shortage()
         self._shown.show(LOWEST_FREE, self._memory.lowest)
         prefixes_hold_tail = False
@@ -261,7 +265,7 @@ class Serving:
                 evict_prefixes(self._scheduler.tree_cache, self._retirement.held_tokens())
         elif isinstance(order, Retire):
             self._order_is_pending, self._retire_orders = False, self._retire_orders + 1
-            self._goal = min(self._goal, order.tokens)
+            self._goal, self._is_shrinking = min(self._goal, order.tokens), True
             self._publish_size(self._retirement.usable_counts() if self._retirement is not None else self._pools.counts)
 
     def _publish_size(self, counts: TokenCounts) -> None:
@@ -588,59 +592,51 @@ class RequestLimit:
 
     def __init__(self, scheduler: Any, requests: int, penalized: int) -> None:
         self._scheduler, self._requests, self._penalized = scheduler, requests, penalized
+        self._beams = getattr(scheduler, "beam_coordinator", None)
         self._penalized_queue: deque[Any] = deque()
         """Penalized requests in the order of their arrival. Requests that wait no more leave it at its front."""
-        self._batch: Any = None
-        self._limit: tuple[int, int] | None = None
-        """Two numbers of rows: those that the batch may have beside running beams, and those of the widest request that
-        may join."""
+        self.batch: Any = None
+        """The running batch, into which the engine merges the requests that it admits in this turn."""
+        self.rows: int | None = None
+        """Rows that the batch may have beside running beams; ``None``: not derived in this turn."""
+        self.widest = 1
+        """Rows of the widest request that may join."""
 
     def add(self, request: Any) -> None:
         """Notice a request that begins to wait."""
         if is_penalized(request):
             self._penalized_queue.append(request)
-            self._limit = None
+            self.rows = None
 
-    def begin_turn(self, batch: Any) -> None:
-        """Forget the limit of the turn before.
+    def derive(self) -> int:
+        """Set ``rows`` and ``widest`` from the requests of this turn.
 
-        :param batch: the running batch, into which the engine merges the requests that it admits.
+        :returns: ``rows``.
         """
-        self._batch, self._limit = batch, None
-
-    def allocatable(self, running: int) -> int:
-        """Return how many requests may join ``running`` requests; negative if too many run already."""
-        if self._limit is None:
-            self._limit = self._derive()
-        rows, widest = self._limit
-        return (rows - running) // widest
-
-    def _derive(self) -> tuple[int, int]:
         scheduler, penalized = self._scheduler, self._penalized_queue
         while penalized and penalized[0] not in scheduler.waiting_queue:
             penalized.popleft()
         chunked = scheduler.chunked_req  # neither waits nor runs between two of its chunks
-        if self._has_beams():
-            return self._derive_with_beams()
-        if penalized or batch_is_penalized(self._batch) or (chunked is not None and is_penalized(chunked)):
-            return self._penalized, 1
-        return self._requests, 1
+        self.widest = 1
+        if self._beams is not None and self._beams._num_live_groups:
+            self.rows = self._derive_with_beams()
+        elif penalized or batch_is_penalized(self.batch) or (chunked is not None and is_penalized(chunked)):
+            self.rows = self._penalized
+        else:
+            self.rows = self._requests
+        return self.rows
 
-    def _has_beams(self) -> bool:
-        coordinator = getattr(self._scheduler, "beam_coordinator", None)
-        return coordinator is not None and bool(coordinator._num_live_groups)
-
-    def _derive_with_beams(self) -> tuple[int, int]:
+    def _derive_with_beams(self) -> int:
         """Derive the limit with each beam as a penalized request.
 
         An empty batch admits a request with more beams than the limit. Else this request and all behind it would wait
         for ever.
         """
-        scheduler, running = self._scheduler, self._batch.reqs
+        scheduler, running = self._scheduler, self.batch.reqs
         joining = [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
-        widest = max(map(beam_width, joining), default=1)
+        self.widest = max(map(beam_width, joining), default=1)
         rows = self._penalized - sum(beam_width(request) - 1 for request in running)
-        return rows if running else max(rows, widest), widest
+        return rows if running else max(rows, self.widest)
 
 
 def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
@@ -654,15 +650,23 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
         limit.add(req)
         return queue(req, *args, **kwargs)
 
+    # Both functions run in every turn that admits requests. So they call as little as possible.
+
     @functools.wraps(get_batch)
     def get_new_batch_prefill(*args: Any, **kwargs: Any) -> Any:
         # Releases after 0.5.13 hand the running batch over.
-        limit.begin_turn(args[0] if args else kwargs.get("running_batch") or scheduler.running_batch)
+        limit.batch = args[0] if args else kwargs.get("running_batch") or scheduler.running_batch
+        limit.rows = None
         return get_batch(*args, **kwargs)
 
     @functools.wraps(allocatable)
     def get_num_allocatable_reqs(running_bs: int, *args: Any, **kwargs: Any) -> int:
-        return min(allocatable(running_bs, *args, **kwargs), limit.allocatable(running_bs))
+        rows = limit.rows
+        if rows is None:
+            rows = limit.derive()
+        free = (rows - running_bs) // limit.widest
+        by_engine: int = allocatable(running_bs, *args, **kwargs)
+        return free if free < by_engine else by_engine
 
     scheduler._add_request_to_queue = add_request_to_queue
     scheduler.get_new_batch_prefill = get_new_batch_prefill

@@ -535,6 +535,7 @@ class Scheduler:
 
     def __init__(self):
         self.waiting_queue, self.running_batch, self.chunked_req = [], SimpleNamespace(reqs=[]), None
+        self.beam_coordinator = SimpleNamespace(_num_live_groups=0)
 
     def _add_request_to_queue(self, req, is_retracted=False):
         self.waiting_queue.append(req)
@@ -658,7 +659,6 @@ def beam(width):
 
 
 def test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized(scheduler):
-    scheduler.beam_coordinator = SimpleNamespace(_num_live_groups=0)
     assert count_admitted(scheduler) == 800
     scheduler.beam_coordinator._num_live_groups = 1
     scheduler._add_request_to_queue(Request())
@@ -674,7 +674,7 @@ def test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized(sch
 
 
 def test_a_request_with_more_beams_than_may_run_runs_alone(scheduler):
-    scheduler.beam_coordinator = SimpleNamespace(_num_live_groups=1)
+    scheduler.beam_coordinator._num_live_groups = 1
     scheduler._add_request_to_queue(beam(400))
     scheduler.running_batch = batch_of(Request())
     assert count_admitted(scheduler, running=1) == 0
