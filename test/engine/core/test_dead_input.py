@@ -102,8 +102,8 @@ def raise_os_error():
     ("proof", "refuse", "reason"),
     [
         ("input_dies", bool, "Qwen3MoeDecoderLayer may read its input after the first norm"),
-        ("attention_lets_go", bool, "Qwen3MoeDecoderLayer may read attention's input after attention"),
-        ("captures_sums_alone", bool, "Qwen3MoeDecoderLayer may keep captured hidden states"),
+        ("attention_input_dies", bool, "Qwen3MoeDecoderLayer may read attention's input after attention"),
+        ("captures_only_sums", bool, "Qwen3MoeDecoderLayer may keep captured hidden states"),
         ("input_dies", raise_os_error, "OSError: source code not available"),
     ],
 )

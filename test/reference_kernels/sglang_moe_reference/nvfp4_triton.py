@@ -46,9 +46,9 @@ def _e2m1(code):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decoded(packed, scale):  # type: ignore[no-untyped-def]
-    """float16 [ROWS, BYTES] each: the even and the odd elements of packed [ROWS, BYTES], times scale [ROWS, BYTES/8].
+    """Decode packed [ROWS, BYTES] with scale [ROWS, BYTES/8]. Return even and odd elements, float16 [ROWS, BYTES] each.
 
-    A product over K is the same over the even and the odd elements apart, so they need not be put together.
+    A product over K may add the even and the odd elements separately, so they need not be interleaved.
     """
     ROWS: tl.constexpr = packed.shape[0]
     BYTES: tl.constexpr = packed.shape[1]
@@ -61,7 +61,7 @@ def _decoded(packed, scale):  # type: ignore[no-untyped-def]
 def _activations(  # type: ignore[no-untyped-def]
     x_ptr, x_scale_ptr, row, mine, first_byte, K_BYTES: tl.constexpr, BYTES: tl.constexpr
 ):
-    """``_decoded`` K strip of NVFP4 rows; zeros for those that are not ``mine``."""
+    """Decode a strip of columns of NVFP4 rows (``_decoded``). Rows that are not ``mine`` become zero."""
     byte = first_byte + tl.arange(0, BYTES)
     group = first_byte // 8 + tl.arange(0, BYTES // 8)
     inside = mine[:, None] & (byte < K_BYTES)[None, :]

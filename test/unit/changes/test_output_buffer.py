@@ -460,8 +460,8 @@ def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hi
     ],
 )
 def test_other_ways_to_drop_the_input_are_recognized(lets_go):
-    assert proofs.attention_lets_go(parsed())
-    assert proofs.attention_lets_go(parsed(**lets_go))
+    assert proofs.attention_input_dies(parsed())
+    assert proofs.attention_input_dies(parsed(**lets_go))
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_other_ways_to_drop_the_input_are_recognized(lets_go):
     ids=lambda keeps: "; ".join(keeps.values()),
 )
 def test_layers_that_may_still_use_attentions_input_are_refused(keeps):
-    assert not proofs.attention_lets_go(parsed(**keeps))
+    assert not proofs.attention_input_dies(parsed(**keeps))
 
 
 @pytest.mark.parametrize(
@@ -562,8 +562,8 @@ def test_methods_that_receive_the_tensor_are_inspected(follows, body):
     }
     methods = {name: ast.parse(f"def {name}({source}").body[0] for name, source in sources.items()}
     forward = parsed(attends="hidden_states = self.method(hidden_states)")
-    assert proofs.attention_lets_go(forward)  # of a submodule the instance is asked
-    assert proofs.attention_lets_go(forward, methods.get) == follows
+    assert proofs.attention_input_dies(forward)  # of a submodule the instance is asked
+    assert proofs.attention_input_dies(forward, methods.get) == follows
 
 
 @pytest.mark.parametrize(
@@ -694,7 +694,7 @@ def toy_answer(layer, patched):
 def test_a_toy_layer_answers_as_stock_or_is_refused(layer, reason, monkeypatch):
     monkeypatch.setattr(engine, "require_unpatched", getattr)
     with pytest.raises(engine.Unsupported, match=reason) if reason else nullcontext():
-        probe.require_attention_lets_go(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
+        probe.require_attention_input_dies(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
     if not isinstance(layer._modules["self_attn"], torch.nn.ModuleList):
         assert (toy_answer(layer, patched=True) == toy_answer(layer, patched=False)) == (not reason)
 
@@ -707,11 +707,11 @@ def test_layers_that_capture_hidden_states_are_detected():
     by_itself = parsed(between="capture_output(hidden_states)")
     for layer in (sums, by_itself):
         layer.args.args += [ast.arg("captured_last_layer_outputs"), ast.arg("capture_output")]
-    assert proofs.captures_sums_alone(sums)
-    assert not proofs.captures_sums_alone(by_itself)
+    assert proofs.captures_only_sums(sums)
+    assert not proofs.captures_only_sums(by_itself)
     assert proofs.layer_skip_reason("Layer", by_itself) == "Layer may read attention's input after attention"
-    assert not proofs.captures_sums_alone(function("captured += [1]", parameters="captured"))
-    assert not proofs.captures_sums_alone(parsed(after="seen = kwargs['captured_outputs']"))
+    assert not proofs.captures_only_sums(function("captured += [1]", parameters="captured"))
+    assert not proofs.captures_only_sums(parsed(after="seen = kwargs['captured_outputs']"))
 
 
 @pytest.mark.parametrize(
@@ -734,7 +734,7 @@ def test_layers_that_capture_hidden_states_are_detected():
 )
 def test_layers_that_may_keep_the_next_layers_input_are_detected(keeps, after):
     layer = parsed(after=after)
-    assert proofs.attention_lets_go(layer)
+    assert proofs.attention_input_dies(layer)
     assert proofs.layer_skip_reason("Layer", layer) == ("Layer may keep its result" if keeps else None)
 
 

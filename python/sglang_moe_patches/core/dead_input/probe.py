@@ -35,7 +35,7 @@ class LayerFacts:
     :param tensor_of: returns the tensor of an input.
     :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The code of
         the class does not show what the submodules return, so each layer is checked
-        (:func:`require_attention_lets_go`).
+        (:func:`require_attention_input_dies`).
     """
 
     layer: Any
@@ -221,8 +221,8 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackF
             facts = probe_class(kind)
             if isinstance(facts, Exception):
                 raise facts
-            engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
-            require_attention_lets_go(layer, facts.attention, type(experts[0]))
+            engine.require(_has_plain_sum(layer), proofs.NO_PLAIN_SUM.format(name))
+            require_attention_input_dies(layer, facts.attention, type(experts[0]))
             for part in (producer, layer):
                 require_parts(part)
             layers.append((layer, facts, experts[0]))
@@ -257,7 +257,7 @@ def probe_layer(layer: type) -> LayerFacts:
     return LayerFacts(kind, names, _choose_residual_of(name, names), _choose_tensor_of(forward), attention)
 
 
-def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
+def require_attention_input_dies(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
     """Check the submodules that a layer uses up to the norm after attention. The code of its class does not show them.
 
     :param attention: the names of these submodules, and the arguments through which they receive attention's input.
@@ -347,7 +347,7 @@ def require_loop(model: type) -> None:
     engine.require(reason is None, str(reason))
 
 
-def _sums_plainly(layer: Any) -> bool:
+def _has_plain_sum(layer: Any) -> bool:
     """Return whether a layer only adds its input to the residual, and reads the residual only through its norm.
 
     In releases with a residual stream, each forward pass also checks the pending contribution

@@ -67,8 +67,8 @@ def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda na
     """
     proofs = {
         f"{layer} may read its input after the first norm": input_dies(forward),
-        f"{layer} may read attention's input after attention": attention_lets_go(forward, method_of),
-        f"{layer} may keep captured hidden states": captures_sums_alone(forward),
+        f"{layer} may read attention's input after attention": attention_input_dies(forward, method_of),
+        f"{layer} may keep captured hidden states": captures_only_sums(forward),
         f"{layer} may keep its result": keeps_no_result(forward),
     }
     return next((reason for reason, holds in proofs.items() if not holds), None)
@@ -163,7 +163,7 @@ class AttentionFacts:
     submodules: dict[str, frozenset[Place]]
 
 
-def attention_lets_go(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
+def attention_input_dies(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
     """Return whether no code can read attention's input after attention (:func:`follow_attention`)."""
     return follow_attention(forward, method_of) is not None
 
@@ -404,7 +404,7 @@ def _calls_own_attribute(call: ast.Call) -> bool:
 # --- What is captured, and the layer's result ------------------------------------------------------------------------
 
 
-def captures_sums_alone(forward: Code) -> bool:
+def captures_only_sums(forward: Code) -> bool:
     """Return whether only the norm before attention captures hidden states, for example for speculative decoding.
 
     This norm captures sums of the layer's input and the residual, which are new tensors. No other statement of the
