@@ -168,12 +168,13 @@ class OneRank:
         is_raised = lambda flag: flag in self.low_reports or low()  # noqa: E731
         board: Any = SimpleNamespace(raise_flag=self.low_reports.append, is_raised=is_raised)
         derive = phases.derive_phases
-        self.run = rehearsal.Rehearsal(scheduler, 0, over, board, 1, derive, leads=leads, **{"peaks": {}, **more})
+        self.run = rehearsal.Rehearsal(scheduler, 0, board, 1, derive, leads=leads, **{"peaks": {}, **more})
+        self.run.on_end = over
         self.orders = ranks.Orders(scheduler, self.run.plant)
 
     def begin(self):
         self.orders.open()
-        self.orders.instead, self.orders.each_turn = self.run.poll, self.run.look_at_turn
+        self.orders.read_instead, self.orders.on_turn = self.run.poll, self.run.look_at_turn
         self.run.begin()
 
     def end(self):

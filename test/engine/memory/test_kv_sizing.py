@@ -183,7 +183,7 @@ def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
         scheduler._record_step_counters(made, batch, result)
         return int(made.decode_moment_totals[0])
 
-    run = rehearsal.Rehearsal(made, 0, print, SimpleNamespace(), 1, phases.derive_phases, leads=False, peaks={})
+    run = rehearsal.Rehearsal(made, 0, SimpleNamespace(), 1, phases.derive_phases, leads=False, peaks={})
     run._keep_counters()
     assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
     run.end()

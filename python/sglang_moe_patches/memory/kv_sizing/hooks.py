@@ -1,11 +1,10 @@
-"""A server's start, in the order in which it happens: reserve, rehearse, grow, serve."""
+"""The start of a server, in its order: reserve addresses, rehearse, resize the KV cache, serve."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from sglang_moe_patches.core import engine, gpu_memory, log
@@ -22,6 +21,7 @@ from sglang_moe_patches.memory.kv_sizing import (
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
 from sglang_moe_patches.memory.kv_sizing.phases import Plant
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, ElasticPools, Unknown, sized_for
+from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
@@ -29,35 +29,8 @@ EXCEPTION_WAIT_S = 30.0
 """Seconds in which all ranks must fail, if one rank's rehearsed forward pass fails; else the server ends."""
 
 
-@dataclass(frozen=True)
-class MapTokens(ranks.Order):
-    """Have memory behind so many tokens, and tell whether there was enough."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class UseTokens(ranks.Order):
-    """Serve with so many tokens from now on.
-
-    :param reason: why it is not what fits; "" where it is.
-    :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
-    :param fewer_requests: how many run at once from now on, as more would take too much memory; 0: as many as can.
-    :param start_over: before that, forget what was measured, which was with more requests, and rehearse it all again.
-    :param limits: by which all ranks admit requests: those of the rehearsal that counts, on the first rank.
-    """
-
-    tokens: int
-    reason: str = ""
-    again: bool = False
-    missed: tuple[phases.PhaseKind, ...] = ()
-    fewer_requests: int = 0
-    start_over: bool = False
-    limits: phases.Limits = field(kw_only=True)
-
-
 def probe() -> Install:
-    """Find where pools are made, and where serving begins.
+    """Find the engine's functions that make pools and that begin to serve.
 
     :raises engine.Unsupported: the engine is not as expected.
     """
@@ -81,75 +54,83 @@ def probe() -> Install:
     ranks.require_inbox(scheduler)
 
     def install(patcher: Patcher) -> None:
-        start = ServerStart()  # one of each scheduler process
+        start = ServerStart()  # one object in each scheduler process
         patcher.wrap(maker, "_resolve_memory_pool_config", around(start.reserve))
         patcher.wrap(maker, "_init_pools", around(start.make_pools))
         patcher.wrap(scheduler, "get_init_info", around(start.hold_init_info))
-        patcher.wrap(scheduler, "run_event_loop", around(start.rehearse))
+        patcher.wrap(scheduler, "run_event_loop", around(start.run))
 
     return install
 
 
 class ServerStart:
-    """One scheduler process, from the decision on its pools on.
+    """A start of one scheduler process, from the decision on its pools until it serves.
 
-    What is called in the place of the engine's functions takes the original first.
+    Methods that stand in for a function of the engine receive the original function first.
     """
 
     pools: ElasticPools
-    """Where they are ``reserved``, which is so on all ranks or on none."""
+    """The pools of this rank, if they are ``reserved``."""
     scheduler: Any
     board: ranks.Board
     _limits: phases.Limits
-    """Of the rehearsal that began last."""
+    """Limits of the rehearsal that began last."""
 
     def __init__(self) -> None:
-        self.leads, self.gpu, self.given = False, 0, False
+        self.leads, self.gpu, self.fraction_is_given = False, 0, False
         self.margin = eligibility.KV_MARGIN.read()
         self.reason = "its pools have not been made"
-        """Why this server is not sized; "": it is."""
+        """Reason why the engine's rule sizes this server; "" if it is measured."""
         self.launch = LaunchMemory()
         self.reserved = False
+        """Whether addresses are reserved, which is the same on all ranks."""
         self.bytes_per_token, self._raised_tokens = 0.0, 0
-        self.limited = 0
+        self.max_tokens = 0
+        """``--max-total-tokens``; 0: not given."""
         self.needs: list[RankNeed] = []
-        """What all ranks have measured last; known to the first alone."""
-        self._init_info: Any = self  # what no pipe sends, until the scheduler has been asked
-        self._held: list[Callable[[], None]] = []
+        """Needs of all ranks in the last rehearsal."""
+        self._init_info: Any = self  # no pipe sends this object
+        self._unheld: list[Callable[[], None]] = []
+        """Calls that release the launcher's pipe."""
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass = self._fewer_requests = 0
-        self._started_over = self._limits_penalized = False
-        self._exceptions = 0
-        """Exceptions of rehearsed forward passes; the same number on every rank."""
+        self._pass = self._fewer_requests = self._exceptions = 0
+        self._has_started_over = self._limits_penalized = False
         self._sleeper = Patcher()
         """Switches off the sleep of ``--sleep-on-idle`` until the server serves."""
-        self._seen = rehearsal.Measured()
-        # Of all passes that count: a later one runs what is larger than it was, and nothing else. What did not run in
-        # one (`Measured.expected`) runs in the next.
-        self._need = self._before = self._slack = 0
+        # Maxima over all passes since the start began, or started over: a later pass runs only the phases that have
+        # become larger. A phase that did not run (`Measured.expected`) runs in the next pass.
+        self._need = self._before = self._slack = self._graphs = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
     def log(self, message: str, *, warn: bool = False) -> None:
-        """Log on the first rank alone."""
+        """Log on rank 0 alone."""
         if self.leads:
             (log.logger.warning if warn else log.logger.info)("%s", log.format_line("kv-sizing", message))
 
     # --- 1. Reserve ----------------------------------------------------------------------------------------------
 
     def reserve(self, original: Callable[..., Any], maker: Any, pre_model_load_memory: float) -> Any:
-        """The engine's decision on its pools: how many tokens there are addresses for."""
+        """Let the engine decide on its pools, and reserve addresses for more tokens.
+
+        :param maker: the engine's model runner, or from 0.5.16 on its configurator of KV caches.
+        """
         if maker.is_draft_worker or self.reserved:
             return original(maker, pre_model_load_memory)
         launches = self._gather(maker, pre_model_load_memory)
         if self.reason:
             config = original(maker, pre_model_load_memory)
-            source = "the given --mem-fraction-static" if self.given else "the engine's default fraction"
+            source = "the given --mem-fraction-static" if self.fraction_is_given else "the engine's default fraction"
             self.log(f"using {source} {self.launch.fraction:.4f} because {self.reason}")
             return config
-        fraction, raised = None if self.given else first_fraction(maker, launches, self.margin), 0.0
+        fraction, raised = None, 0.0
+        try:
+            fraction = first_fraction(maker, launches, self.margin)
+        except Exception as error:
+            self.log(f"the KV cache begins with the fraction in force: {one_line_error(error)}", warn=True)
         if fraction is not None:
-            too_little = f"the engine's default fraction {self.launch.fraction:.4f} leaves the KV cache less than"
+            source = "given --mem-fraction-static" if self.fraction_is_given else "engine's default fraction"
+            too_little = f"the {source} {self.launch.fraction:.4f} leaves the KV cache less than"
             self.log(f"{too_little} it is rehearsed with: it begins with {fraction:.4f}", warn=True)
             raised, self.launch = fraction - self.launch.fraction, replace(self.launch, fraction=fraction)
         with _fraction_in_force(maker, fraction):
@@ -158,10 +139,13 @@ class ServerStart:
         return config
 
     def _gather(self, maker: Any, before_gib: float) -> list[LaunchMemory]:
-        """What all ranks know; sets the reason. Collective, also where a given fraction is left alone."""
+        """Gather the launch memory of all ranks, and set the reason if this server is not measured.
+
+        Collective: every rank calls it, also if a given fraction is left alone.
+        """
         arguments = eligibility.arguments_of(maker.server_args)
-        self.leads, self.gpu = ranks.is_first_rank(), int(maker.gpu_id)
-        self.given = eligibility.given_by_the_user(maker.server_args)
+        self.leads, self.gpu = ranks.is_rank_0(), int(maker.gpu_id)
+        self.fraction_is_given = eligibility.given_by_the_user(maker.server_args)
         vars(maker.server_args).pop(eligibility.MARK, None)  # else /server_info would show it
         if int(arguments.get("nnodes") or 1) > 1 and (apart := _machines_apart()):
             self.reason = apart
@@ -171,18 +155,19 @@ class ServerStart:
         except Exception as error:
             self.launch = LaunchMemory(one_line_error(error))
         launches: list[LaunchMemory] = ranks.all_gather(self.launch, LaunchMemory)
-        self.reason = next((each.failure for each in launches if each.failure), "")
-        if not self.reason and self.given:
+        self.reason = next((launch.failure for launch in launches if launch.failure), "")
+        if not self.reason and self.fraction_is_given:
             self.reason = eligibility.given_reason(eligibility.KV_SIZING.read())
         # The engine divides by the free memory of the rank with the least.
-        before = min((each.free_before_load for each in launches if not each.failure), default=0)
+        before = min((launch.free_before_load for launch in launches if not launch.failure), default=0)
         self.launch = replace(self.launch, free_before_load=before)
-        return [replace(each, free_before_load=before) for each in launches]
+        return [replace(launch, free_before_load=before) for launch in launches]
 
     def _reserve(self, maker: Any, config: Any, raised: float) -> None:
-        """Decide on the addresses. Collective.
+        """Decide on the number of tokens that get addresses. Collective.
 
-        :param raised: by how much the fraction in force is above the engine's own.
+        :param config: the engine's ``MemoryPoolConfig``.
+        :param raised: difference between the fraction in force and the engine's own.
         """
         first = _counts_of(config)
         top, problem = first, ""
@@ -191,15 +176,15 @@ class ServerStart:
             self.bytes_per_token = bytes_per_token(maker)
             self._raised_tokens = int(raised * self.launch.free_before_load / self.bytes_per_token)
             most = first.tokens + int(self.launch.set_aside / self.bytes_per_token)
-            self.limited = int(eligibility.arguments_of(maker.server_args).get("max_total_tokens") or 0)
+            self.max_tokens = int(eligibility.arguments_of(maker.server_args).get("max_total_tokens") or 0)
             top = _counts_of(_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size))
         except Exception as error:
             problem = one_line_error(error)
-        told: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top), tuple[str, TokenCounts])
-        problem = next((each for each, _ in told if each), "")
-        top = min((each for _, each in told), key=lambda each: each.tokens)
-        if self.limited:
-            top = first if self.limited <= first.tokens else top
+        gathered: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top), tuple[str, TokenCounts])
+        problem = next((text for text, _ in gathered if text), "")
+        top = min((counts for _, counts in gathered), key=lambda counts: counts.tokens)
+        if self.max_tokens:
+            top = first if self.max_tokens <= first.tokens else top
         if not problem and any(addresses < tokens for addresses, tokens in zip(top, first, strict=True)):
             problem = f"there is no address space for {first.tokens:,} tokens"
         if problem:
@@ -211,57 +196,58 @@ class ServerStart:
         self._hold_pipe()
 
     def make_pools(self, original: Callable[..., Any], maker: Any, **arguments: Any) -> Any:
-        """The engine's making of pools: with buffers of ours, or as without us."""
+        """Let the engine make its pools, over reserved addresses if this server is measured."""
         if not self.reserved or self.reason:
             return original(maker, **arguments)
         pools = self.pools
-        kept = {name: getattr(maker, name) for name in _POOLS if hasattr(maker, name)}
+        attributes = {name: getattr(maker, name) for name in _POOLS if hasattr(maker, name)}
         try:
-            with sized_for(maker, arguments, pools.first, pools.top) as told:
-                built = pools.build(lambda: original(maker, **told), lambda made: _parts(maker, made), maker.device)
+            with sized_for(maker, arguments, pools.first, pools.top) as sizes:
+                built = pools.build(lambda: original(maker, **sizes), lambda made: _parts(maker, made), maker.device)
             if not maker.is_draft_worker:
                 token_count.resize_allocator(_parts(maker, built)[2], pools.first)
             return built
         except Exception as error:
             self.reason = str(error) if isinstance(error, Unknown) else one_line_error(error)
-            for name, value in kept.items():
+            for name, value in attributes.items():
                 setattr(maker, name, value)
         return original(maker, **arguments)
 
     # --- 2. Rehearse ---------------------------------------------------------------------------------------------
 
     def hold_init_info(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """What the scheduler tells its launcher: not before the number of tokens is known."""
+        """Remember the message to the launcher, which waits until the number of tokens is known."""
         self._init_info = original(scheduler)
         return self._init_info
 
     def _hold_pipe(self) -> None:
-        """Have the pipe to the launcher wait with what ``get_init_info`` returns, until :meth:`_release_init_info`.
+        """Hold back the result of ``get_init_info`` from the launcher until :meth:`_release_init_info`.
 
-        ``pipe.send(scheduler.get_init_info())`` looks ``send`` up before it calls the other: it is wrapped before that.
+        ``pipe.send(scheduler.get_init_info())`` looks up ``send`` before it calls ``get_init_info``, so ``send`` is
+        wrapped before that.
         """
         from multiprocessing.connection import Connection
 
         patcher = Patcher()
 
         def make_send(send: Callable[..., None]) -> Callable[..., None]:
-            def hold(pipe: Any, told: Any) -> None:
-                if told is not self._init_info or self.reason:
-                    send(pipe, told)
+            def hold(pipe: Any, message: Any) -> None:
+                if message is not self._init_info or self.reason:
+                    send(pipe, message)
                     return
                 patcher.undo()
-                self._held.append(lambda: send(pipe, token_count.init_info(told, self.scheduler)))
+                self._unheld.append(lambda: send(pipe, token_count.init_info(message, self.scheduler)))
 
             return hold
 
         patcher.wrap(Connection, "send", make_send)
-        self._held.append(patcher.undo)
+        self._unheld.append(patcher.undo)
 
     def _release_init_info(self) -> None:
-        while self._held:
-            self._held.pop()()
+        while self._unheld:
+            self._unheld.pop()()
 
-    def rehearse(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the event loop. Its first turns are the rehearsal, before users' requests are read."""
         self._begin(scheduler)
         while True:
@@ -291,12 +277,13 @@ class ServerStart:
         topic = f"exception {self._exceptions}"
         try:
             self.board.publish(topic, "")
-            return self.board.wait_for_all(topic, str, EXCEPTION_WAIT_S) is not None
+            return None not in self.board.wait_for_all(topic, str, EXCEPTION_WAIT_S)
         except Exception as error:
             log.logger.warning(log.format_line("kv-sizing", "the other ranks do not answer: %s"), error)
             return False
 
     def _begin(self, scheduler: Any) -> None:
+        """Begin the start, or let the scheduler serve as the engine sized it. Collective if addresses are reserved."""
         self.scheduler = scheduler
         arguments = eligibility.arguments_of(scheduler.server_args)
         self.metrics = serving.Metrics(arguments, self.gpu)
@@ -306,17 +293,19 @@ class ServerStart:
             self.board = ranks.Board(ranks.share_secret())
         if not problem:
             try:
-                # The rehearsal waits for nothing that the sleeper would wake up for.
+                # The rehearsal waits for nothing that would wake a sleeper.
                 self._sleeper.add(scheduler, "idle_sleeper", None)
                 self.orders.open()
-                self._begin_pass(phases.derive_phases)
+                self._begin_rehearsal(phases.derive_phases)
             except Exception as error:
                 problem = str(error) if isinstance(error, RuntimeError) else one_line_error(error)
-        if self.reserved:  # else some ranks would wait here for ever
+        if self.reserved:  # else a rank that failed would leave the other ranks waiting
             problem = next(filter(None, ranks.all_gather(problem, str)), "")
         if not problem:
             limit_s = rehearsal.timeout_s()
             self.log(f"rehearses the largest forwards before the first request, at most {limit_s:.0f} s")
+            self._runner = ranks.StartRunner(self.start_up(), self.orders, self.board, leads=self.leads)
+            self._runner.run()
             return
         if self._rehearsal is not None:
             self._rehearsal.end()
@@ -327,11 +316,58 @@ class ServerStart:
         self._show("rule", problem)
         self._release_init_info()
 
-    def _begin_pass(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
-        """:raises Exception: this rank cannot; the caller must end the rehearsal."""
+    def start_up(self) -> ranks.Start:
+        """Measure, resize, serve. All ranks resume in the same turns, and decide alike from the same values."""
+        failure = ""
+        while True:
+            assert self._rehearsal is not None
+            measured = Measured(failure=failure) if failure else (yield self._rehearsal)
+            needs = yield self._exchange("measured", self._need_from(measured), RankNeed)
+            before, rank_0 = self.pools.counts.tokens, needs[0]
+            tokens, reason, ended_early = self._decide(needs)
+            fewer = self._requests_to_start_over(needs, tokens < before, ended_early)
+            if fewer is not None and not self._use(before):
+                failure = self._start_over(fewer)
+                continue
+            again, missed = tokens < before and ended_early, tuple(rank_0.missed.values())
+            if tokens > before:
+                problems = yield self._exchange("mapped", self._try_to_map(tokens), str)
+                if None in problems:
+                    reason = "not every rank has told what it mapped"
+                elif problem := next(filter(None, problems), ""):
+                    reason = f"a rank had no memory to map: {problem}"
+                tokens, again, missed = before if reason else tokens, not reason, ()
+            if problem := self._use(tokens):
+                reason, again = problem, False
+            self._fewer_requests = rank_0.fewer_requests
+            phases_left = self._derive_next_pass(missed) if again and self._has_passes_left else None
+            if phases_left is None:
+                break
+            failure = self._begin_next(phases_left)
+        self._log_size(reason)
+        self._limit_requests(rank_0)
+        self._serve()
+
+    def obey(self, order: ranks.Order) -> None:
+        """Carry out an order of rank 0. Called between two turns; in a rehearsal nothing runs then."""
+        if self._serving is not None:
+            self._serving.obey(order)
+        elif isinstance(order, ranks.Resume):
+            self._runner.obey(order)
+        elif isinstance(order, Plant) and self._rehearsal is not None:
+            self._rehearsal.plant(order)
+
+    def _exchange(self, topic: str, value: Any, kind: Any) -> ranks.Exchange:
+        return ranks.Exchange(f"{topic} {self._pass}", value, kind, rehearsal.ABANDON_AFTER_S)
+
+    def _begin_rehearsal(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
+        """Begin a rehearsal of the phases that ``derive`` makes from the scheduler's limits.
+
+        :raises Exception: this rank cannot rehearse; the caller must end the rehearsal.
+        """
         self._pass += 1
         self._rehearsal = rehearsal.Rehearsal(
-            *(self.scheduler, self.gpu, self._measured, self.board, self._pass, derive),
+            *(self.scheduler, self.gpu, self.board, self._pass, derive),
             leads=self.leads,
             peaks=self._phases,
             fewer_requests=self._fewer_requests,
@@ -340,212 +376,186 @@ class ServerStart:
             margin=self.margin,
         )
         self._limits = self._rehearsal.begin()
-        self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
 
-    def _measured(self, seen: rehearsal.Measured) -> None:
-        """On every rank, once its cache has been flushed: tell what it needs. A pipeline's stages come here in turn."""
-        self._seen = seen
-        for name, took in seen.seconds.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + took
-        for name, taken in seen.phases.items():
-            self._phases[name] = max(self._phases.get(name, 0), taken)
+    def _begin_next(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> str:
+        """Begin another rehearsal. Return why this rank cannot; "" if it can."""
+        try:
+            self._begin_rehearsal(derive)
+        except Exception as error:
+            if self._rehearsal is not None:
+                self._rehearsal.end()
+            return one_line_error(error)
+        return ""
+
+    # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
+
+    def _need_from(self, measured: Measured | None) -> RankNeed:
+        """Return the value that this rank publishes after a rehearsal.
+
+        :param measured: ``None`` if rank 0 did not wait for the end of this rank's rehearsal.
+        """
+        measured = measured or Measured(failure="rank 0 did not wait for its rehearsal")
+        try:
+            need = self._rank_need(measured)
+        except Exception as error:
+            need = RankNeed(failure=measured.failure or one_line_error(error))
+        if not self.leads:
+            return need
+        fewer = measured.fewer_requests or self._fewer_requests
+        limits = self._limits.with_requests(fewer) if fewer else self._limits
+        is_limited = limits.default_requests or limits.limits_penalized
+        need = replace(need, missed=measured.missed, fallback=measured.fallback, fewer_requests=fewer)
+        need = replace(need, can_limit_penalized=self._limits.with_fewer_penalized() is not None)
+        return replace(need, admitted=(limits.batch, limits.penalized) if is_limited else (0, 0))
+
+    def _rank_need(self, measured: Measured) -> RankNeed:
+        for name, seconds in measured.seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        for name, peak in measured.phases.items():
+            self._phases[name] = max(self._phases.get(name, 0), peak)
         # Request tables and states were allocated with the pools, too.
         beside_cache = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
         mapped = self.pools.bytes_behind(self.pools.counts)
         without_forwards = self.launch.free - beside_cache - mapped
-        if not seen.failure:
-            self._need = max(self._need, without_forwards - seen.lowest)
-            # Later ones begin with what the allocator has kept of the first.
-            self._before = self._before or without_forwards - seen.free
-            self._slack = max(self._slack, seen.slack)
-        lowest = min(without_forwards - self._need, seen.expected)
-        not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
+        if not measured.failure:
+            self._need = max(self._need, without_forwards - measured.lowest)
+            # A later pass begins with memory that the allocator has kept since the first.
+            self._before = self._before or without_forwards - measured.free
+            self._slack, self._graphs = max(self._slack, measured.slack), measured.graphs
+        lowest = min(without_forwards - self._need, measured.expected)
+        not_run = sizing.MIN_FREE_BYTES if measured.stopped else 0
         spare = lowest - self.margin - self.launch.images - not_run
         fits = self.pools.tokens_within(int(mapped + spare))
-        self._tell_need(RankNeed(fits, int(without_forwards - lowest), seen.failure, seen.stopped, seen.missed))
+        return RankNeed(fits, int(without_forwards - lowest), measured.failure, measured.stopped)
 
-    # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
+    def _decide(self, needs: list[RankNeed | None]) -> tuple[int, str, bool]:
+        """Decide on the number of tokens.
 
-    def _tell_first(
-        self, topic: str, told: Any, kind: Any, decide: Callable[[list[Any]], ranks.Order], tokens: int
-    ) -> None:
-        """Tell the first rank. Users' requests wait until it orders what to do: when all have told, or time is over.
-
-        :param kind: the type of what is told.
-        :param decide: makes the order from what all have told.
-        :param tokens: for which all ranks have memory, whatever is told or lost.
+        :param needs: of all ranks; ``None`` in the place of a rank that has published none.
+        :returns: the tokens; why they are not the tokens that fit, or ""; whether a rank's rehearsal ended early.
         """
-        deadline, key = time.monotonic() + rehearsal.ABANDON_AFTER_S, f"{topic} {self._pass}"
-
-        def order_when_all_have_told() -> list[Any]:
-            try:
-                if (all_told := self.board.collect(key, kind)) is not None:
-                    order = decide(all_told)
-                elif time.monotonic() <= deadline:
-                    return []
-                else:
-                    order = self._order_to_use(tokens, f"not every rank has told what it {topic}")
-            except Exception as error:
-                order = self._order_to_use(tokens, f"what was {topic} is lost: {one_line_error(error)}")
-            self.orders.instead = list  # nothing is read until it is obeyed
-            return [ranks.Broadcast((order,))]
-
-        self.orders.instead = order_when_all_have_told if self.leads else list
-        self.orders.each_turn = lambda: None
-        try:
-            self.board.publish(key, told)
-        except Exception as error:
-            log.logger.warning(log.format_line("kv-sizing", "what a rank has to tell is lost: %s"), error)
-
-    def _tell_need(self, need: RankNeed) -> None:
-        self._tell_first("measured", need, RankNeed, self._order_for, self.pools.counts.tokens)
-
-    def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
-        self.needs = needs
         now = self.pools.counts.tokens
-        most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
-        tokens, reason = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler, self.pools))
-        stopped, failed = any(need.stopped for need in needs), any(need.failure for need in needs)
-        if (fewer := self._seen.fallback) and self._pass == 1 and (tokens < now or stopped) and not failed:
-            return UseTokens(now, fewer_requests=fewer, start_over=True, limits=self._limits.with_requests(fewer))
-        if self._pass == 1 and tokens < now and not failed and (limits := self._limits.with_fewer_penalized()):
-            return UseTokens(now, start_over=True, limits=limits)
-        if failed:
-            tokens = min(tokens, self.pools.first.tokens)  # what a larger cache needs is not known
-        if tokens > now:
-            return MapTokens(tokens)
-        again = tokens < now and stopped and self._passes_left
-        return self._order_to_use(tokens, reason, again=again, missed=tuple(needs[0].missed.values()))
+        known = [need for need in needs if need is not None]
+        if len(known) < len(needs):
+            return now, "not every rank has told what it measured", False
+        self.needs = known
+        most = min(self.pools.top.tokens, self.max_tokens or self.pools.top.tokens)
+        tokens, reason = sizing.decide(known, now, most, serving.least_tokens(self.scheduler, self.pools))
+        if any(need.failure for need in known):
+            tokens = min(tokens, self.pools.first.tokens)  # the need beside a larger cache is not known
+        return tokens, reason, any(need.stopped for need in known)
 
-    def _order_to_use(
-        self, tokens: int, reason: str = "", *, again: bool = False, missed: tuple[phases.PhaseKind, ...] = ()
-    ) -> UseTokens:
-        """On the first rank, whose rehearsal has found how many requests may run at once."""
-        fewer, limits = self._seen.fewer_requests or self._fewer_requests, self._limits
-        if fewer:
-            limits = limits.with_requests(fewer)
-        return UseTokens(tokens, reason, again, missed, fewer, limits=limits)
+    def _requests_to_start_over(self, needs: list[RankNeed | None], is_smaller: bool, ended_early: bool) -> int | None:
+        """Return the number of requests with which the first rehearsal starts over; ``None``: it does not.
 
-    def obey(self, order: ranks.Order) -> None:
-        """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
-        if self._serving is not None:
-            self._serving.obey(order)
-        elif isinstance(order, MapTokens):
-            self._map(order)
-        elif isinstance(order, UseTokens):
-            self._use(order)
-        elif isinstance(order, Plant) and self._rehearsal is not None:
-            self._rehearsal.plant(order)
+        It starts over if requests that nobody asked for would cost some of the engine's own KV tokens. 0: with as many
+        requests, of which fewer are penalized.
+        """
+        rank_0 = needs[0]
+        if self._pass > 1 or rank_0 is None or any(need is None or need.failure for need in needs):
+            return None
+        if rank_0.fallback and (is_smaller or ended_early):
+            return rank_0.fallback
+        return 0 if is_smaller and rank_0.can_limit_penalized else None
 
-    def _map(self, order: MapTokens) -> None:
-        before, problem = self.pools.counts.tokens, ""
+    def _start_over(self, requests: int) -> str:
+        """Forget all measurements, and begin the first rehearsal again. Return why this rank cannot, or "".
+
+        :param requests: as :meth:`_requests_to_start_over` returns it.
+        """
+        if self.leads:
+            limits = self._limits.with_requests(requests) if requests else replace(self._limits, limits_penalized=True)
+            fewer = f"{limits.batch:,}" if requests else f"{limits.penalized:,} penalized ones of {limits.batch:,}"
+            self.log(f"rehearses again with {fewer} requests at once: with more, too little memory was left")
+        self._has_started_over, self._limits_penalized = True, not requests
+        self._fewer_requests = requests
+        self._need = self._before = self._slack = 0
+        self._phases.clear()
+        return self._begin_next(phases.derive_phases)
+
+    def _try_to_map(self, tokens: int) -> str:
+        """Map memory for so many tokens. Return why this rank cannot, or ""."""
         try:
-            self.pools.map(self.pools.counts_for(order.tokens))
+            self.pools.map(self.pools.counts_for(tokens))
         except Exception as error:
-            problem = str(error) or type(error).__name__  # "" says that there is memory
+            return str(error) or type(error).__name__  # "" would say that there is memory
+        return ""
 
-        def order_to_use(problems: list[str]) -> ranks.Order:
-            if first := next(filter(None, problems), ""):
-                return self._order_to_use(before, f"a rank had no memory to map: {first}")
-            again = self._passes_left
-            return self._order_to_use(self.pools.counts.tokens, again=again)
+    def _use(self, tokens: int) -> str:
+        """Set a number of tokens throughout the engine, and unmap the memory behind them.
 
-        self._tell_first("mapped", problem, str, order_to_use, before)
-
-    def _use(self, order: UseTokens) -> None:
-        if self._rehearsal is not None:  # else a rank whose rehearsal nobody ended would go on swallowing answers
-            self._rehearsal.end()
-        counts = self.pools.counts_for(order.tokens)
+        :returns: why the engine keeps a smaller number, or "". It is the same on every rank, as all ranks have objects
+            of the same kinds.
+        """
+        counts, problem = self.pools.counts_for(tokens), ""
         try:
-            self._tell(counts)
+            self._set_tokens(counts)
         except Exception as error:
-            # As on every rank, whose objects are of the same kinds. With the first number all is as it was.
+            problem = f"not every count could be told: {error}"
             counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
-                self._tell(counts)
-            order = replace(order, again=False, start_over=False, reason=f"not every count could be told: {error}")
+                self._set_tokens(counts)
         self.pools.unmap_from(counts)
-        self._fewer_requests = order.fewer_requests or self._fewer_requests
-        if order.start_over:
-            self._start_over(order.limits)
-            return
-        if order.again and self._rehearse_again(order.missed):
-            return
-        self._log_sizing(order)
-        self._limit_requests(order.limits)
-        self._serve()
+        return problem
 
-    def _limit_requests(self, limits: phases.Limits) -> None:
-        """Admit no more at once than was rehearsed, where nobody has said how many, and the KV cache was sized or more
-        would have cost some of the rule's tokens."""
-        is_limited = limits.default_requests or limits.limits_penalized
-        if not is_limited or (self.pools.counts == self.pools.first and not self._started_over):
-            return
-        why = "--max-running-requests sets another number for all"
-        if limits.limits_penalized:
-            why = f"memory for {limits.batch:,} of them would leave the KV cache less than the engine's own rule does"
-        serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
-        self.log(
-            f"{limits.batch:,} requests run at once, {limits.penalized:,} where one has penalties, min_p, a logit bias "
-            f"or log-probabilities; {why}"
-        )
-
-    def _tell(self, counts: TokenCounts) -> None:
+    def _set_tokens(self, counts: TokenCounts) -> None:
         token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
         token_count.set_token_count(self.scheduler, counts)
 
     @property
-    def _passes_left(self) -> bool:
-        return self._pass - self._started_over < sizing.MAX_PASSES
+    def _has_passes_left(self) -> bool:
+        return self._pass - self._has_started_over < sizing.MAX_PASSES
 
-    def _start_over(self, limits: phases.Limits) -> None:
-        """After the first pass, in which the KV cache would have paid for requests that nobody asked for."""
-        fewer = (
-            f"{limits.penalized:,} penalized ones of {limits.batch:,}"
-            if limits.limits_penalized
-            else f"{limits.batch:,}"
-        )
-        self.log(f"rehearses again with {fewer} requests at once: with more, too little memory was left")
-        self._started_over, self._limits_penalized = True, limits.limits_penalized
-        self._need = self._before = self._slack = 0
-        self._phases.clear()
-        self._begin_next(phases.derive_phases)
+    def _derive_next_pass(
+        self, missed: tuple[phases.PhaseKind, ...]
+    ) -> Callable[[phases.Limits], list[phases.Phase]] | None:
+        """Return a function that derives the phases of another pass; ``None`` if no phase is left.
 
-    def _rehearse_again(self, missed: tuple[phases.PhaseKind, ...]) -> bool:
-        """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
+        Phases that were ``missed`` run again, and so do phases that are larger with the new number of tokens. The
+        answer is the same on every rank.
+        """
         before, after = self._limits, rehearsal.limits_of(self.scheduler, self._fewer_requests)
         if self._limits_penalized:
             after = replace(after, limits_penalized=True)
         if not phases.derive_second_pass(before, after, missed):
-            return False
-        self._begin_next(lambda limits: phases.derive_second_pass(before, limits, missed))
-        return True
+            return None
+        return lambda limits: phases.derive_second_pass(before, limits, missed)
 
-    def _begin_next(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
-        try:
-            self._begin_pass(derive)
-        except Exception as error:
-            if self._rehearsal is not None:
-                self._rehearsal.end()
-            self._tell_need(RankNeed(failure=one_line_error(error)))  # the others wait for it
+    def _limit_requests(self, rank_0: RankNeed) -> None:
+        """Admit no more requests at once than were rehearsed, if the user has set no limit, or one that costs tokens.
 
-    def _log_sizing(self, order: UseTokens) -> None:
+        A server that keeps the engine's size admits as many requests as the engine does, unless the rehearsal has
+        started over.
+        """
+        batch, penalized = rank_0.admitted
+        if not batch or (self.pools.counts == self.pools.first and not self._has_started_over):
+            return
+        why = "--max-running-requests sets another number for all"
+        if self._limits_penalized:
+            why = f"memory for {batch:,} of them would leave the KV cache less than the engine's own rule does"
+        serving.limit_requests(self.scheduler, batch, penalized)
+        self.log(
+            f"{batch:,} requests run at once, {penalized:,} where one has penalties, min_p, a logit bias "
+            f"or log-probabilities; {why}"
+        )
+
+    def _log_size(self, reason: str) -> None:
         rule, now = self._tokens_by_rule(), self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
-        self._show(state, order.reason)
+        self._show(state, reason)
         if not self.leads:
             return
         needs = self.needs
-        need = megabytes(max((each.need for each in needs), default=0))
+        need = megabytes(max((need.need for need in needs), default=0))
         if needs and self._seconds:
             of_all = self._seconds.pop(rehearsal.ALL, 0.0)
             parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
             missed = f"; not reached: {', '.join(needs[0].missed)}" if needs[0].missed else ""
-            early = "; ended early, before memory ran out" if any(each.stopped for each in needs) else ""
+            early = "; ended early, before memory ran out" if any(need.stopped for need in needs) else ""
             self.log(f"rehearsed in {of_all:.0f} s: {parts}{missed}{early}")
             self.log(
                 f"forwards need {need}; largest: {sizing.largest_phases(self._phases)}; {megabytes(self._before)} went "
-                f"into graphs and buffers before, {megabytes(self._seen.graphs)} of it into graphs of decodes; "
+                f"into graphs and buffers before, {megabytes(self._graphs)} of it into graphs of decodes; "
                 f"the allocator keeps {megabytes(self._slack)} beyond the most tensors"
             )
         kept = f", {megabytes(self.launch.images)} the engine's for images" if self.launch.images else ""
@@ -554,16 +564,21 @@ class ServerStart:
         fraction = sizing.pinned_fraction(self.launch, more * self.bytes_per_token)
         hybrid = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).hybrid == phases.MAMBA
         pin = f"; the same as --mem-fraction-static {fraction:.4f}" if fraction and not hybrid and now != rule else ""
-        why = f"; {order.reason}" if order.reason else ""
-        limit = f"; --max-total-tokens {self.limited:,} is used" if self.limited and now == self.limited else ""
+        why = f"; {reason}" if reason else ""
+        limit = (
+            f"; --max-total-tokens {self.max_tokens:,} is used" if self.max_tokens and now == self.max_tokens else ""
+        )
         free = f"{megabytes(self.margin)} of margin stay free"
-        warn = bool(order.reason) or now < rule
+        warn = bool(reason) or now < rule
         self.log(f"{facts}; forwards need {need}, {free}{kept}{limit}{why}{pin}", warn=warn)
-        if self.given and now < rule and fraction:
+        if self.fraction_is_given and now < rule and fraction:
             self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
 
     def _tokens_by_rule(self) -> int:
-        """By the fraction that was given or is the engine's own: with a raised one the KV cache begins with more."""
+        """Return the tokens that the given fraction, or the engine's own, leaves to the KV cache.
+
+        With a raised fraction the KV cache begins with more.
+        """
         return max(0, self.pools.first.tokens - self._raised_tokens)
 
     def _show(self, state: str, reason: str) -> None:
@@ -572,13 +587,13 @@ class ServerStart:
             self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
             self.metrics.show(serving.BY_RULE, self._tokens_by_rule())
         if self.needs:
-            self.metrics.show(serving.NEED, max(each.need for each in self.needs))
+            self.metrics.show(serving.NEED, max(need.need for need in self.needs))
 
     # --- 4. Serve ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """From here on users' requests are read, and each turn reads the clock once."""
-        self.orders.instead, self.orders.each_turn = None, lambda: None
+        """Let the scheduler read users' requests, and watch free memory in its turns."""
+        self.orders.read_instead = None
         self._sleeper.undo()
         try:
             memory = serving.FreeMemory(lambda: gpu_memory.read(self.gpu), self.margin)
@@ -587,47 +602,46 @@ class ServerStart:
                 leads=self.leads,
                 beside=self._limits.beside_prompt(),
             )
-            self.orders.each_turn = self._serving.look
+            self.orders.on_turn = self._serving.look
         except Exception as error:
             self.log(f"free memory is not watched: {error}", warn=True)
         self._release_init_info()
 
 
 _POOLS = ("req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator")
-"""What a model runner has been given before it makes pools, and keeps as attributes up to 0.5.15."""
+"""Attributes of a model runner, up to 0.5.15, that hold the pools."""
 
 
 def _parts(maker: Any, built: Any) -> tuple[Any, Any, Any]:
-    """The KV cache, the request table and the allocator that were made."""
+    """Return the KV cache, the request table and the allocator that the engine has made."""
     owner = maker if built is None else built
     return owner.token_to_kv_pool, owner.req_to_token_pool, owner.token_to_kv_pool_allocator
 
 
 def _configurator(maker: Any) -> Any:
-    """The engine's arithmetic from bytes to tokens."""
+    """Return the engine's object that computes tokens from bytes."""
     return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
 
 
 def bytes_per_token(maker: Any) -> float:
-    """Of the KV cache, by the engine's arithmetic for as many bytes as make its rounding small."""
+    """Return the bytes of one KV token, by the engine's arithmetic for so many bytes that its rounding is small."""
     enough = 64 * GIB
     return enough / int(_configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
 
 
 def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """The fraction with which the KV cache begins where the engine's own leaves it less than two chunks, or than the
-    whole context; ``None``: the engine's own stays.
+    """Return a fraction that leaves the KV cache room for two chunks, or for the whole context if that is less.
 
-    What more there is comes when it has been measured: graphs are captured beside what the rule sets aside.
+    The KV cache grows later, when its need is measured: graphs are captured beside the memory that the rule sets aside.
+
+    :returns: ``None`` if the engine's own fraction leaves as much room.
     """
     if getattr(maker, "mambaish_config", None):
         return None
-    with suppress(Exception):
-        chunk = int(eligibility.arguments_of(maker.server_args).get("chunked_prefill_size") or 0)
-        context = int(maker.model_config.context_len)
-        tokens = (min(context, 2 * chunk) if chunk > 0 else context) + 2 * int(maker.page_size)
-        return sizing.least_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
-    return None
+    chunk = int(eligibility.arguments_of(maker.server_args).get("chunked_prefill_size") or 0)
+    context = int(maker.model_config.context_len)
+    tokens = (min(context, 2 * chunk) if chunk > 0 else context) + 2 * int(maker.page_size)
+    return sizing.least_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
 
 
 def _counts_of(config: Any) -> TokenCounts:
@@ -640,7 +654,7 @@ def _counts_of(config: Any) -> TokenCounts:
 
 
 def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
-    """What this rank knows, or why it is not sized."""
+    """Return the memory of this rank before its pools are made, or why this rank is not measured."""
     import torch
 
     if getattr(maker, "post_capture_kv_active", False):
@@ -650,17 +664,17 @@ def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory
             return LaunchMemory("the GPU shares its memory with the host, which has use for what is free")
         torch.cuda.empty_cache()
     fraction = _fraction(maker)
-    kept = 0
+    images = 0
     if getattr(maker, "is_multimodal", False) or maker.model_config.is_multimodal:
         try:
-            kept = int(eligibility.image_allowance_gib(maker, arguments, fraction, before_gib) * GIB)
+            images = int(eligibility.image_allowance_gib(maker, arguments, fraction, before_gib) * GIB)
         except eligibility.NoAllowance as error:
             return LaunchMemory(str(error))
-    return LaunchMemory("", int(before_gib * GIB), gpu_memory.read(int(maker.gpu_id)).free, fraction, kept)
+    return LaunchMemory("", int(before_gib * GIB), gpu_memory.read(int(maker.gpu_id)).free, fraction, images)
 
 
 def _fraction(maker: Any) -> float:
-    """In force, as the engine reads it."""
+    """Return the fraction in force, as the engine reads it."""
     if hasattr(maker, "mem_fraction_static"):
         return float(maker.mem_fraction_static)
     return float(engine.module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
@@ -668,7 +682,7 @@ def _fraction(maker: Any) -> float:
 
 @contextmanager
 def _fraction_in_force(maker: Any, fraction: float | None) -> Any:
-    """Have the engine size its pools by another fraction; ``None``: by its own."""
+    """Let the engine size its pools by another fraction; ``None``: by its own."""
     if fraction is None:
         yield
         return
@@ -689,7 +703,7 @@ def _fraction_in_force(maker: Any, fraction: float | None) -> Any:
 
 
 def _machines_apart() -> str:
-    """Why the ranks of several machines do not decide together; "": they do."""
+    """Return why the ranks of several machines do not decide together; "": they do."""
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:

@@ -1,9 +1,11 @@
-"""How the ranks of a server exchange what they know, and how the first has all of them do something in one turn.
+"""How the ranks of a server share values, resume a start in the same turn, and receive rank 0's orders.
 
-Before the event loop all ranks are at the same point of their code, and gather (:func:`all_gather`). In the loop they
-are not, as the stages of a pipeline follow one another: there each publishes in the store by which the ranks found one
-another, and the first looks now and then (:class:`Board`). What the first decides travels as the engine's own control
-messages do, a flush or an abort, so that every rank takes it in at the same point of its turns (:class:`Orders`).
+- :func:`all_gather`: before the event loop, where all ranks are at the same line of code.
+- :class:`Board`: in the event loop, where a stage of a pipeline is some turns behind the stage before. Each rank
+  publishes in the store by which the engine's ranks found one another, and rank 0 polls.
+- :class:`Orders`: rank 0 broadcasts through the scheduler's inbox, as the engine broadcasts a flush or an abort. Every
+  rank receives an order at the same point of its turns.
+- :class:`StartRunner`: a start, written as a generator that yields :class:`Exchange` and runs on every rank.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from sglang_moe_patches import __version__
-from sglang_moe_patches.core import engine
+from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Patcher, around
 
 WAIT_S = 60.0
-"""Of the first rank, for other machines, whose weights may be loaded later; others wait for it twice as long."""
+"""Seconds that rank 0 waits for other machines, which may load their weights later. Other ranks wait twice as long."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 SECRET_BYTES = DIGEST_BYTES = 32
 """Bytes of the secret and of an HMAC-SHA256."""
@@ -116,8 +119,8 @@ def share_secret() -> bytes:
     return bytes.fromhex(all_gather(secrets.token_hex(SECRET_BYTES), str)[0])
 
 
-def is_first_rank() -> bool:
-    """Of the server's world, whose first rank decides and logs."""
+def is_rank_0() -> bool:
+    """Return whether this process is rank 0 of the server, the rank that logs and broadcasts."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     return bool(get_world_group().rank_in_group == 0)
@@ -139,7 +142,7 @@ def all_machines_take_part() -> bool:
     there = [f"{_KEY}{each} takes part" for each in range(ranks)]
     decided = f"{_KEY}decided"
     store.set(there[rank], "")
-    together = _come(store, [decided], 2 * WAIT_S) if rank else _come(store, there, WAIT_S)
+    together = _wait_for_keys(store, [decided], 2 * WAIT_S) if rank else _wait_for_keys(store, there, WAIT_S)
     if store.compare_set(decided, "", str(together)) != b"True":
         return False
     _connect(store, rank, ranks)
@@ -164,26 +167,30 @@ def _connect(store: Any, rank: int, ranks: int) -> None:
 
 
 def _store() -> tuple[Any, int, int]:
-    """The store, this rank and how many there are."""
+    """Return the store of the engine's ranks, the number of this rank and the number of ranks."""
     import torch
 
     distributed = torch.distributed
     return distributed.distributed_c10d._get_default_store(), distributed.get_rank(), distributed.get_world_size()
 
 
-def _come(store: Any, keys: list[str], seconds: float) -> bool:
+def _wait_for_keys(store: Any, keys: list[str], timeout_s: float) -> bool:
+    """Wait until the store has all keys. Return whether it has them in time."""
     import torch
 
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait(keys, timedelta(seconds=timeout_s))
     except torch.distributed.DistStoreError:
         return False
     return True
 
 
 def is_idle(scheduler: Any) -> bool:
-    """Whether a scheduler has nothing to do, on a stage of a pipeline either: up to 0.5.12.post1 the engine's own word
-    leaves out a prefill whose result is still to come."""
+    """Return whether a scheduler has no request.
+
+    Up to 0.5.12.post1 the engine's own ``is_fully_idle`` is true while a stage of a pipeline waits for the result of a
+    prefill.
+    """
     return bool(scheduler.is_fully_idle()) and not any(getattr(scheduler, "mbs", ()))
 
 
@@ -200,10 +207,10 @@ class Board:
     def __init__(self, secret: bytes) -> None:
         import torch
 
-        self._secret, self._rank, self._ranks = secret, 0, torch.distributed.get_world_size()
+        self._secret, self._rank, self.ranks = secret, 0, torch.distributed.get_world_size()
         self._store: Any = None
-        if self._ranks > 1:
-            self._store, self._rank, self._ranks = _store()
+        if self.ranks > 1:
+            self._store, self._rank, self.ranks = _store()
         self._own: dict[str, str] = {}
         """Text of each topic that this rank has published, or raised as a flag."""
 
@@ -211,25 +218,20 @@ class Board:
         """:raises ValueError: the value cannot be written (:func:`encode`)."""
         self._write(topic, self._rank, encode(value))
 
-    def collect(self, topic: str, kind: Any) -> list[Any] | None:
+    def collect(self, topic: str, kind: Any) -> list[Any | None]:
         """Return the values of all ranks on a topic, in the order of the ranks.
 
         :param kind: type of the values, as :func:`decode` takes it.
-        :returns: ``None`` if a rank has not published yet.
+        :returns: ``None`` in the place of a rank that has not published yet.
         :raises ValueError: a rank has published a value of another type.
         """
-        texts: list[str] = []
-        for rank in range(self._ranks):
-            text = self._read(topic, rank)
-            if text is None:
-                return None
-            texts.append(text)
-        return [decode(kind, text) for text in texts]
+        texts = [self._read(topic, rank) for rank in range(self.ranks)]
+        return [None if text is None else decode(kind, text) for text in texts]
 
-    def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any] | None:
-        """Block until all ranks have published on a topic; ``None``: they have not in time."""
+    def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any | None]:
+        """Block until all ranks have published on a topic, or until the time is over; then as :meth:`collect`."""
         deadline = time.monotonic() + timeout_s
-        while (values := self.collect(topic, kind)) is None and time.monotonic() < deadline:
+        while None in (values := self.collect(topic, kind)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return values
 
@@ -270,132 +272,137 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Broadcast:
-    """What every rank is to take in now: the engine's requests, and :class:`Order`."""
-
-    what: tuple[Any, ...]
+class Order:
+    """An action that every rank carries out in the turn in which it receives the order; each kind is a subclass."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What every rank is to do now; each kind is a subclass."""
+class Broadcast:
+    """Message of rank 0 to all ranks: requests of the engine and orders, in the order in which ranks receive them."""
+
+    items: tuple[Any, ...]
 
 
 class Orders:
-    """On every rank: the first gives orders, all of them obey.
+    """Broadcasts of rank 0 through a scheduler's inbox; one object on every rank.
 
     :param obey: called with each order on every rank, between two turns of the scheduler's loop.
     """
 
     def __init__(self, scheduler: Any, obey: Callable[[Order], None]) -> None:
         self._scheduler, self._obey = scheduler, obey
-        self.instead: Callable[[], list[Any]] | None = None
-        """Says what is read in place of users' requests, which wait meanwhile; ``None``: those are read."""
-        self.each_turn: Callable[[], None] = lambda: None
-        """Called on every rank in each turn, before what was read is taken in."""
-        self._given: deque[Any] = deque()
+        self.read_instead: Callable[[], list[Any]] | None = None
+        """Returns the broadcasts that the scheduler reads in place of users' requests, which wait meanwhile. ``None``:
+        the scheduler reads users' requests."""
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called on every rank in each turn, before the scheduler handles the requests that it has read."""
+        self._outbox: deque[Broadcast] = deque()
         self._inbox: _Inbox | None = None
         self._patcher = Patcher()
         self._channels = getattr(scheduler, "ipc_channels", scheduler)
 
     def open(self) -> None:
-        """:raises Exception: it is not open; the caller must call :meth:`close`."""
+        """Patch the scheduler's inbox.
+
+        :raises Exception: the scheduler is not as expected; the caller must call :meth:`close`.
+        """
         scheduler = self._scheduler
-        if self._channels.recv_from_tokenizer is not None:  # this rank reads
+        if self._channels.recv_from_tokenizer is not None:  # this rank reads the socket
             if hasattr(scheduler, "ipc_channels"):
                 self._patcher.wrap(
                     engine.module(RECEIVER).SchedulerRequestReceiver, "_pull_raw_reqs", around(self._pull)
                 )
             else:
-                self._inbox = _Inbox(scheduler.recv_from_tokenizer, self._first_to_read)
+                self._inbox = _Inbox(scheduler.recv_from_tokenizer, self._broadcasts)
                 self._patcher.replace(scheduler, "recv_from_tokenizer", self._inbox)
         original = scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             if self._inbox is not None:
                 self._inbox.end_turn()
-            self.each_turn()
+            self.on_turn()
             return original(self._unpack(read) if read else read, *args, **kwargs)
 
         self._patcher.add(scheduler, "process_input_requests", process_input_requests)
 
     def close(self) -> None:
+        """Remove all patches of this object."""
         self._patcher.undo()
 
-    def send(self, *what: Any) -> None:
-        """On the first rank: have every rank take this in, in the first turn that it reads in.
-
-        :param what: orders, and requests of the engine's; in this order.
-        """
-        self._given.append(Broadcast(what))
+    def send(self, *items: Any) -> None:
+        """On rank 0: broadcast orders and requests of the engine. Every rank receives them in rank 0's next turn."""
+        self._outbox.append(Broadcast(items))
 
     def _unpack(self, read: Sequence[Any]) -> list[Any]:
-        """Obey the orders among what was read. :returns: the rest."""
+        """Obey the orders among the messages that were read, and return the requests."""
         requests: list[Any] = []
-        for each in read:
-            for one in each.what if isinstance(each, Broadcast) else (each,):
-                if isinstance(one, Order):
-                    self._obey(one)
+        for message in read:
+            for item in message.items if isinstance(message, Broadcast) else (message,):
+                if isinstance(item, Order):
+                    self._obey(item)
                 else:
-                    requests.append(one)
+                    requests.append(item)
         return requests
 
     def _pull(self, original: Callable[[Any], list[Any]], receiver: Any) -> list[Any]:
-        told = self._first_to_read()
-        return original(receiver) if told is None else told
+        broadcasts = self._broadcasts()
+        return original(receiver) if broadcasts is None else broadcasts
 
-    def _first_to_read(self) -> list[Any] | None:
-        """What is read instead of users' requests, which come in the next turn; ``None``: those are read."""
-        told = self.instead() if self.instead is not None else None
-        while self._given:
-            told = [*(told or ()), self._given.popleft()]
-        return told
+    def _broadcasts(self) -> list[Any] | None:
+        """Return the broadcasts of this turn; ``None``: there are none, and the scheduler reads users' requests."""
+        broadcasts = self.read_instead() if self.read_instead is not None else None
+        while self._outbox:
+            broadcasts = [*(broadcasts or ()), self._outbox.popleft()]
+        return broadcasts
 
 
 class _Inbox:
-    """In the place of the socket that a scheduler reads, up to 0.5.12.post1.
+    """Socket of a scheduler's requests, up to 0.5.12.post1, with broadcasts in front.
 
-    :param first: says what is read instead of what the socket has; ``None``: what that has.
+    :param broadcasts: returns the broadcasts of a turn, in which users' requests wait; ``None``: there are none.
     """
 
-    def __init__(self, real: Any, first: Callable[[], list[Any] | None]) -> None:
-        self._real, self._first = real, first
+    def __init__(self, real: Any, broadcasts: Callable[[], list[Any] | None]) -> None:
+        self._real, self._broadcasts = real, broadcasts
         self._queue: deque[Any] = deque()
-        self._asked = False
+        self._is_asked = self._users_wait = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def end_turn(self) -> None:
-        """Ask for orders again at the next read.
+        """Ask for broadcasts again at the next read.
 
         With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` the scheduler stops reading before the socket is empty.
         """
-        self._asked = False
+        self._is_asked = False
 
     def recv_pyobj(self, *flags: Any) -> Any:
+        """Return the next broadcast or request, as the socket's method of this name does."""
         import zmq
 
         # The scheduler reads until the socket is empty, or up to its limit: that is one turn.
-        if not self._asked:
-            told = self._first()
-            self._queue.extend(told or ())
-            self._asked = True
-            self._only_told = told is not None
+        if not self._is_asked:
+            broadcasts = self._broadcasts()
+            self._queue.extend(broadcasts or ())
+            self._is_asked, self._users_wait = True, broadcasts is not None
         if self._queue:
             return self._queue.popleft()
-        if self._only_told:
-            self._asked = False
+        if self._users_wait:
+            self._is_asked = False
             raise zmq.Again()
         try:
             return self._real.recv_pyobj(*flags)
         except zmq.ZMQError:
-            self._asked = False
+            self._is_asked = False
             raise
 
 
 def require_inbox(scheduler: type) -> None:
-    """:raises engine.Unsupported: this release's scheduler does not read as :class:`Orders` expects."""
+    """Check that a scheduler reads its requests as :class:`Orders` expects.
+
+    :raises engine.Unsupported: this release's scheduler reads them in another way.
+    """
     engine.require_unpatched(scheduler, "process_input_requests")
     if engine.has_module(RECEIVER):
         receiver = engine.require_unpatched(engine.module(RECEIVER), "SchedulerRequestReceiver")
@@ -404,3 +411,113 @@ def require_inbox(scheduler: type) -> None:
         engine.require_mentions(
             engine.require_unpatched(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj"
         )
+
+
+# --- A start that is the same on every rank ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Step of a start in which each rank publishes a value, and all ranks resume with the values of all ranks.
+
+    Rank 0 polls for the values without blocking, and broadcasts the list. Users' requests wait meanwhile. A rank that
+    does not publish in time has ``None`` in the list; rank 0's own value is always there.
+
+    :param topic: name of the exchange; each name is used once in a start.
+    :param kind: type of the values, as :func:`decode` takes it.
+    """
+
+    topic: str
+    value: Any
+    kind: Any
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Resume(Order):
+    """Resume the start behind an exchange, with the values of all ranks."""
+
+    topic: str
+    values: list[Any | None]
+
+
+class LongStep(Protocol):
+    """Step of a start that takes many turns of the event loop: a :class:`.rehearsal.Rehearsal`."""
+
+    on_end: Callable[[Any], None]
+    """Called once, with the result, on every rank in the same turn."""
+
+    def poll(self) -> list[Any]: ...
+
+    def look_at_turn(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+Start = Generator[Exchange | LongStep, Any, None]
+
+
+class StartRunner:
+    """Runs the steps of a start on one rank, between the turns of its event loop.
+
+    :param start: generator of steps, the same on every rank. An exchange resumes it with the values of all ranks. A
+        long step resumes it with the step's result, or with ``None`` if rank 0 did not wait for this rank any longer.
+    :param leads: whether this is rank 0.
+    """
+
+    def __init__(self, start: Start, orders: Orders, board: Board, *, leads: bool) -> None:
+        self._start, self._orders, self._board, self._leads = start, orders, board, leads
+        self._step: Exchange | LongStep | None = None
+        self._early: dict[str, list[Any | None]] = {}
+        """Values of exchanges that this rank has not reached yet."""
+
+    def run(self, result: Any = None) -> None:
+        """Resume the start up to its next step. The first call begins it."""
+        self._orders.on_turn = lambda: None
+        try:
+            step = self._start.send(result)
+            while isinstance(step, Exchange) and step.topic in self._early:
+                step = self._start.send(self._early.pop(step.topic))
+        except StopIteration:
+            return
+        self._step = step
+        if isinstance(step, Exchange):
+            self._publish(step)
+        else:
+            step.on_end = self.run
+            self._orders.read_instead, self._orders.on_turn = step.poll, step.look_at_turn
+
+    def obey(self, order: Resume) -> None:
+        """Resume the start, on every rank in the same turn."""
+        step = self._step
+        if isinstance(step, Exchange):
+            self.run(order.values)
+        elif step is not None:
+            # Nobody else ends this step, and a rehearsal would go on swallowing answers.
+            step.end()
+            self._early[order.topic] = order.values
+            self.run()
+
+    def _publish(self, step: Exchange) -> None:
+        poll = partial(self._poll, step, time.monotonic() + step.timeout_s)
+        self._orders.read_instead = poll if self._leads else list
+        try:
+            self._board.publish(step.topic, step.value)
+        except Exception as error:
+            log.logger.warning(
+                log.format_line("kv-sizing", "rank 0 does not learn %s of this rank: %s"), step.topic, error
+            )
+
+    def _poll(self, step: Exchange, deadline: float) -> list[Any]:
+        """On rank 0: return the broadcast of the values once all ranks have published, or once the time is over."""
+        try:
+            values = self._board.collect(step.topic, step.kind)
+        except Exception as error:
+            log.logger.warning(log.format_line("kv-sizing", "%s of other ranks is lost: %s"), step.topic, error)
+            values = [None] * self._board.ranks
+        else:
+            if None in values and time.monotonic() <= deadline:
+                return []
+        values[0] = step.value
+        self._orders.read_instead = list  # nothing is read until the ranks have resumed
+        return [Broadcast((Resume(step.topic, values),))]

@@ -486,7 +486,6 @@ class Rehearsal:
     """What one rank does from its begin until its cache is flushed.
 
     :param gpu: whose memory is read.
-    :param over: takes what this rank has seen; called once, on every rank in the same turn of its loop.
     :param board: of the server's ranks.
     :param number: of the rehearsals of this start.
     :param derive: makes what is driven from the limits of this scheduler.
@@ -502,7 +501,6 @@ class Rehearsal:
         self,
         scheduler: Any,
         gpu: int,
-        over: Callable[[Measured], None],
         board: Board,
         number: int,
         derive: Callable[[Limits], Sequence[Phase]],
@@ -514,7 +512,9 @@ class Rehearsal:
         bytes_per_token: float = 0.0,
         margin: int = 0,
     ) -> None:
-        self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
+        self.scheduler, self.gpu, self.leads = scheduler, gpu, leads
+        self.on_end: Callable[[Measured], None] = lambda measured: None
+        """Called once with the result, on every rank in the same turn of its loop."""
         self._board, self._low, self._derive = board, f"{LOW} {number}", derive
         self._peaks, self._fewer_requests, self._limits_penalized = dict(peaks), fewer_requests, limits_penalized
         self._bytes_per_token, self._margin = bytes_per_token, margin
@@ -756,7 +756,7 @@ class Rehearsal:
         except Exception as error:
             result = Measured(failure=self._failure or one_line_error(error))
         self.end()
-        self._over(result)
+        self.on_end(result)
 
     def _measured(self, flushed: bool) -> Measured:
         driver, grown = self._driver, self._peak_reserved - self._first.reserved

@@ -168,7 +168,7 @@ class Serving:
         self._extra_tokens_per_request = beside + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
-        self._order_is_pending = self._is_shrinking = False
+        self._order_is_pending = self._is_shrinking = self._is_at_floor = False
         self._failures: set[str] = set()
         self._freed_bytes = self._retire_orders = self._evict_orders = 0
         shown.show(GIVEN_BACK, 0)
@@ -227,6 +227,13 @@ class Serving:
         least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))
         wanted = self._whole_pages(max(within, least))
         frees = self._pools.bytes_behind(wanted) < behind_goal
+        is_at_floor = within < least
+        if is_at_floor and not self._is_at_floor:
+            tokens = f"{min(wanted.tokens, self._goal):,} tokens"
+            short = f"memory is short by {megabytes(missing_bytes)}, but the KV cache keeps {tokens}"
+            why = "two prefill chunks or the longest request need them; free GPU memory of other processes"
+            log.logger.warning(log.format_line("kv-sizing", "%s: %s"), short, why)
+        self._is_at_floor = is_at_floor
         if frees or repeat:
             self._order_is_pending = True
             self._orders.send(Retire(wanted.tokens if frees else self._goal))

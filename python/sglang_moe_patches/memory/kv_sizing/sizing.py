@@ -65,13 +65,18 @@ def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: i
 
 @dataclass(frozen=True)
 class RankNeed:
-    """Measured need of a rank.
+    """Need of a rank, which it publishes after a rehearsal. Rank 0 alone knows ``missed`` and the fields behind it.
 
     :param fits: tokens of the KV cache that fit beside the need and the margin.
-    :param need: bytes that forward passes and graphs took beside weights and KV cache.
-    :param failure: why the need is not known; "": it is.
+    :param need: bytes that forwards and graphs took beside weights and KV cache.
+    :param failure: why the need is not known; "" if it is known.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param missed: phases that were not reached, by their names; only rank 0 has them.
+    :param missed: phases that were not reached, by their names.
+    :param fewer_requests: largest number of requests at once that has memory; 0: as many as the server allows.
+    :param fallback: the next smaller number of requests at once, if more have run than anybody asked for; else 0.
+    :param can_limit_penalized: fewer penalized requests would run if they were limited as without
+        ``--max-running-requests``.
+    :param admitted: requests in a batch, and in a batch with penalties; 0 if the engine limits them alone.
     """
 
     fits: int = 0
@@ -79,6 +84,10 @@ class RankNeed:
     failure: str = ""
     stopped: bool = False
     missed: Mapping[str, PhaseKind] = field(default_factory=dict)
+    fewer_requests: int = 0
+    fallback: int = 0
+    can_limit_penalized: bool = False
+    admitted: tuple[int, int] = (0, 0)
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:

@@ -110,10 +110,12 @@ class Pools:
 class Rehearsal:
     """It ends when the test says so."""
 
+    on_end: Any
+
     limits = Limits(2048, 8192, 40_000, 20, 0)
 
-    def __init__(self, scheduler, gpu, over, board, number, derive, *, leads, **more):
-        self.more, self.derive = more, derive
+    def __init__(self, scheduler, gpu, board, number, derive, *, leads, **more):
+        self.more, self.derive, self.leads = more, derive, leads
         self.poll = self.look_at_turn = list
         self.ended = False
 
@@ -122,6 +124,10 @@ class Rehearsal:
 
     def end(self):
         self.ended = True
+
+    def finish(self, measured):
+        self.end()
+        self.on_end(measured)
 
 
 class Ranks:
@@ -183,22 +189,21 @@ class Ranks:
                 self.words[topic, rank] = told
 
         def collect(topic, kind):
-            found = [self.words.get((topic, each)) for each in range(2)]
-            return None if None in found else found
+            return [self.words.get((topic, each)) for each in range(2)]
 
-        return SimpleNamespace(publish=publish, collect=collect, raise_flag=print, is_raised=bool)
+        return SimpleNamespace(publish=publish, collect=collect, ranks=2, raise_flag=print, is_raised=bool)
 
     def measure(self, *spare_mb, **seen):
         """The rehearsal ends with so much free beyond the margin, on each rank; then orders are obeyed."""
         for one, spare in zip(self.each, spare_mb, strict=True):
-            one._measured(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
+            one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
         for _ in range(9):
-            assert self.each[1].orders.instead() == []
+            assert self.each[1].orders.read_instead() == []
             self.obey()
 
     def obey(self):
-        for broadcast in self.each[0].orders.instead():
-            for order in broadcast.what:
+        for broadcast in self.each[0].orders.read_instead():
+            for order in broadcast.items:
                 for one in self.each:
                     one.obey(order)
 
@@ -389,7 +394,7 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
     monkeypatch.setattr(hooks.rehearsal, "drop_requests", lambda scheduler: did.append("dropped"))
     ranks = Ranks(monkeypatch)
     start = ranks.each[0]
-    start.board.wait_for_all = lambda topic, kind, seconds: ["", ""] if raise_alike else None
+    start.board.wait_for_all = lambda topic, kind, seconds: ["", ""] if raise_alike else ["", None]
     monkeypatch.setattr(start, "_begin", lambda scheduler: did.append("begun"))
 
     def run_event_loop(scheduler):
@@ -400,11 +405,49 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
 
     if not goes_on:
         with pytest.raises(AssertionError):
-            start.rehearse(run_event_loop, start.scheduler)
+            start.run(run_event_loop, start.scheduler)
         assert did == ["begun", "runs"]
         return
-    assert start.rehearse(run_event_loop, start.scheduler) == "ended"
+    assert start.run(run_event_loop, start.scheduler) == "ended"
     assert did == ["begun", "runs", "dropped", "AssertionError: a forward pass", "runs"]
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize(
+    ("fraction", "line"),
+    [
+        (0.93, "0.8000 leaves the KV cache less than it is rehearsed with: it begins with 0.9300"),
+        (None, ""),
+        (ZeroDivisionError("no token"), "the KV cache begins with the fraction in force: ZeroDivisionError: no token"),
+    ],
+)
+def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_the_log_says_whose_it_was(
+    is_given, fraction, line, monkeypatch, caplog
+):
+    start: Any = hooks.ServerStart()
+
+    def gather(maker, before):
+        start.reason, start.leads, start.fraction_is_given = "", True, is_given
+        start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
+        return []
+
+    def find(maker, launches, margin):
+        if isinstance(fraction, Exception):
+            raise fraction
+        return fraction
+
+    reserved: list[float] = []
+    monkeypatch.setattr(start, "_gather", gather)
+    monkeypatch.setattr(start, "_reserve", lambda maker, config, raised: reserved.append(raised))
+    monkeypatch.setattr(hooks, "first_fraction", find)
+    maker = SimpleNamespace(is_draft_worker=False, mem_fraction_static=0.8, server_args=SimpleNamespace())
+    used = start.reserve(lambda maker, before: maker.mem_fraction_static, maker, 80.0)
+    is_raised = fraction == 0.93
+    assert (used, maker.mem_fraction_static) == (0.93 if is_raised else 0.8, 0.8)
+    assert reserved == [pytest.approx(0.13 if is_raised else 0)]
+    assert line in caplog.text
+    source = "the given --mem-fraction-static" if is_given else "the engine's default fraction"
+    assert (source in caplog.text) == is_raised
 
 
 def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):
@@ -418,13 +461,22 @@ def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run
 def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
     """The first has failed to begin its second: no load comes, and the others' does not end by itself."""
     ranks = Ranks(monkeypatch, again=True)
-    ranks.measure(500, 500)
-    begun = ranks.rehearsals()
-    ranks.each[0]._tell_need(RankNeed(failure="it cannot"))
-    assert [each.ended for each in begun] == [False] * 2
+    begin = Rehearsal.begin
+    monkeypatch.setattr(Rehearsal, "begin", lambda one: begin(one) if not one.leads else divided_by_zero())
+    for one, spare in zip(ranks.each, (500, 500), strict=True):
+        one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000))
+    for _ in range(2):  # what was measured, and what was mapped
+        ranks.obey()
+    first, other = ranks.rehearsals()
+    assert (first.ended, other.ended, ranks.served) == (True, False, [])
     ranks.obey()  # it has waited long enough
-    assert [each.ended for each in begun] == [True] * 2
+    assert other.ended
     assert ranks.tokens() == (1500,) * 3
+    assert len(ranks.served) == 2
+
+
+def divided_by_zero():
+    return 1 / 0
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):

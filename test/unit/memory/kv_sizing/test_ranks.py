@@ -44,14 +44,15 @@ def board(store, rank, secret=SECRET):
 
 def test_what_ranks_publish_is_found_when_all_have(store):
     first, other = board(store, 0), board(store, 1)
-    assert (first.collect("a", RankNeed), first.is_raised("low")) == (None, False)
+    assert (first.collect("a", RankNeed), first.is_raised("low")) == ([None, None], False)
     other.publish("a", NEED)
     other.raise_flag("low")
-    assert (first.collect("a", RankNeed), first.is_raised("low"), first.is_raised("low 2")) == (None, True, False)
+    assert first.collect("a", RankNeed) == [None, NEED]
+    assert (first.is_raised("low"), first.is_raised("low 2")) == (True, False)
     first.publish("a", replace(NEED, fits=9))
-    assert (first.collect("a", RankNeed), first.collect("b", str)) == ([replace(NEED, fits=9), NEED], None)
+    assert (first.collect("a", RankNeed), first.collect("b", str)) == ([replace(NEED, fits=9), NEED], [None, None])
     assert first.wait_for_all("a", RankNeed, 0) == [replace(NEED, fits=9), NEED]
-    assert first.wait_for_all("b", str, 0) is None
+    assert first.wait_for_all("b", str, 0) == [None, None]
 
 
 def keys_of(store):
@@ -84,7 +85,7 @@ def test_a_key_that_another_process_writes_has_no_effect(forge, store):
     (value_key, value), (flag_key, flag) = keys_of(store)
     for key in (value_key, flag_key, f"{ranks._KEY}a 1", f"{ranks._KEY}low"):
         store.made.set(key, forge(value, flag))
-    assert (first.collect("a", str), first.is_raised("low")) == (None, False)
+    assert (first.collect("a", str), first.is_raised("low")) == (["told", None], False)
     board(store, 1).publish("a", "told")
     board(store, 1).raise_flag("low")
     assert (first.collect("a", str), first.is_raised("low")) == (["told", "told"], True)
@@ -179,7 +180,7 @@ def test_a_server_of_one_rank_asks_no_store(store, monkeypatch):
     store.ranks, store.here.rank = 1, 0
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     alone = ranks.Board(SECRET)
-    assert (alone.collect("a", str), alone.is_raised("low")) == (None, False)
+    assert (alone.collect("a", str), alone.is_raised("low")) == ([None], False)
     alone.publish("a", "told")
     alone.raise_flag("low")
     assert (alone.collect("a", str), alone.is_raised("low")) == (["told"], True)
@@ -283,10 +284,10 @@ def test_meanwhile_users_requests_wait_and_each_turn_asks_once():
     seen = []
     orders = ranks.Orders(loop, print)
     orders.open()
-    orders.instead, orders.each_turn = lambda: next(polls), lambda: seen.append(1)
+    orders.read_instead, orders.on_turn = lambda: next(polls), lambda: seen.append(1)
     for _ in range(3):
         loop.turn()
-    orders.instead = None
+    orders.read_instead = None
     loop.turn()
     assert loop.turns == [[], ["x", "y"], [], ["a"]]
     assert len(seen) == 4

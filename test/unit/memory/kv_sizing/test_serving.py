@@ -271,10 +271,12 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
     ],
     ids=str,
 )
-def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, make_rank):
+def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, make_rank, caplog):
+    """The log says once that memory is short and stays short."""
     made = make_rank(0, **scheduler)
     made.one.look()
     assert made.orders == ordered
+    assert caplog.text.count("memory is short by 2,000 MB, but the KV cache keeps ") == 1
 
 
 @pytest.mark.parametrize(
