@@ -466,23 +466,12 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_each_beam_of_a_request_keeps_its_own_new_tokens": [("new * beam_width(request)", "new")],
     },
-    OURS + "memory/kv_sizing/rehearsal.py": {
+    OURS + "memory/kv_sizing/load_driver.py": {
         "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
             (
                 "return [next(self._first_tokens), *tokens.some(length - 1)] if length else []",
                 "return tokens.some(length)",
             )
-        ],
-        "test_pools_are_told_by_their_kind": [('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")],
-        "test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much": [
-            ("(must or taken_next <= largest)", "True"),
-            ("return cost <= self._for_more_requests and left", "return left"),
-            ("if self._reserved_by_others is None and not must:", "if not must:"),
-            ("+ taken_next - taken\n", "\n"),
-            ("left >= self._margin + MIN_FREE_BYTES", "True"),
-            ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
-            ("taken += graph_bytes(self.runner)", "pass"),
-            ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],
         "test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends": [
             ("phase.kind is PhaseKind.EAGER_DECODE and phase", "phase"),
@@ -495,6 +484,46 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "self.limits.with_requests(self.fewer_requests)",
                 "replace(self.limits, requests=self.fewer_requests)",
             )
+        ],
+        "test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins": [
+            ("yield [self._abort()] if self._is_stuck else", "yield"),
+            ("if self._is_ended or self._is_stuck:", "if self._is_ended:"),
+        ],
+        "test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put": [
+            ("phase.growth * self._slowest_s", "0")
+        ],
+        "test_a_phase_begins_when_nothing_of_the_one_before_is_left": [
+            ("while not (self._is_idle or self._is_ended):", "while False:")
+        ],
+        "test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request": [
+            ("phase.bound.modes == DECODES and not", "not"),
+            ("phase.bound.modes == DECODES and not phase.bound.graph:", "phase.bound.modes == DECODES:"),
+            ("yield from self._displace(phase)", "pass"),
+            ("while not self._is_idle:  # else", "while False:  # else"),
+            ('name="", sampling=SAMPLED, output', 'name="", output'),
+        ],
+        "test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead": [
+            ("            if not self._is_planted:", "            if False:")
+        ],
+        "test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further": [
+            ("if phase.estimate is not None and not", "if False and not"),
+            ("if phase.name in self.seconds and", "if"),
+        ],
+        "test_a_longer_prompt_for_which_there_is_no_memory_is_not_put": [
+            ("            last_tokens = len(turn[0])\n", "")
+        ],
+    },
+    OURS + "memory/kv_sizing/rehearsal.py": {
+        "test_pools_are_told_by_their_kind": [('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")],
+        "test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much": [
+            ("(must or taken_next <= largest)", "True"),
+            ("return cost <= self._for_more_requests and left", "return left"),
+            ("if self._reserved_by_others is None and not must:", "if not must:"),
+            ("+ taken_next - taken\n", "\n"),
+            ("left >= self._margin + MIN_FREE_BYTES", "True"),
+            ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
+            ("taken += graph_bytes(self.runner)", "pass"),
+            ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],
         "test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_smaller_number_is_known": [
             ("fallback=driver.fallback if driver else 0", "fallback=0")
@@ -514,34 +543,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_no_metrics_are_reported_and_what_waits_is_not_limited_meanwhile": [
             ('RECORDING = ("enable_metrics", ', "RECORDING = ("),
-            ('self._meanwhile(self.scheduler, "max_queued_requests", None)', "pass"),
-        ],
-        "test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins": [
-            ("yield [self._abort()] if self._stuck else", "yield"),
-            ("if self._ended or self._stuck:", "if self._ended:"),
-        ],
-        "test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put": [
-            ("phase.growth * self._slowest_s", "0")
-        ],
-        "test_a_phase_begins_when_nothing_of_the_one_before_is_left": [
-            ("while not (self._idle or self._ended):", "while False:")
-        ],
-        "test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request": [
-            ("phase.bound.modes == DECODES and not", "not"),
-            ("phase.bound.modes == DECODES and not phase.bound.graph:", "phase.bound.modes == DECODES:"),
-            ("yield from self._displace(phase)", "pass"),
-            ("while not self._idle:  # else", "while False:  # else"),
-            ('name="", sampling=SAMPLED, output', 'name="", output'),
-        ],
-        "test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead": [
-            ("            if not self._planted:", "            if False:")
-        ],
-        "test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further": [
-            ("if phase.estimate is not None and not", "if False and not"),
-            ("if phase.name in self.seconds and", "if"),
-        ],
-        "test_a_longer_prompt_for_which_there_is_no_memory_is_not_put": [
-            ("            last_tokens = len(turn[0])\n", "")
+            ('self._set_until_end(self.scheduler, "max_queued_requests", None)', "pass"),
         ],
     },
     OURS + "memory/kv_sizing/ranks.py": {

@@ -184,7 +184,7 @@ def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
         return int(made.decode_moment_totals[0])
 
     run = rehearsal.Rehearsal(made, 0, SimpleNamespace(), 1, phases.derive_phases, leads=False, peaks={})
-    run._keep_counters()
+    run._save_counters()
     assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
     run.end()
     assert [decode(at_s) for at_s in (0.4, 0.5)] == [0, 1]

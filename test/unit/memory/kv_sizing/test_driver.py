@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from kv_servers import LIMITS, find_phase, largest_batch
 from sglang_moe_patches.memory.kv_sizing import phases
+from sglang_moe_patches.memory.kv_sizing.load_driver import ATTEMPTS_PER_PHASE, LoadDriver
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind, Plant
-from sglang_moe_patches.memory.kv_sizing.rehearsal import ATTEMPTS_PER_PHASE, LoadDriver
 
 GRACE_S = 60.0
 
@@ -39,12 +39,12 @@ class Server:
         self.driver = LoadDriver(derive, limits, make, lambda: "abort", left_s, GRACE_S, fits)
 
     def step(self, idle=False, stuck=False):
-        got = self.driver.put(idle, stuck)
+        got = self.driver.next_requests(idle, stuck)
         self.aborts += got.count("abort")
         for each in got:
             if isinstance(each, Plant):
                 self.planted.append(each.tokens)
-                self.driver.planted(self.plants)
+                self.driver.record_planted(self.plants)
         new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
         if [each.phase.name for each in new] == [""]:  # the short request behind a decode
             self.short += new
@@ -57,7 +57,7 @@ class Server:
         """To the end: its driver. Time passes in ``between``."""
         for _ in range(5000):
             got = self.step(idle=True)
-            if self.driver.over:
+            if self.driver.is_over:
                 assert len({each.name for each in self.put}) == len(self.put)  # or a late answer would end another
                 return self.driver
             between(got)
@@ -67,12 +67,12 @@ class Server:
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
             small = Batch(phase.bound.modes[0], tokens=1, requests=1)
-            self.driver.saw(small if phase.name in self.refuses else largest_batch(phase))
+            self.driver.record_forward(small if phase.name in self.refuses else largest_batch(phase))
         self.answer([each for each in requests if each.phase.name not in self.loses])
 
     def answer(self, requests):
         for each in requests:
-            self.driver.answered(each.name)
+            self.driver.finish_request(each.name)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else(vo
 def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
-    server.driver.saw(largest_batch(prefix.phase))  # one of its own chunks
+    server.driver.record_forward(largest_batch(prefix.phase))  # one of its own chunks
     assert (server.step(), server.aborts) == ([], 0)
     server.answer([prefix])
     (behind,) = server.step()
@@ -175,14 +175,14 @@ def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any
     assert (server.step(), server.aborts) == ([], 0)
     server.answer(others)
     server.step(idle=True)
-    assert (server.driver.over, server.aborts) == (True, 0)
+    assert (server.driver.is_over, server.aborts) == (True, 0)
 
 
-def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named():
+def test_a_phase_that_is_never_seen_largest_batch_is_tried_again_and_then_named():
     server = Server(refuses=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
     assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
-    assert Server(loses=("prefill chunk",)).run().over  # what was lost is not waited for
+    assert Server(loses=("prefill chunk",)).run().is_over  # what was lost is not waited for
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
@@ -215,14 +215,14 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, abort
     first = server.step()
     assert len(first) == LIMITS.requests
     assert (server.step(), server.aborts) == ([], 0)
-    server.driver.saw(Batch(mode, tokens=4 * LIMITS.requests, requests=LIMITS.requests))
+    server.driver.record_forward(Batch(mode, tokens=4 * LIMITS.requests, requests=LIMITS.requests))
     for count in aborts:
         assert (server.step(), server.aborts) == ([], count)
-    assert not server.driver.over  # what was aborted is still to be answered
+    assert not server.driver.is_over  # what was aborted is still to be answered
     server.answer(first)
     server.step(idle=True)
     (phase,) = server.driver.phases
-    assert (server.driver.over, server.driver.missed) == (True, {})
+    assert (server.driver.is_over, server.driver.missed) == (True, {})
     assert (phase.new_tokens <= phases.LONG_PROMPT_NEW_TOKENS) == (mode == "TARGET_VERIFY")
 
 

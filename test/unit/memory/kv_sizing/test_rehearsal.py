@@ -238,7 +238,7 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
 def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, idle, stuck, scheduler, monkeypatch):
     made, said, now = scheduler(), [], [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, *told: said.append(told) or [])
+    monkeypatch.setattr(rehearsal.LoadDriver, "next_requests", lambda driver, *told: said.append(told) or [])
     OneRank(made).begin()
     now[0] = 5.0
     made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
@@ -290,7 +290,7 @@ def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(scheduler
     del made.send_to_tokenizer.send_output  # so that it cannot be taken back
     one.end()  # whoever waits for this rank would wait for ever, if it raised
     assert made.process_input_requests is another
-    assert "not all is what it was" in caplog.text
+    assert "the scheduler is not wholly as before the rehearsal" in caplog.text
 
 
 def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(scheduler):

@@ -1,0 +1,232 @@
+"""The script of a rehearsal: the next requests of each turn, from the phases. Nothing here imports the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from sglang_moe_patches.memory.kv_sizing.phases import (
+    DECODES,
+    SAMPLED,
+    SHORT_PROMPT_TOKENS,
+    Batch,
+    Estimate,
+    Limits,
+    Phase,
+    PhaseKind,
+    Plant,
+    Tokens,
+    first_tokens,
+    max_new_tokens,
+    shared_prefix,
+)
+
+ATTEMPTS_PER_PHASE = 2
+"""Attempts to reach a phase. Which requests share a forward pass depends on the scheduler's other requests."""
+
+
+class LoadDriver:
+    """Script of a rehearsal, from the first request to the last answer.
+
+    Rank 0 asks it in each turn for the next requests. In between it records forward passes and answers.
+
+    :param derive: derives the phases from the limits.
+    :param make: makes a request of the engine from a name, a prompt, its number of new tokens and the phase.
+    :param abort: makes the request that aborts all others.
+    :param seconds_to_deadline: returns the seconds in which a further phase may begin.
+    :param grace_s: seconds behind the deadline in which running requests may end.
+    :param fits: returns whether a forward pass that is larger than those that ran has memory.
+    """
+
+    def __init__(
+        self,
+        derive: Callable[[Limits], Sequence[Phase]],
+        limits: Limits,
+        make: Callable[[str, Sequence[int], int, Phase], Any],
+        abort: Callable[[], Any],
+        seconds_to_deadline: Callable[[], float],
+        grace_s: float,
+        fits: Callable[[Estimate], bool],
+    ):
+        self._derive, self.limits, self._make, self._abort, self._fits = derive, limits, make, abort, fits
+        self.phases = derive(limits)
+        self._seconds_to_deadline, self._grace_s, self._slowest_s = seconds_to_deadline, grace_s, 0.0
+        self.seconds: dict[str, float] = {}
+        """Seconds of each phase that began, by its name."""
+        self.fewer_requests = 0
+        """Requests at once from now on, as more would have taken too much memory; 0: as many as the server allows."""
+        self.fallback = self._most_requests = 0
+        """The next smaller number of requests at once, and the largest that has run; 0 if no decode had more requests
+        than the user asked for."""
+        self.missed: dict[str, PhaseKind] = {}
+        """Kinds of the phases that were not reached, by their names."""
+        self.is_over = False
+        """Whether the script has no further request."""
+        self._request_ids, self._first_tokens = count(1), first_tokens(limits)
+        self._waiting: set[str] = set()
+        """Names of the requests without an answer."""
+        self._phase: Phase | None = None
+        self._is_reached = self._is_decoding = self._is_planted = False
+        """Whether the phase's batch was seen; its background decodes; the caches hold its prefix."""
+        self._is_idle = self._is_stuck = self._is_ended = False
+        """Whether the scheduler has no request; admits none of those that wait; no further phase may begin."""
+        self._steps = self._run()
+
+    @property
+    def phase_name(self) -> str:
+        return self._phase.name if self._phase is not None else ""
+
+    def record_forward(self, batch: Batch) -> None:
+        """Record a forward pass that has run."""
+        if self._phase is None:
+            return
+        self._is_reached = self._is_reached or self._phase.bound.is_met(batch)
+        decodes = batch.mode in DECODES and batch.requests >= self._phase.background
+        self._is_decoding = self._is_decoding or decodes
+
+    def finish_request(self, name: str) -> None:
+        """Record that a request has ended, by its length or by an abort."""
+        self._waiting.discard(name)
+
+    def record_planted(self, is_planted: bool) -> None:
+        """Record the result of :func:`.planted_prefix.plant` on this rank, behind a :class:`Plant`."""
+        self._is_planted = is_planted
+
+    def end(self) -> None:
+        """Begin no further phase. Running requests are aborted, or end by their length."""
+        self._is_ended = True
+
+    def next_requests(self, idle: bool, stuck: bool) -> list[Any]:
+        """Return the requests that the scheduler reads now, or one :class:`Plant`; none while requests run.
+
+        :param idle: the scheduler has no request, so a request without an answer is lost.
+        :param stuck: the scheduler runs nothing and admits none of the waiting requests, so they are aborted.
+        """
+        self._is_idle, self._is_stuck = idle, stuck
+        try:
+            return next(self._steps)
+        except StopIteration:
+            self.is_over = True
+            return []
+
+    def abort_all(self) -> list[Any]:
+        """Return the request that aborts all others; none with speculation, where requests end by their length."""
+        return [] if self.limits.draft_tokens else [self._abort()]
+
+    def _run(self) -> Iterator[list[Any]]:
+        left, began_kinds = list(self.phases), set[PhaseKind]()
+        while left:
+            phase = left.pop(0)
+            began_kinds.add(phase.kind)
+            if phase.estimate is not None and not self._fits(phase.estimate):
+                if phase.estimate.fewer_requests:
+                    self.fewer_requests = phase.estimate.fewer_requests * self.limits.stages
+                    self.limits = self.limits.with_requests(self.fewer_requests)
+                    left = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
+                    continue
+                self.end()
+            unasked = phase.kind is PhaseKind.EAGER_DECODE and phase.bound.requests > self.limits.penalized
+            if unasked and self.limits.stages == 1:  # a pipeline may run more requests in a forward pass than intended
+                self.fallback = max(self.limits.penalized, self._most_requests)
+                self._most_requests = phase.bound.requests
+            self._phase, self._is_reached = phase, False
+            began = self._seconds_to_deadline()
+            for attempt in range(ATTEMPTS_PER_PHASE):
+                if self._stopping():
+                    break
+                yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
+                self.seconds[phase.name] = began - self._seconds_to_deadline()
+                if self._is_reached:
+                    break
+            if phase.name in self.seconds and phase.bound.modes == DECODES and not phase.bound.graph:
+                yield from self._displace(phase)
+            not_reached = [] if self._is_reached else [phase]
+            if self._stopping():
+                not_reached, left = not_reached + left, []
+            self.missed |= {missed.name: missed.kind for missed in not_reached}
+        self._phase = None
+
+    def _stopping(self) -> bool:
+        return self._is_ended or self._seconds_to_deadline() < 0
+
+    @property
+    def _nothing_more_comes(self) -> bool:
+        """Whether no further answer will come: requests are lost or not admitted, or the rehearsal ends."""
+        return self._is_idle or self._is_stuck or self._is_ended
+
+    def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
+        self._is_decoding = self._is_planted = False
+        prefix = shared_prefix(phase.shared, self.limits)
+        if prefix and self.limits.plants:
+            yield [Plant(tuple(prefix))]
+            if not self._is_planted:
+                return  # computing the prefix may take minutes
+        if phase.background:
+            short = [self._unique_prompt(SHORT_PROMPT_TOKENS, tokens) for _ in range(phase.background)]
+            yield self._requests(short, max_new_tokens(phase.background, self.limits, 4096), phase)
+            while self._waiting and not (self._is_decoding or self._nothing_more_comes):
+                yield []
+        background, last_tokens = set(self._waiting), 0
+        prompts = [prefix[: prompt.shared] + self._unique_prompt(prompt.fresh, tokens) for prompt in phase.prompts]
+        for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
+            # A chunk behind a prefix takes about as much memory as the chunk before.
+            if last_tokens and not (phase.growth or self._fits(Estimate(phase.name, len(turn[0]) / last_tokens))):
+                self.end()
+                break
+            last_tokens = len(turn[0])
+            if (left_s := self._seconds_to_deadline() + self._grace_s) < phase.growth * self._slowest_s:
+                self.end()
+                break
+            yield self._requests(turn, phase.new_tokens, phase)
+            while self._waiting - background and not self._nothing_more_comes:
+                if self._is_reached and not phase.to_the_end and not phase.in_turn:
+                    break
+                yield []
+            if phase.growth:
+                self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline() - self._grace_s)
+            if self._is_ended or self._is_stuck:
+                break
+        yield from self._end_requests()
+
+    def _displace(self, phase: Phase) -> Iterator[list[Any]]:
+        """Run one short request behind a decode that may have run without a graph.
+
+        The engine keeps the attention's workspace of such a decode, gigabytes for hundreds of requests, and the tensors
+        of its sampling until the next decode. Without the short request, the next phase would begin with them, and the
+        flush would not free them.
+        """
+        while not self._is_idle:  # else the short request is merged into the decode's batch
+            yield []
+        plain = replace(phase, name="", sampling=SAMPLED, output_logprobs=False)
+        prompt = self._unique_prompt(SHORT_PROMPT_TOKENS, Tokens(f"behind {phase.name}", self.limits.vocabulary))
+        yield self._requests([prompt], 2, plain)
+        while self._waiting and not (self._is_idle or self._is_stuck):
+            yield []
+        yield from self._end_requests()
+
+    def _end_requests(self) -> Iterator[list[Any]]:
+        """Abort the requests without an answer, and wait until the scheduler has no request."""
+        if self._waiting and not self._is_idle:
+            yield [self._abort()] if self._is_stuck else self.abort_all()
+            while self._waiting and not self._is_idle:
+                # The engine aborts requests of the batch whose turn it is, and a pipeline has several batches.
+                yield self.abort_all() if self.limits.stages > 1 else []
+        self._waiting.clear()
+        # The engine keeps a batch, with the tensors of its penalties, for a turn or two behind its last answer. New
+        # requests would be merged into that batch.
+        while not (self._is_idle or self._is_ended):
+            yield []
+
+    def _unique_prompt(self, length: int, tokens: Tokens) -> list[int]:
+        """Return a prompt that shares no prefix with another prompt.
+
+        A token that the radix cache has already would be missing in a forward pass, and would move the end of a chunk.
+        """
+        return [next(self._first_tokens), *tokens.some(length - 1)] if length else []
+
+    def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
+        names = [f"rehearsal-{next(self._request_ids)}" for _ in prompts]
+        self._waiting.update(names)
+        return [self._make(name, prompt, new, phase) for name, prompt in zip(names, prompts, strict=True)]
