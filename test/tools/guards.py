@@ -607,7 +607,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "memory/kv_sizing/token_count.py": {
         "test_an_allocator_that_has_its_size_is_not_cleared": [
-            ("    if any(each.size != getattr(counts, part) for part, each in parts_of(allocator)):", "    if True:")
+            ("    if any(owner.size != getattr(counts, part) for part, owner in parts_of(allocator)):", "    if True:")
         ],
         "test_a_request_that_would_not_fit_at_the_goal_is_refused": [
             (" if longest_request is None else longest_request", "")
@@ -631,7 +631,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('getattr(tree, "cache_controller", None) is None', "True"),
         ],
         "test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already": [
-            ("    if lacking > 0:", "    if False:"),
+            ("    if missing > 0:", "    if False:"),
             ("allocator.alloc(len(whole) - before)", "allocator.alloc(len(whole))"),
         ],
         "test_a_planted_prefix_has_slots_of_its_own": [("prev_prefix_len=before", "prev_prefix_len=0")],

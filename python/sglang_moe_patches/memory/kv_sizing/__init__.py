@@ -20,21 +20,22 @@ Costs
     reads the free memory. Eight bytes for each slot of the KV cache that has an address and no memory.
 
 How
-    ``docs/changes/kv-sizing.md``. In code :mod:`.hooks` has the steps of a start in their order, and calls:
+    ``docs/changes/kv-sizing.md``. In code, ``ServerStart.start_up`` in :mod:`.hooks` is the start from top to bottom:
 
-    1. :mod:`.eligibility`: decides whether this server is sized.
-    2. :mod:`.pools`: the engine makes its pools over addresses for more tokens than have memory
+    1. :mod:`.eligibility`: decide whether this server is measured.
+    2. :mod:`.pools`: let the engine make its pools over addresses for more tokens than have memory
        (:mod:`.address_space`).
-    3. :mod:`.rehearsal`: before the first request, every rank runs the largest forward passes (:mod:`.phases`) through
-       the scheduler's own inbox.
-    4. :mod:`.sizing`: computes the number of tokens from the need. Memory is mapped, and :mod:`.token_count` sets the
-       number in all objects that hold it.
-    5. :mod:`.serving`: watches free memory from then on. If it runs short, the server gives KV cache back.
+    3. :mod:`.rehearsal`: before the first request, run the largest forward passes (:mod:`.phases`) through the
+       scheduler's own inbox, one after the other (:mod:`.load_driver`).
+    4. :mod:`.sizing`: decide on a number of tokens. Memory is mapped, and :mod:`.token_count` sets the number in every
+       object of the engine that has it.
+    5. :mod:`.serving`: watch free memory, and free a part of the KV cache when memory is short.
 
-    All ranks do what rank 0 has decided (:mod:`.ranks`).
+    All ranks run the same start. They exchange values and resume in the same turn (:mod:`.ranks`).
 
 Upstream
-    None. The engine's sizing after its graphs is off by default, not for MLA, and only for a captured largest prefill.
+    None. The engine's own sizing behind its CUDA graphs is off by default. It is not for MLA, and it needs a graph of
+    the largest prefill.
 
 Remove when
     the engine measures the need of its forward passes, and sizes its KV cache by it.

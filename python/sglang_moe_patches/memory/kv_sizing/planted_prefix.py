@@ -1,7 +1,7 @@
-"""A long cached prefix without computing it: slots in the radix cache that hold whatever their memory holds.
+"""A long cached prefix that is never computed: slots in the radix cache, with any bytes in their memory.
 
-How much memory a chunk behind a prefix takes depends on the prefix's length, not on what the cache has of it. The
-answers of a rehearsal are thrown away, and the flush at its end empties the cache.
+The memory of a chunk behind a prefix depends on the length of the prefix, not on its values. The answers of a rehearsal
+are thrown away, and the flush at its end empties the cache.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 CACHES = ("RadixCache", "UnifiedRadixCache")
-"""The engine's caches that take a prefix and its slots alone, by their class. Those of sliding windows and of states
-want more with them, and those of external stores would hand them on."""
+"""Names of the engine's cache classes that need a prefix and its slots alone. Caches of sliding windows and of states
+need more, and caches with an external store would copy the prefix there."""
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+"""Names of the engine's allocator classes that hand out the slots of one KV cache."""
 
 
 def can_plant(scheduler: Any) -> bool:
-    """Whether this scheduler's cache takes a prefix that was not computed; alike on all ranks of a server."""
+    """Return whether this scheduler's cache accepts a prefix that was not computed; the same on all ranks."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     parts = [getattr(part, "name", str(part)) for part in getattr(tree, "tree_components", ("FULL",))]
     return (
@@ -32,14 +33,14 @@ def can_plant(scheduler: Any) -> bool:
 
 
 def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
-    """Have the radix cache hold a prefix, as if a request with it had ended; what it has of it already stays.
+    """Insert a prefix into the radix cache, as if a request with the prefix had ended.
 
-    To be called on every rank in the same turn of its loop, outside a forward.
+    Every rank must call it in the same turn of its loop, outside a forward pass.
 
-    :param tokens: the prefix; what is left of it behind its last whole page is not held. For EAGLE, whose keys are
-        pairs of tokens, one token less is.
-    :returns: whether the cache holds it now; ``False``: it cannot, or has no room, and is as before except for what it
-        evicted.
+    :param tokens: the prefix. Tokens behind its last whole page are left out. EAGLE's keys are pairs of tokens, so one
+        more token is left out.
+    :returns: whether the cache has the prefix now. ``False``: it cannot have one, or has no room; prefixes that it has
+        evicted are gone.
     """
     if not can_plant(scheduler):
         return False
@@ -51,25 +52,25 @@ def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
     wants_array = "array" in str(RadixKey.__init__.__annotations__["token_ids"])
     pairs = bool(getattr(tree, "tree_core", tree).is_eagle)
 
-    def key() -> Any:  # the engine changes those that it is given
+    def key() -> Any:  # a new key each time, because the engine changes it
         return RadixKey(array("q", tokens) if wants_array else list(tokens), None, is_bigram=pairs)
 
-    def held() -> int:
+    def cached_tokens() -> int:
         match = tree.match_prefix(MatchPrefixParams(key=key()))
-        told = getattr(match, "device_prefix_len", None)  # 0.5.23's match has no indices
-        return len(match.device_indices) if told is None else int(told)
+        length = getattr(match, "device_prefix_len", None)  # 0.5.23's match has no indices
+        return len(match.device_indices) if length is None else int(length)
 
     whole = key().page_aligned(allocator.page_size)
-    lacking = len(whole) - held() - allocator.available_size()
-    if lacking > 0:
-        tree.evict(EvictParams(num_tokens=lacking))
-    before = held()  # what was evicted may have been of it
+    missing = len(whole) - cached_tokens() - allocator.available_size()
+    if missing > 0:
+        tree.evict(EvictParams(num_tokens=missing))
+    before = cached_tokens()  # the cache may have evicted a part of this prefix
     if before == len(whole):
         return True
     slots = allocator.alloc(len(whole) - before)
     if slots is None:
         return False
-    # The cache keeps its own slots of what it has: it reads none of those that are given for them, and frees none.
+    # For tokens that the cache has already, it keeps its own slots. It ignores the zeros in their places.
     value = torch.cat([slots.new_zeros(before), slots])
     tree.insert(InsertParams(key=whole, value=value, prev_prefix_len=before))
-    return held() == len(whole)
+    return cached_tokens() == len(whole)

@@ -1,8 +1,8 @@
-"""Everything in the engine that holds the number of tokens of the KV cache, so that all of it can be told another.
+"""Setting the KV cache size: every object of the engine that has the number of tokens.
 
-Not among it is a pool's own ``size``: from 0.5.13 on graphs have it baked in as a bound of what they write, so that it
-stays the address space's for ever. A model runner's tensors by tokens (0.5.14 on: the inputs of eager forwards) stay
-as large as they were, and bound a request's length.
+A pool's own ``size`` stays the number of tokens that have addresses. From 0.5.13 on CUDA graphs contain it as a bound
+of their writes. A model runner's tensors with a row for each token keep their size, and bound the length of a request
+(from 0.5.14 on the inputs of eager forward passes).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
-"""Allocators whose sizes are known, by the engine's names."""
+"""Names of the engine's allocator classes whose sizes can be set."""
 REQUEST_MARGIN_TOKENS = 5
-"""By which the engine's longest prompt is shorter than its longest request."""
+"""Tokens by which the engine's longest prompt is shorter than its longest request."""
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of a KV cache.
+    """KV cache size, in tokens.
 
-    :param tokens: what the engine calls ``max_total_num_tokens``.
-    :param full: of the layers that attend to everything, and ``window``: of those with a sliding window; 0 where the
-        cache is of one kind.
+    :param tokens: the engine's ``max_total_num_tokens``.
+    :param full: tokens of the layers with full attention; 0 if all layers are of one kind.
+    :param window: tokens of the layers with a sliding window; 0 if all layers are of one kind.
     """
 
     tokens: int
@@ -36,7 +36,7 @@ COUNTS: Mapping[str, str] = {
     "full_tokens_per_layer": "full",
     "swa_tokens_per_layer": "window",
 }
-"""The engine's attributes, and the part of :class:`TokenCounts` that they hold."""
+"""Attributes of the engine's objects, and the field of :class:`TokenCounts` that each has."""
 HOLDERS = (
     "",
     *("tp_worker", "tp_worker.model_runner", "tp_worker.model_runner.memory_pool_config"),
@@ -44,13 +44,13 @@ HOLDERS = (
     *("draft_worker.draft_worker.draft_runner", "draft_worker.draft_model_runner", "draft_worker.draft_tp_worker"),
     *("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher"),
 )
-"""Objects that have some of them, from the scheduler on; a release has no more than half of these."""
+"""Paths from the scheduler to the objects with such attributes. A release has about half of these objects."""
 REQUEST_LENGTHS = ("", "tp_worker", "beam_coordinator")
-"""Objects that bound a request's length by it, from the scheduler on."""
+"""Paths from the scheduler to the objects that bound the length of a request by the number of tokens."""
 
 
 def unknown_allocator(allocator: Any) -> str:
-    """Why an allocator's size cannot be set; "": it can."""
+    """Return why an allocator's size cannot be set; "" if it can."""
     name = type(allocator).__name__
     if name not in ALLOCATORS:
         return f"allocators of the kind {name} are not known"
@@ -60,33 +60,33 @@ def unknown_allocator(allocator: Any) -> str:
 
 
 def parts_of(allocator: Any) -> list[tuple[str, Any]]:
-    """The parts of :class:`TokenCounts` that an allocator hands out, each with what hands it out."""
+    """Return the fields of :class:`TokenCounts` that an allocator serves, each with the allocator of its slots."""
     if hasattr(allocator, "full_attn_allocator"):
         return [("full", allocator.full_attn_allocator), ("window", allocator.swa_attn_allocator)]
     return [("tokens", allocator)]
 
 
 def set_allocator_size(allocator: Any, counts: TokenCounts) -> None:
-    """Set an allocator's size; which slots are free does not change until it is cleared."""
-    for part, each in parts_of(allocator):
-        each.size = getattr(counts, part)
-        if hasattr(each, "num_pages"):
-            each.num_pages = each.size // each.page_size
+    """Set an allocator's size. Its free lists do not change until it is cleared."""
+    for part, owner in parts_of(allocator):
+        owner.size = getattr(counts, part)
+        if hasattr(owner, "num_pages"):
+            owner.num_pages = owner.size // owner.page_size
     if hasattr(allocator, "full_attn_allocator"):
         allocator._size_full, allocator._size_swa = counts.full, counts.window
 
 
 def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
-    """Have an allocator hand out the slots of so many tokens. Nobody may hold one, if that is another number."""
-    if any(each.size != getattr(counts, part) for part, each in parts_of(allocator)):
+    """Resize an allocator, and free all of its slots. No request may have a slot, unless the size stays the same."""
+    if any(owner.size != getattr(counts, part) for part, owner in parts_of(allocator)):
         set_allocator_size(allocator, counts)
         allocator.clear()
 
 
 def set_token_count(scheduler: Any, counts: TokenCounts, longest_request: int | None = None) -> None:
-    """Tell a number of tokens to whatever holds one, but to the allocators.
+    """Set the number of tokens in every object of the engine that has it, except the allocators.
 
-    :param longest_request: tokens; a longer one is not taken in any more. ``None``: as long as the KV cache.
+    :param longest_request: tokens of the longest request that the engine admits. ``None``: the whole KV cache.
     """
     for path in HOLDERS:
         _set(_find(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
@@ -97,7 +97,7 @@ def set_token_count(scheduler: Any, counts: TokenCounts, longest_request: int | 
     lengths = {"max_req_len": longest, "max_req_input_len": longest - REQUEST_MARGIN_TOKENS}
     for path in REQUEST_LENGTHS:
         _set(_find(scheduler, path), lengths)
-    _tell_metrics(scheduler, counts)
+    _update_metrics(scheduler, counts)
 
 
 def _find(owner: Any, path: str) -> Any:
@@ -107,19 +107,19 @@ def _find(owner: Any, path: str) -> Any:
 
 
 def _set(owner: Any, values: Mapping[str, int]) -> None:
-    """Set those of the values that an object has: some of the engine's are frozen once they are made."""
+    """Set the attributes that an object has already. Some of the engine's objects are frozen dataclasses."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:
                 setattr(owner, name, value)
-            except AttributeError:  # a frozen dataclass
+            except AttributeError:  # frozen
                 object.__setattr__(owner, name, value)
 
 
-def _tell_metrics(scheduler: Any, counts: TokenCounts) -> None:
-    """Metrics that the engine writes once, when it starts."""
-    if callable(tell := getattr(scheduler, "emit_metrics_constants", None)):  # from 0.5.17 on
-        tell()
+def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
+    """Set the metrics that the engine writes once, in its start."""
+    if callable(emit := getattr(scheduler, "emit_metrics_constants", None)):  # from 0.5.17 on
+        emit()
         return
     for name in ("metrics_collector", "metrics_reporter.metrics_collector"):
         collector = _find(scheduler, name)
@@ -132,6 +132,6 @@ def _tell_metrics(scheduler: Any, counts: TokenCounts) -> None:
 
 
 def init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """What a scheduler tells its launcher, with the numbers that it has now."""
+    """Return a scheduler's message to its launcher, with the scheduler's present numbers."""
     names = {"max_total_num_tokens", "max_req_input_len"} & info.keys()
     return {**info, **{name: getattr(scheduler, name) for name in names}}
