@@ -59,4 +59,4 @@ def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, check
     check_doctor(report, ran, backend)
     assert report["server"]["tokens"] == 64
     (sizing,) = (row for row in report["changes"] if row["name"] == "kv-sizing")
-    assert sizing["acts"] == (" KV tokens instead of " in log), sizing
+    assert sizing["acts"] == ("KV cache grown from " in log), sizing

@@ -333,7 +333,7 @@ class ServerStart:
             if tokens > before:
                 problems = yield self._exchange("mapped", self._try_to_map(tokens), str)
                 if None in problems:
-                    reason = "not every rank has told what it mapped"
+                    reason = "not every rank has reported that it mapped memory"
                 elif problem := next(filter(None, problems), ""):
                     reason = f"a rank had no memory to map: {problem}"
                 tokens, again, missed = before if reason else tokens, not reason, ()
@@ -437,7 +437,7 @@ class ServerStart:
         now = self.pools.counts.tokens
         known = [need for need in needs if need is not None]
         if len(known) < len(needs):
-            return now, "not every rank has told what it measured", False
+            return now, "not every rank has reported its need", False
         self.needs = known
         most = min(self.pools.top.tokens, self.max_tokens or self.pools.top.tokens)
         tokens, reason = sizing.decide(known, now, most, serving.least_tokens(self.scheduler, self.pools))
@@ -491,7 +491,7 @@ class ServerStart:
         try:
             self._set_tokens(counts)
         except Exception as error:
-            problem = f"not every count could be told: {error}"
+            problem = f"an object of the engine does not accept the size: {error}"
             counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
                 self._set_tokens(counts)
@@ -545,34 +545,36 @@ class ServerStart:
         self._show(state, reason)
         if not self.leads:
             return
-        needs = self.needs
-        need = megabytes(max((need.need for need in needs), default=0))
-        if needs and self._seconds:
-            of_all = self._seconds.pop(rehearsal.ALL, 0.0)
-            parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
-            missed = f"; not reached: {', '.join(needs[0].missed)}" if needs[0].missed else ""
-            early = "; ended early, before memory ran out" if any(need.stopped for need in needs) else ""
-            self.log(f"rehearsed in {of_all:.0f} s: {parts}{missed}{early}")
-            self.log(
-                f"forwards need {need}; largest: {sizing.largest_phases(self._phases)}; {megabytes(self._before)} went "
-                f"into graphs and buffers before, {megabytes(self._graphs)} of it into graphs of decodes; "
-                f"the allocator keeps {megabytes(self._slack)} beyond the most tensors"
-            )
-        kept = f", {megabytes(self.launch.images)} the engine's for images" if self.launch.images else ""
-        facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
-        more = now - self.pools.first.tokens
-        fraction = sizing.pinned_fraction(self.launch, more * self.bytes_per_token)
-        hybrid = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).hybrid == phases.MAMBA
-        pin = f"; the same as --mem-fraction-static {fraction:.4f}" if fraction and not hybrid and now != rule else ""
+        if self.needs and self._seconds:
+            self._log_needs()
+        size = f"{state} from {rule:,} to {now:,}" if now != rule else f"kept at {now:,}"
+        free = f"{megabytes(self.margin)} stay free"
+        images = f", and {megabytes(self.launch.images)} for images" if self.launch.images else ""
+        limit = f"; --max-total-tokens {now:,} is used" if self.max_tokens and now == self.max_tokens else ""
         why = f"; {reason}" if reason else ""
-        limit = (
-            f"; --max-total-tokens {self.max_tokens:,} is used" if self.max_tokens and now == self.max_tokens else ""
-        )
-        free = f"{megabytes(self.margin)} of margin stay free"
-        warn = bool(reason) or now < rule
-        self.log(f"{facts}; forwards need {need}, {free}{kept}{limit}{why}{pin}", warn=warn)
+        more_bytes = (now - self.pools.first.tokens) * self.bytes_per_token
+        fraction = sizing.pinned_fraction(self.launch, more_bytes)
+        hybrid = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).hybrid == phases.MAMBA
+        same = f". The same size without measuring: --mem-fraction-static {fraction:.4f}"
+        pin = same if fraction and not hybrid and now != rule else ""
+        self.log(f"KV cache {size} tokens; {free}{images}{limit}{why}{pin}", warn=bool(reason) or now < rule)
         if self.fraction_is_given and now < rule and fraction:
             self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
+
+    def _log_needs(self) -> None:
+        total_s = self._seconds.pop(rehearsal.ALL, 0.0)
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
+        missed = f"; not reached: {', '.join(self.needs[0].missed)}" if self.needs[0].missed else ""
+        early = "; ended early, before memory ran out" if any(need.stopped for need in self.needs) else ""
+        self.log(f"rehearsed in {total_s:.0f} s: {parts}{missed}{early}")
+        if any(need.failure for need in self.needs):
+            return  # the need is not known
+        need = megabytes(max(need.need for need in self.needs))
+        self.log(
+            f"measured {need} beside weights and KV cache; largest forward passes: "
+            f"{sizing.largest_phases(self._phases)}; {megabytes(self._before)} CUDA graphs and buffers, "
+            f"{megabytes(self._graphs)} of it decode graphs; {megabytes(self._slack)} allocator slack"
+        )
 
     def _tokens_by_rule(self) -> int:
         """Return the tokens that the given fraction, or the engine's own, leaves to the KV cache.

@@ -1,4 +1,4 @@
-"""A server's ranks without an engine, for the tests of this folder."""
+"""Fixtures for ranks of a server without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_moe_patches.memory.kv_sizing import rehearsal
 
 @pytest.fixture(autouse=True)
 def metrics_that_count(monkeypatch):
-    """Tests run two rehearsals in one process, or end none: what they mute counts again afterwards."""
+    """Restore the methods of metrics after a test, because some tests end no rehearsal."""
     for name, methods in rehearsal.METRICS.items():
         kind = getattr(prometheus_client, name)
         for method in methods:
@@ -22,7 +22,7 @@ def metrics_that_count(monkeypatch):
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """Makes schedulers; of the one that was made last the GPU's memory is read."""
+    """Return a function that makes schedulers. Readings of GPU memory come from the scheduler that was made last."""
     for name, value in {
         "server_facts": lambda runner: SimpleNamespace(hybrid=""),
         "limits_of": lambda scheduler, fewer_requests=0: SMALL,
@@ -44,7 +44,7 @@ def scheduler(monkeypatch):
 
 @pytest.fixture
 def world(monkeypatch):
-    """The engine's group of all ranks, in which this process is ``world.rank_in_group``."""
+    """Engine's group of all ranks, in which this process has the rank ``world.rank_in_group``."""
     group = SimpleNamespace(rank_in_group=0, world_size=1)
     state = SimpleNamespace(get_world_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
@@ -53,7 +53,7 @@ def world(monkeypatch):
 
 @pytest.fixture
 def metric(monkeypatch, world):
-    """Looks a metric of this rank up by its name and labels."""
+    """Return a function that looks up a metric of this rank by its name and labels."""
     registry, gauge = prometheus_client.CollectorRegistry(), prometheus_client.Gauge
     monkeypatch.setattr(prometheus_client, "Gauge", lambda *args, **more: gauge(*args, **more, registry=registry))
 

@@ -1,4 +1,4 @@
-"""Which request of a rehearsal is put when."""
+"""The order of the requests in a rehearsal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_S = 60.0
 
 
 class Server:
-    """In the place of a scheduler: answers every request with one forward at its phase's bound.
+    """Stand-in for a scheduler. It answers every request with one forward pass at the bound of its phase.
 
     :param refuses: names of phases whose forwards are never as large.
     :param loses: names of phases whose requests are never answered.
@@ -54,7 +54,7 @@ class Server:
         return new
 
     def run(self, between=lambda got: None):
-        """To the end: its driver. Time passes in ``between``."""
+        """Run the script to its end, and return the driver. Time passes in ``between``."""
         for _ in range(5000):
             got = self.step(idle=True)
             if self.driver.is_over:
@@ -86,7 +86,7 @@ class Server:
     ],
 )
 def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(kind, captured, ends, short):
-    """Before the next phase, and before the flush where the rehearsal ends with this one."""
+    """The next phase and the flush wait for the end of the phase before."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
@@ -98,7 +98,7 @@ def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(k
 
 
 def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
-    """The engine merges what comes into the batch of those that have just ended, penalties and all."""
+    """The engine would merge new requests into a batch that has just ended, with the tensors of its penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -108,7 +108,7 @@ def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
 
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
 def test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else(vocabulary):
-    """Prompts of random tokens begin as others now and then: a forward lacks what the cache has of them.
+    """Random prompts share a first token now and then. The cached tokens would then be missing in a forward pass.
 
     The smaller vocabulary has hardly more tokens than there are prompts.
     """
@@ -138,7 +138,7 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
     ("radix_cache", "taken_s", "put"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
 def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put):
-    """The engine computes it to its end. Its own first request waits meanwhile, and unanswered that ends the server.
+    """The engine finishes a prompt that was begun. Its warm-up request would time out, which ends the server.
 
     After 80 s the next part may take 320 of 280 s, and after 30 s the whole prompt 480 of 330 s.
     """
@@ -187,7 +187,7 @@ def test_a_phase_that_is_never_seen_largest_batch_is_tried_again_and_then_named(
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
-    """With speculation as well, where nothing that runs is aborted."""
+    """The same with speculation, where running requests are not aborted."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
@@ -205,7 +205,7 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
     [
         ({"stages": 1}, "DECODE", [1, 1]),
         ({"stages": 2}, "DECODE", [1, 2]),  # each turn is another batch's
-        # A request that speculates ends by its length: it is short.
+        # With speculation, a short request ends by its length.
         ({"draft_tokens": 4, "draft_slots": 8}, "TARGET_VERIFY", [0, 0]),
     ],
     ids=str,
@@ -241,7 +241,7 @@ def test_caches_hold_the_prefix_before_the_requests_that_begin_with_it(kind):
 
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead(kind):
-    """It can take minutes, and is tried once more: slots of what has just ended may not be free yet."""
+    """Computing the prefix can take minutes. The phase is tried once more, because slots may become free late."""
     server = Server(only=kind, plants=False)
     driver = server.run()
     assert (server.put, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)

@@ -1,4 +1,4 @@
-"""From what ranks measured to a number of tokens that all of them have, as functions and on two ranks."""
+"""Decisions on the KV cache size, as pure functions and in the start of two ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TOO_FEW = "beside the largest forward and the margin fit 0 tokens, too few to se
     [
         ([RankNeed(fits=300)], 300, ""),
         ([RankNeed(fits=300), RankNeed(fits=250)], 250, ""),
-        ([RankNeed(fits=900)], 500, ""),  # to the end of its addresses
+        ([RankNeed(fits=900)], 500, ""),  # up to its last address
         ([RankNeed(fits=201)], 200, ""),  # not for less than 2 %
         ([RankNeed(fits=204)], 204, ""),
         ([RankNeed(fits=150)], 150, ""),
-        ([RankNeed(fits=199)], 199, ""),  # it shrinks by whatever it must
+        ([RankNeed(fits=199)], 199, ""),  # it shrinks, however little
         ([RankNeed(fits=150, missed=MISSED)], 150, ""),
         ([RankNeed(fits=300, missed=MISSED)], 200, "the rehearsal did not reach: a, b"),
         ([RankNeed(fits=300), RankNeed(failure="no driver")], 200, "the rehearsal failed: rank 1: no driver"),
@@ -44,7 +44,7 @@ def test_all_ranks_have_what_fits_on_the_one_with_the_least(needs, tokens, reaso
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
 def test_a_cache_begins_with_one_longest_request_where_the_rule_leaves_less(free, least):
-    """The rule sets aside 20 of 100 GB; on the rank with the least are ``free`` beside the weights, and 10 needed.
+    """The rule sets 20 of 100 GB aside. The rank with the least memory has ``free`` GB, and the KV cache needs 10 GB.
 
     Of 40 the rule leaves more, and of 12.9 nothing would be left for forwards.
     """
@@ -78,7 +78,7 @@ def everything_said(caplog):
 
 
 class Pools:
-    """A token takes 1 MB.
+    """Pools whose tokens take 1 MB each.
 
     :param maps: what is raised when it is to map; ``None``: there is enough.
     """
@@ -108,7 +108,7 @@ class Pools:
 
 
 class Rehearsal:
-    """It ends when the test says so."""
+    """Rehearsal that ends when the test calls :meth:`finish`."""
 
     on_end: Any
 
@@ -194,7 +194,7 @@ class Ranks:
         return SimpleNamespace(publish=publish, collect=collect, ranks=2, raise_flag=print, is_raised=bool)
 
     def measure(self, *spare_mb, **seen):
-        """The rehearsal ends with so much free beyond the margin, on each rank; then orders are obeyed."""
+        """End the rehearsal with so much free memory beyond the margin on each rank, and carry out all orders."""
         for one, spare in zip(self.each, spare_mb, strict=True):
             one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
         for _ in range(9):
@@ -211,7 +211,7 @@ class Ranks:
         return [start._rehearsal for start in self.each]
 
     def tokens(self):
-        """What both ranks believe in, have mapped and have told."""
+        """Return the tokens that both ranks count, have mapped and have set in the engine."""
         one, other = [
             (pools.counts.tokens, pools.backed, told[-1]) for pools, told in zip(self.pools, self.told, strict=True)
         ]
@@ -222,14 +222,14 @@ class Ranks:
 @pytest.mark.parametrize(
     ("given", "spare_mb", "tokens", "said"),
     [
-        ({}, (500, 300), 1300, "1,300 KV tokens instead of 1,000"),
-        ({}, (500, -400), 600, "600 KV tokens instead of 1,000"),
-        ({}, (99_000, 99_000), TOP, "9,000 KV tokens instead of 1,000"),  # to the end of the addresses
+        ({}, (500, 300), 1300, "KV cache grown from 1,000 to 1,300 tokens; 2,000 MB stay free"),
+        ({}, (500, -400), 600, "KV cache shrunk from 1,000 to 600 tokens"),
+        ({}, (99_000, 99_000), TOP, "KV cache grown from 1,000 to 9,000 tokens"),  # up to the last address
         ({"maps": RuntimeError("nothing is left")}, (500, 500), RULE, "a rank had no memory to map: nothing is left"),
         ({"maps": MemoryError()}, (500, 500), RULE, "a rank had no memory to map: MemoryError"),
-        ({"silent": ("mapped",)}, (500, 500), RULE, "not every rank has told what it mapped"),
-        ({"silent": ("measured",)}, (500, 500), RULE, "not every rank has told what it measured"),
-        ({"untold": 1500}, (500, 500), RULE, "not every count could be told: frozen"),
+        ({"silent": ("mapped",)}, (500, 500), RULE, "not every rank has reported that it mapped memory"),
+        ({"silent": ("measured",)}, (500, 500), RULE, "not every rank has reported its need"),
+        ({"untold": 1500}, (500, 500), RULE, "an object of the engine does not accept the size: frozen"),
     ],
     ids=str,
 )
@@ -248,24 +248,24 @@ def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_
     ranks.again = []
     ranks.measure(-100, 7, phases={"a": 3_000_000, "b": 9_000_000}, seconds={"b": 2.0})
     assert (ranks.tokens(), len(ranks.served)) == ((1400,) * 3, 2)
-    assert "largest: b 9 MB, a 5 MB" in caplog.text
+    assert "largest forward passes: b 9 MB, a 5 MB" in caplog.text
 
 
 def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog):
-    """It runs what is larger than it was, which may be little. Between both the allocator gives back what it kept."""
+    """A later pass runs only the phases that are larger. Between passes the allocator frees the memory that it kept."""
     ranks = Ranks(monkeypatch, again=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
     needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
     ranks.measure(3000, 3000, slack=4_000_000, free=1_000_000_000)
     assert ranks.tokens() == (1500,) * 3
-    assert f"forwards need {needed:,} MB" in caplog.text
-    assert "; 70 MB went into graphs and buffers before" in caplog.text
-    assert "keeps 300 MB beyond the most tensors" in caplog.text
+    assert f"measured {needed:,} MB beside weights and KV cache" in caplog.text
+    assert "; 70 MB CUDA graphs and buffers" in caplog.text
+    assert "; 300 MB allocator slack" in caplog.text
 
 
 def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(monkeypatch):
-    """Also where another one could not begin its last rehearsal, or has no memory to grow."""
+    """The same if rank 1 could not begin its last rehearsal, or has no memory to grow."""
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), []
     for one in ranks.rehearsals():  # by which it judges how many have room
@@ -283,10 +283,10 @@ AGAIN = "rehearses again with 256 requests at once: with more, too little memory
 @pytest.mark.parametrize(
     ("spare_mb", "seen", "begins_again"),
     [
-        ([-1, 700], {}, True),  # one token less than by the rule
-        ([9000, 9000], {"stopped": True}, True),  # of what has not run nothing is known
+        ([-1, 700], {}, True),  # one token less than the rule gives
+        ([9000, 9000], {"stopped": True}, True),  # the need of phases that did not run is not known
         ([0, 0], {}, False),
-        ([-1, 700], {"fallback": 0}, False),  # nobody has run more than was asked for
+        ([-1, 700], {"fallback": 0}, False),  # no decode had more requests than the user asked for
         ([-1, 700], {"failure": "no driver", "stopped": True}, False),
     ],
 )
@@ -303,7 +303,7 @@ def test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all
 
 
 def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
-    """What more requests took is forgotten, and they are not admitted any more."""
+    """The memory of more requests is forgotten, and more requests are not admitted."""
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
@@ -315,8 +315,8 @@ def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(mo
         ranks.measure(900, 900, stopped=True, fallback=128, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
     assert (len(ranks.served), limited, caplog.text.count(AGAIN)) == (2, [(256, 256)] * 2, 1)
-    assert "largest: b 3 MB; 50 MB went into" in caplog.text
-    assert "keeps 4 MB beyond the most tensors" in caplog.text
+    assert "largest forward passes: b 3 MB; 50 MB CUDA graphs" in caplog.text
+    assert "; 4 MB allocator slack" in caplog.text
 
 
 @pytest.mark.parametrize(("spare_mb", "limited"), [([-1, -1], [(256, 256)] * 2), ([0, 0], [])])
@@ -365,13 +365,14 @@ def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_pen
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
     ranks = Ranks(monkeypatch)
-    ranks.measure(-2000, -2000, failure="it ended")
+    ranks.measure(-2000, -2000, failure="it ended", seconds={"a": 1.0})
     assert ranks.tokens() == (RULE,) * 3
-    assert "forwards need 0 MB" in caplog.text
+    assert "rehearsed in " in caplog.text
+    assert "measured " not in caplog.text
 
 
 def test_where_a_later_rehearsal_fails_the_cache_is_the_engines_again(monkeypatch):
-    """What forwards need beside the larger one is not known."""
+    """The need beside the larger KV cache is not known."""
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500)
     ranks.measure(500, 500, failure="AssertionError: a forward pass")
@@ -386,7 +387,7 @@ def test_where_a_later_rehearsal_fails_the_cache_is_the_engines_again(monkeypatc
 def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it(
     raise_alike, stages, running, goes_on, monkeypatch
 ):
-    """Two ranks, of which the other may still wait in a collective. What was put is dropped before the loop runs on."""
+    """Rank 1 may still wait in a collective. The rehearsed requests are dropped before the loop runs again."""
     monkeypatch.setattr(Rehearsal, "limits", SimpleNamespace(default_requests=False, stages=stages))
     monkeypatch.setattr(Rehearsal, "is_running", running, raising=False)
     did: list[str] = []
@@ -459,7 +460,7 @@ def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run
 
 
 def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
-    """The first has failed to begin its second: no load comes, and the others' does not end by itself."""
+    """Rank 0 fails to begin its second rehearsal. Without its requests, rank 1's rehearsal does not end by itself."""
     ranks = Ranks(monkeypatch, again=True)
     begin = Rehearsal.begin
     monkeypatch.setattr(Rehearsal, "begin", lambda one: begin(one) if not one.leads else divided_by_zero())
@@ -469,7 +470,7 @@ def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
         ranks.obey()
     first, other = ranks.rehearsals()
     assert (first.ended, other.ended, ranks.served) == (True, False, [])
-    ranks.obey()  # it has waited long enough
+    ranks.obey()  # rank 0 waits no longer
     assert other.ended
     assert ranks.tokens() == (1500,) * 3
     assert len(ranks.served) == 2
@@ -480,7 +481,7 @@ def divided_by_zero():
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
-    """What a forward that did not run would have taken is not known: a gigabyte more than all that ran."""
+    """The need of a forward pass that did not run is not known, so a gigabyte more is kept free."""
     ranks = Ranks(monkeypatch, again=True)
     for tokens in (900, 800, 700):
         assert ranks.served == []
@@ -490,7 +491,7 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
 
 
 def test_the_pools_of_a_draft_follow_the_models():
-    """A draft's slots are the model's: one that stays as it was is written behind its end."""
+    """A draft uses the model's slots. A draft pool that kept its size would be written behind its end."""
     start = hooks.ServerStart()
     start.reason, start.reserved = "", True
     start.pools = ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)

@@ -127,7 +127,7 @@ RULE, TOP, PAGE = TokenCounts(6400), TokenCounts(64_000), 64
 HYBRID = TokenCounts(6400, 6400, 1280), TokenCounts(64_000, 64_000, 12_800)
 
 
-def a_pool(name, **tensors):
+def make_pool(name, **tensors):
     made = type(name, (), {})()
     vars(made).update(tensors, mem_usage=0.0)
     return made
@@ -141,19 +141,19 @@ def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", alloca
     """Make pools for ``top`` as the engine does."""
     made = ElasticPools(HostMemory(), rule, top, page)
     rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}
-    requests = a_pool(table, **{**rows, **state})
+    requests = make_pool(table, **{**rows, **state})
 
     def parts_of(pool):
         if requests.req_to_token is None:  # it is made with the pool
             requests.req_to_token = vars(pool).pop("req_to_token")
-        return pool, requests, a_pool(allocator)
+        return pool, requests, make_pool(allocator)
 
     return made, made.build(make, parts_of, "cpu")
 
 
 def mha(size=TOP.tokens, page=PAGE, layers=2):
     keys, values = ([zeros(size + page, 4, 8) for _ in range(layers)] for _ in range(2))
-    return a_pool("MHATokenToKVPool", k_buffer=keys, v_buffer=values)
+    return make_pool("MHATokenToKVPool", k_buffer=keys, v_buffer=values)
 
 
 def mapped_bytes(buffer):
@@ -165,12 +165,12 @@ ROWS = TOP.tokens + PAGE
 
 def an_indexers_keys_by_pages():
     made, keys = zeros(ROWS, 1, 576), zeros((ROWS + 1) // PAGE, PAGE * 132, dtype=torch.uint8)
-    return a_pool("DSATokenToKVPool", kv_buffer=[made], index_k_with_scale_buffer=[keys])
+    return make_pool("DSATokenToKVPool", kv_buffer=[made], index_k_with_scale_buffer=[keys])
 
 
 def fp4_with_scales():
     keys, scales = (zeros(ROWS, *shape, dtype=torch.uint8) for shape in ((4, 4), (2,)))
-    return a_pool("MHATokenToKVPoolFP4", k_buffer=[keys], k_scale_buffer=[scales])
+    return make_pool("MHATokenToKVPoolFP4", k_buffer=[keys], k_scale_buffer=[scales])
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def fp4_with_scales():
     [
         (mha, PAGE, [(6464, 0)] * 4),
         (partial(mha, page=1), 1, [(6401, 0)] * 4),
-        (lambda: a_pool("MLATokenToKVPool", kv_buffer=[zeros(ROWS, 1, 576)]), PAGE, [(6464, 0)]),
-        (lambda: a_pool("MHATokenToKVPool", kv_buffer=[zeros(2, ROWS, 4, 8)]), PAGE, [(6464, 1)]),
-        (lambda: a_pool("MHATokenToKVPool", k_buffer=[zeros(ROWS // PAGE, 4, PAGE, 8)]), PAGE, [(101, 0)]),
+        (lambda: make_pool("MLATokenToKVPool", kv_buffer=[zeros(ROWS, 1, 576)]), PAGE, [(6464, 0)]),
+        (lambda: make_pool("MHATokenToKVPool", kv_buffer=[zeros(2, ROWS, 4, 8)]), PAGE, [(6464, 1)]),
+        (lambda: make_pool("MHATokenToKVPool", k_buffer=[zeros(ROWS // PAGE, 4, PAGE, 8)]), PAGE, [(101, 0)]),
         (an_indexers_keys_by_pages, PAGE, [(6464, 0), (101, 0)]),
         (fp4_with_scales, PAGE, [(6464, 0), (6464, 0)]),
     ],
@@ -204,7 +204,7 @@ def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
 def windows(full, window):
     parts = {"full_kv_pool": mha(full), "swa_kv_pool": mha(window, layers=3)}
     mapping = torch.zeros(full + PAGE + 1, dtype=torch.int64)  # of one dimension: by the addresses, once
-    return a_pool("SWAKVPool", **parts, full_to_swa_index_mapping=mapping)
+    return make_pool("SWAKVPool", **parts, full_to_swa_index_mapping=mapping)
 
 
 def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
@@ -267,7 +267,7 @@ def test_windows_keep_as_many_tokens_as_they_are_asked_to():
         assert made.counts_for(tokens).window >= window > made.counts_for(tokens - PAGE).window
 
 
-ODD = a_pool("OddTokenToKVPool")
+ODD = make_pool("OddTokenToKVPool")
 
 
 def mha_and_a_table_of_as_many_rows():
@@ -280,14 +280,14 @@ def mha_and_a_table_of_as_many_rows():
 @pytest.mark.parametrize(
     ("make", "more", "why"),
     [
-        (lambda: a_pool("QSATokenToKVPool", k=[zeros(64_064, 8)]), {}, "KV caches of the kind QSATokenToKVPool"),
+        (lambda: make_pool("QSATokenToKVPool", k=[zeros(64_064, 8)]), {}, "KV caches of the kind QSATokenToKVPool"),
         (mha, {"table": "DecodeReqToTokenPool"}, "request tables of the kind DecodeReqToTokenPool"),
         (mha, {"allocator": "UnifiedAllocator"}, "allocators of the kind UnifiedAllocator"),
-        (lambda: a_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
+        (lambda: make_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
         (mha_and_a_table_of_as_many_rows, {"req_to_token": None}, "a ReqToTokenPool has about as many rows"),
-        (lambda: a_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
+        (lambda: make_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
         (
-            lambda: a_pool("MHATokenToKVPool", k=zeros(ROWS, 8), x=zeros(3, 9142, 9)),
+            lambda: make_pool("MHATokenToKVPool", k=zeros(ROWS, 8), x=zeros(3, 9142, 9)),
             {},
             "a tensor of 3x9142x9 in a MHA",
         ),
@@ -308,12 +308,12 @@ def test_an_unknown_pool_is_named_and_its_buffers_are_freed(make, more, why, mon
 
 def test_states_of_requests_host_tensors_and_small_ones_stay_as_they_are():
     states = [torch.zeros(4, 100, 300, 20, device="cpu")]
-    mamba = a_pool("MambaPool", conv=states)
+    mamba = make_pool("MambaPool", conv=states)
 
     def make():
         pinned = torch.zeros(64_064, 2, pin_memory=False, device="meta")
         others = {"pinned": pinned, "lengths": torch.zeros(64_064, dtype=torch.int64)}
-        return a_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba, **others)
+        return make_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba, **others)
 
     made, pool = build(make, table="HybridReqToTokenPool", mamba_pool=mamba)
     assert len(made._buffers) == 4

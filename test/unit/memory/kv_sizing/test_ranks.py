@@ -1,4 +1,4 @@
-"""How ranks exchange what they know, and how the first has all of them do something."""
+"""Exchange of values between ranks, and broadcasts of rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 @pytest.fixture
 def store(monkeypatch):
-    """PyTorch's, by which ranks found one another, of as many ranks as ``store.ranks``; each thread is one."""
+    """PyTorch's store, shared by ``store.ranks`` ranks; each thread is one rank."""
     made, here = torch.distributed.HashStore(), threading.local()
     world = SimpleNamespace(ranks=2, here=here, made=made)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
@@ -56,7 +56,7 @@ def test_what_ranks_publish_is_found_when_all_have(store):
 
 
 def keys_of(store):
-    """Name and value of each key that one rank's value and flag have."""
+    """Return the keys of a value and of a flag of rank 1, each with its bytes."""
     made: dict[str, bytes] = {}
     one = board(store, 1)
     one._store = SimpleNamespace(set=made.__setitem__)
@@ -79,7 +79,7 @@ def keys_of(store):
     ],
 )
 def test_a_key_that_another_process_writes_has_no_effect(forge, store):
-    """Neither under the names of a topic and a flag, which it cannot know, nor under the names that they had before."""
+    """Each forged value stands under the real names, which depend on the secret, and under names without the secret."""
     first = board(store, 0)
     first.publish("a", "told")
     (value_key, value), (flag_key, flag) = keys_of(store)
@@ -92,7 +92,7 @@ def test_a_key_that_another_process_writes_has_no_effect(forge, store):
 
 
 class Bomb:
-    """Ends the test if it is unpickled."""
+    """Object that fails the test when it is unpickled."""
 
     def __reduce__(self):
         return pytest.fail, ("a foreign value is unpickled",)
@@ -100,7 +100,7 @@ class Bomb:
 
 @pytest.mark.parametrize("place", [("b", 1), ("a", 0), ("a 1", 1), ("low 2", ranks._ANY_RANK)])
 def test_a_value_is_of_one_topic_one_rank_and_one_start(place, store):
-    """Whoever reads the store can copy a value, and cannot use it elsewhere."""
+    """Another process can copy a value from the store, but the copy is worthless under another key."""
     first = board(store, 0)
     (_, value), (_, flag) = keys_of(store)
     store.made.set(first._key(*place), flag if place[0].startswith("low") else value)
@@ -160,7 +160,7 @@ def test_a_value_is_the_same_after_its_way(kind, value):
 
 UNPICKLES = re.compile(r"\b(c?pickle|dill|marshal|shelve|\w+_object(_list)?\(|recv_pyobj\(|torch\.load|eval\(|exec\()")
 READS = {
-    # The engine's own sockets, through the engine's own function.
+    # The engine's own socket, through the engine's own method.
     "memory/kv_sizing/ranks.py": {"recv_pyobj("},
 }
 
@@ -187,7 +187,7 @@ def test_a_server_of_one_rank_asks_no_store(store, monkeypatch):
 
 
 def gathered(rank, folder, results):
-    """Runs as a process: what two ranks gather, by a process group as the engine's."""
+    """Main function of a process: gather values of two ranks through a Gloo group, as the engine has one."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD, rank_in_group=rank)
     state = SimpleNamespace(get_world_group=lambda: group)
@@ -220,7 +220,7 @@ class Note(ranks.Order):
 
 
 class Socket:
-    """As a scheduler's, up to 0.5.12.post1."""
+    """Socket of a scheduler, up to 0.5.12.post1."""
 
     fileno = 7
 
@@ -234,7 +234,7 @@ class Socket:
 
 
 class Loop:
-    """A scheduler's turns: what each has taken in."""
+    """Scheduler that records the requests of each turn."""
 
     def __init__(self, *waiting):
         self.recv_from_tokenizer, self.turns = Socket(*waiting), []
@@ -296,7 +296,7 @@ def test_meanwhile_users_requests_wait_and_each_turn_asks_once():
 
 @pytest.fixture
 def machines_of(store, monkeypatch):
-    """What ranks find out of one another, those that ask."""
+    """Answers of the ranks that ask whether all machines take part."""
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):
@@ -319,11 +319,11 @@ def machines_of(store, monkeypatch):
     [((True, True, True), True), ((True, True, False), False), ((False, True, True), False)],
 )
 def test_machines_decide_together_or_none_does(asks, together, machines_of, monkeypatch):
-    if together:  # which none of them waits for
+    if together:  # no rank waits so long
         monkeypatch.setattr(ranks, "WAIT_S", 60.0)
     assert machines_of(*asks) == {together}
     if not together:
-        assert machines_of(True, True, True) == {together}  # whoever comes too late finds what was decided
+        assert machines_of(True, True, True) == {together}  # a late rank finds the decision
 
 
 @pytest.mark.parametrize(

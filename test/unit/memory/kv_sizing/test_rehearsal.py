@@ -1,4 +1,4 @@
-"""A rehearsal in one rank's scheduler: it drives every phase, ends in time and leaves nothing behind."""
+"""A rehearsal in the scheduler of one rank: it runs every phase, ends in time and restores the scheduler."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_limits_are_the_schedulers_own(monkeypatch):
     given = {"chunked_prefill_size": 512, "max_req_input_len": 3000, **numbers}
     made = SimpleNamespace(**given, server_args=server_args, tp_worker=SimpleNamespace(model_runner=None))
     found = rehearsal.limits_of(made)
-    # The engine refuses a prompt of as many tokens as it says.
+    # The engine refuses a prompt of ``max_req_input_len`` tokens.
     assert (found.input_tokens, found.chunk, found.prefill_tokens, found.prefill_requests) == (2999, 512, 2048, 3)
     assert (found.cache_tokens, found.requests, found.plants, found.stop_token) == (20_000, 300, True, False)
     assert rehearsal.limits_of(made, 40).requests == 40
@@ -54,7 +54,7 @@ def test_the_limits_are_the_schedulers_own(monkeypatch):
 
 @pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])  # then: graphs had left some
 def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, scheduler):
-    """From its begin on: what the allocator took, the most in tensors, and what is slack of that."""
+    """The result has the allocator's growth since the begin, the largest sum of tensors, and the slack of both."""
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
 
@@ -114,7 +114,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
-    """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay.
+    """Sampling takes 20 MB for each request here, after its forward pass. One GB must stay free.
 
     ``most``: requests of the largest decode; the allocator then reserves what tensors take, and keeps it. ``kept``: GB
     that it reserves beyond them once a larger decode has run.
@@ -166,7 +166,7 @@ def test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_sma
 
 
 def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
-    """Each token takes 100 MB here; 5 GB are free: 40 tokens leave one, and 48 of the chunk of 64 do not.
+    """Each token takes 100 MB here, and 5 GB are free. 40 tokens leave 1 GB, and 48 tokens of the chunk of 64 do not.
 
     The first prompt is at its bound already, as all are here.
     """
@@ -231,7 +231,7 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
         (11, {"running_batch": FULL}, True, False),
         (11, {"chunked_req": object()}, True, False),
         (11, {"mbs": [None, None]}, True, True),
-        # While batches of a stage are under way it is not idle: they would count as lost.
+        # A stage with running batches is not idle: their requests would count as lost.
         (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, False),
     ],
 )
@@ -250,7 +250,7 @@ def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, idle
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """Which was not computed: a user's prompt that begins like it would be answered by it."""
+    """A planted prefix was not computed: a user's prompt with the same prefix would be answered from random memory."""
     made, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)
@@ -335,7 +335,7 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
 
 
 def owner_of(scheduler, name):
-    """What of a server has a counter: a scheduler, what reports its metrics, or its model runner."""
+    """Object with a counter: the scheduler, its metrics reporter, or the model runner."""
     scheduler.metrics_reporter = SimpleNamespace()
     return {"runner": scheduler.tp_worker.model_runner, "reporter": scheduler.metrics_reporter}.get(name, scheduler)
 
@@ -352,7 +352,7 @@ def owner_of(scheduler, name):
     ],
 )
 def test_what_is_counted_meanwhile_is_as_before(owner, name, before, scheduler):
-    """What `/v1/loads` shows, wherever a release keeps it, and what a scheduler goes by."""
+    """Counters that `/v1/loads` shows, in the objects of each release, and counters that a scheduler reads."""
     made = scheduler()
     owner, expected = owner_of(made, owner), copy(before)
     setattr(owner, name, before)
