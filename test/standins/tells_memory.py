@@ -1,23 +1,23 @@
-"""A plugin of the engine's that tells what the driver would tell, where there is no GPU: kv-sizing on the CPU.
+"""Plugin of the engine that stands in for the driver: kv-sizing on the CPU.
 
-It says how much memory is free before loading, after it and while forwards run, less what is mapped behind the KV
-cache, has rehearsals be short, and kv-sizing take the server for one on a GPU. All else is the engine's, and the KV
-cache is ours over addresses: whatever touches what is not mapped ends the process. Variables:
+It reports the free memory before and after loading and in forward passes, less the memory that is mapped for the KV
+cache. It shortens rehearsals, and lets kv-sizing take the server for one on a GPU. Everything else is the engine's. The
+KV cache lies over reserved addresses, so touching an unmapped byte ends the process. Variables:
 
-``GAIN``       bytes that the KV cache can grow by; below 0: it must shrink
-``GIVEN``      the fraction in force, where the user gave one
-``EACH``       bytes that sampling takes for each request of a forward
-``LEAP``       bytes that it takes besides for more than 256 requests
-``STEPS``      a folder: each rank writes what it ran while rehearsing into a file of it
-``FAILS``      the rank whose driver does not answer while it rehearses
-``MAP_FAILS``  the rank that has no memory to grow
-``SHORT``      a file: once it is there, another process has taken as many bytes as it says
-``TURN_S``     a file: seconds that each turn of a server that serves takes more, once it is there
-``MERGES``     a file: the requests of each batch that was merged of two, one of which has tensors for penalties
-``RAISES``     ``REQUESTS RANK``: a rehearsed forward pass of as many requests raises, on one rank or on ``all``
+``GAIN``       bytes by which the KV cache can grow; below 0 it must shrink
+``GIVEN``      fraction in force, if the user gave one
+``EACH``       bytes that sampling takes for each request of a forward pass
+``LEAP``       additional bytes of sampling for more than 256 requests
+``STEPS``      folder in which each rank writes a file of its rehearsed forward passes
+``FAILS``      rank whose driver does not answer in the rehearsal
+``MAP_FAILS``  rank that has no memory to grow
+``SHORT``      file with a number of bytes; once it exists, another process has taken these bytes
+``TURN_S``     file with a number of seconds; once it exists, each turn of the event loop takes so much longer
+``MERGES``     file of the sizes of merged batches, if one of both has tensors for penalties
+``RAISES``     ``REQUESTS RANK``: a rehearsed forward pass of so many requests raises, on one rank or on ``all``
 ``HOLDS``      the second rehearsed forward pass lasts until the process ends
-``SLEEPS``     the log has a line for each sleep of a scheduler that has nothing to do
-``TUNES``      a file: each time that memory is mapped, and that the engine is where it tunes, a line of it
+``SLEEPS``     the log has a line for each sleep of an idle scheduler
+``TUNES``      file with a line each time that memory is mapped, and each time that the engine tunes kernels
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rank():
 
 
 def free_before_pools():
-    """Bytes: what the rule sets aside, and what it leaves to the KV cache."""
+    """Return the bytes that the rule sets aside, and those that it leaves to the KV cache, together."""
     return int(BEFORE * (1 - fraction[0])) + CACHE
 
 
@@ -183,7 +183,7 @@ def hold_forwards(rehearsal):
 
 
 def after_each_forward(rehearsal, do):
-    """Call ``do`` with the batch behind each rehearsed forward pass."""
+    """Call ``do`` with the batch of each rehearsed forward pass, behind the pass."""
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
@@ -218,7 +218,7 @@ def note(what):
 
 
 def note_tuning(module):
-    """Up to 0.5.13 what comes right behind the tuning: on a CPU its function is not called."""
+    """Note the tuning of kernels. Up to 0.5.13 the step behind it is noted, as a CPU tunes nothing."""
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
             wrapt.wrap_function_wrapper(module, f"{kind}.{name}", then_tuned)
@@ -246,7 +246,7 @@ def be_quick(ranks):
 
 
 def count_every_step(module):
-    """However long it took, or a request after the one before: releases count no decode step of two seconds."""
+    """Let the engine count slow decode steps, too. Some releases leave out steps of two seconds."""
     for name in ("DECODE_STEP_MAX_US", "STEP_MAX_US"):
         if hasattr(module, name):
             setattr(module, name, math.inf)
@@ -275,7 +275,7 @@ def tell_before_pools(module):
 
 
 def with_the_fraction(wrapped, maker, args, kwargs):
-    """The engine sizes its pools: where kv-sizing takes no part, nobody has asked for the fraction yet."""
+    """Read the fraction in force before the engine sizes its pools, for servers without kv-sizing."""
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import hooks
 
@@ -295,7 +295,7 @@ def on_the_host(hooks):
 
 
 class HostMemory:
-    """In the place of a GPU's: whatever touches what is not mapped ends the process."""
+    """Stand-in for GPU memory: touching an unmapped byte ends the process."""
 
     granularity = mmap.PAGESIZE
 

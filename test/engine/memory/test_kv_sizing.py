@@ -1,4 +1,4 @@
-"""kv-sizing in real servers on the CPU: what the driver says of memory is a stand-in's, all else is the engine's.
+"""kv-sizing in real servers on the CPU. A stand-in answers for the driver; everything else is the engine's.
 
 The KV cache is ours over addresses, and whatever touches what is not mapped ends the server.
 """
@@ -55,13 +55,13 @@ NO_STORES = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Arguments that schedulers look at there, and that hold no prompts after a flush."""
+"""Arguments that choose a cache of prefixes and keep no prompts after a flush."""
 
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", [phases.PhaseKind.PENALTIES, phases.PhaseKind.PREFILL])
 def test_a_request_asks_for_all_that_its_phase_is_about(kind):
-    """Whatever a release calls it, and whatever it leaves out by itself."""
+    """Each release has its own names and defaults for a request."""
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
     phase = next(each for each in phases.derive_phases(limits) if each.kind is kind)
     tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
@@ -73,14 +73,14 @@ def test_a_request_asks_for_all_that_its_phase_is_about(kind):
 
 
 def arguments() -> set[str]:
-    """The names of this release's server arguments."""
+    """Return the names of this release's server arguments."""
     from sglang.srt.server_args import ServerArgs
 
     return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
 
 
 def asked() -> set[str]:
-    """The arguments by which servers are recognized that are left alone."""
+    """Return the names of the arguments that :data:`.eligibility.INELIGIBLE` reads."""
     names: set[str] = set()
 
     class Asked(dict):
@@ -95,13 +95,13 @@ def asked() -> set[str]:
 
 @pytest.mark.every_release
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
-    """Or a server that has it would never be recognized."""
+    """A misspelt argument would exclude no server."""
     assert asked() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
 @pytest.mark.every_release
 def test_every_store_of_prompts_that_a_scheduler_may_make_is_named():
-    """By what its code asks when it chooses its cache of prefixes: a flush does not empty what outlives the process."""
+    """The code that chooses a cache of prefixes names its arguments. A flush does not empty an external store."""
     if seen.has_module("sglang.srt.mem_cache.registry"):
         registry = seen.module("sglang.srt.mem_cache.registry")
         chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
@@ -127,19 +127,19 @@ def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
 
 
 NEVER_SHOWN = {
-    # Made before a rehearsal, and a clock by which arrivals are told apart.
+    # Set before a rehearsal, and a clock that separates arrivals.
     *("kv_cache_allocation_time", "processed_tokens_counter", "_prefill_decode_interval_remaining"),
-    # Of a profile that somebody has begun, and of a test of the engine's.
+    # Counters of a profile and of a test of the engine.
     *("profiler_prefill_ct", "profiler_decode_ct", "_test_stream_output_count"),
-    # What the log, or a message, says of the time since the last one.
+    # Sums since the last log line or message.
     *("_device_timer_window_batch_count", "_device_timer_window_gpu_time"),
     *("_mfu_log_flops", "_mfu_log_read_bytes", "_mfu_log_write_bytes", "_fpm_gpu_time_acc"),
 }
-"""What a scheduler adds to, and neither tells of itself nor goes by afterwards."""
+"""Attributes that a scheduler adds to, but neither reports nor reads."""
 
 
 def added_to(kind: type) -> set[str]:
-    """The attributes of its own, or of what reports metrics, that the engine's code of a class adds to."""
+    """Return the attributes that a class of the engine adds to, on itself or on its metrics reporter."""
     trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
     return {
         node.target.attr
@@ -164,7 +164,7 @@ def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
 
 @pytest.mark.every_release
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """Releases that sum up the time between two decodes have none before the first."""
+    """Some releases sum up the time between two decodes, and have no time before the first one."""
     scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
         assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
@@ -200,12 +200,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(folder: Path) -> Path:
-    """For the servers of one test."""
+    """Folder of one test's servers."""
     return Path(mkdtemp(dir=folder))
 
 
 def sized(name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str) -> Server:
-    """A server that sizes its KV cache, with the stand-ins and with the cache of prefixes.
+    """Return a server that measures its need, with the stand-ins and a cache of prefixes.
 
     :param limited: it has the test servers' own ``--max-total-tokens``.
     """
@@ -219,7 +219,7 @@ def sized(name: str, model: Path, folder: Path, *arguments: str, limited: bool =
 
 
 def leave_out(server: Server, argument: str) -> None:
-    """Start the server without an argument and its value."""
+    """Remove an argument and its value from a server's command line."""
     place = server._arguments.index(argument)
     del server._arguments[place : place + 2]
 
@@ -229,12 +229,12 @@ def info(running: Server) -> dict[str, Any]:
 
 
 def said(running: Server) -> list[str]:
-    """What kv-sizing has said."""
+    """Return the log lines of kv-sizing, without their prefix."""
     return [line.partition(SAYS)[2] for line in running.log_text().splitlines() if SAYS in line]
 
 
 def samples(metrics: str) -> list[list[str]]:
-    """Name and value of each line that Prometheus reads, without its process."""
+    """Return name and value of each metric, without the label of its process."""
     lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
     return [line.rsplit(" ", 1) for line in lines]
 
@@ -244,13 +244,12 @@ UNALIKE = re.compile(
     r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
     r"|_cuda_graph_config_locked"
 )
-"""What differs between two stock servers: where they listen, when and how fast something was (of the sums over decode
-steps the third and the fifth), and of the machine's memory what is free; how often a starting server was asked whether
-it is ready, and in what order it lists a set."""
+"""Names of values that differ between two stock servers: ports, times and speeds (among them the third and the fifth sum
+over decode steps), the machine's free memory, the number of health checks in a start, and the order of a set."""
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
-    """The plain values in a value of JSON, each by its path."""
+    """Yield the plain values in a JSON value, each with its path."""
     nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if nested is None:
         yield name, value
@@ -260,13 +259,13 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def everything(running: Server) -> dict[str, object]:
-    """What a server answers wherever it is asked by GET, and its metrics, but for what is :data:`UNALIKE`."""
+    """Return the answers of a server's GET endpoints and its metrics, except those that match :data:`UNALIKE`."""
     once = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept may be closed under a slow answer
     with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True, limits=once) as client:
         endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
         found: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
         for path, methods in endpoints.items():
-            # What takes POST as well does something; what has a parameter is no one page.
+            # An endpoint that also takes POST has an effect, and one with a parameter has many pages.
             if "get" in methods and "post" not in methods and "{" not in path:
                 answer = client.get(path)
                 is_json = "json" in answer.headers.get("content-type", "")
@@ -280,7 +279,7 @@ LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefil
 
 @pytest.fixture(scope="module")
 def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
-    """By their names: servers that are to be as stock. A limit of the user's keeps the one that rehearses as large.
+    """Servers that must equal stock, by their names. A limit of the user keeps the size of the one that rehearses.
 
     Of each, what it answers, what it tells of itself, and what kv-sizing has said.
     """
@@ -290,7 +289,7 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
     if RELEASE == DEFAULT:  # the same whatever the release: nothing of kv-sizing runs
         variables["unset"] = {eligibility.KV_SIZING.name: ""}
     more = [*LIMITED, "--random-seed", "1", "--enable-metrics"]
-    # Asked whether it is ready, a server would compute a token; and on a loaded machine it is asked again.
+    # A health check would compute a token, and a loaded machine repeats the check.
     counted = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     servers = [
         sized(name, checkpoint(), place, *more, limited=True, **counted, **each) for name, each in variables.items()
@@ -304,7 +303,7 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
 
 @pytest.mark.every_release
 def test_a_server_says_and_counts_what_stock_does_without_the_variable_and_after_a_rehearsal(alike):
-    """With limits of the user's, which a rehearsal keeps, and which would refuse most of its requests."""
+    """The user's limits stay in force. Without a rehearsal's exceptions they would refuse most of its requests."""
     stock = alike["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in alike.items():
@@ -319,14 +318,14 @@ def test_a_server_says_and_counts_what_stock_does_without_the_variable_and_after
 
 
 def tokens(running: Server) -> int:
-    """Of the KV cache, wherever a server says it."""
+    """Return the tokens of the KV cache, and check that all places of a server agree."""
     told = info(running)
     (found,) = {told["max_total_num_tokens"], *capacities(running)}
     return int(found)
 
 
 def capacities(running: Server) -> set[int]:
-    """Tokens that its schedulers have; what the launcher says is what it was told at the start."""
+    """Return the tokens that the schedulers count. The launcher has the number of the start."""
     return {int(each["memory_usage"]["token_capacity"]) for each in info(running)["internal_states"]}
 
 
@@ -335,13 +334,13 @@ def number(text: str) -> int:
 
 
 def sizes_told(running: Server) -> list[tuple[int, int, str]]:
-    """Of each line that says what happened, the tokens, those by the rule, and the line."""
+    """Return the tokens, the tokens by the rule and the text of each log line with a KV cache size."""
     found = [re.match(r"KV cache (?:grown|shrunk) from ([\d,]+) to ([\d,]+) tokens; ", line) for line in said(running)]
     return [(number(match[2]), number(match[1]), match.string) for match in found if match]
 
 
 def sizing(running: Server) -> tuple[int, int, str]:
-    """The tokens that the one line says, those by the rule, and the fraction that gives as many."""
+    """Return the tokens, the tokens by the rule and the fraction that gives as many, from the one log line."""
     ((now, rule, line),) = sizes_told(running)
     pattern = r".* tokens; 200 MB stay free.*\. The same size without measuring: --mem-fraction-static (0\.\d{4})"
     found = re.fullmatch(pattern, line)
@@ -353,7 +352,7 @@ LONG = [[token % 600 + 3 for token in range(start, start + 280)] for start in (0
 
 
 def at_once(running: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """What a server answers to prompts that it is asked together."""
+    """Return the answers of a server to prompts that are sent together."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda prompt: ask_servers(running, prompts=[prompt])[0][0], prompts))
 
@@ -369,9 +368,9 @@ def wait_for(what: Callable[[], bool]) -> None:
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(place: Path, engine, checkpoint):
-    """By the rule the KV cache holds one request of the three that run at once; their slots are new.
+    """The rule's KV cache has room for one of the three requests that run at once, so they need new slots.
 
-    Where FlashInfer tunes its kernels, which may take much, the KV cache is as small as by the rule.
+    FlashInfer tunes its kernels while the KV cache still has the rule's size, because tuning may take much memory.
     """
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     short, scan, tunes = place / "short", place / "scan", place / "tunes"
@@ -411,7 +410,7 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
 def test_memory_that_is_short_ends_no_prompt_that_is_computed_in_parts_and_starves_none_that_waits(
     folder: Path, checkpoint
 ):
-    """The engine asks for no room for the second part of a prompt, and never admits a request that fits exactly."""
+    """The engine checks for no room before the second chunk of a prompt, and admits no request that fits exactly."""
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"
@@ -443,7 +442,7 @@ def test_memory_that_is_short_ends_no_prompt_that_is_computed_in_parts_and_starv
 
 @pytest.mark.every_release
 def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
-    """Up to 0.5.13 between pools and graphs, later when the runners of forwards are made."""
+    """Up to 0.5.13 it is tuned between pools and graphs, later when the runners of forward passes are made."""
     runner = seen.module("sglang.srt.model_executor.model_runner").ModelRunner
     if hasattr(runner, "kernel_warmup"):
         steps = [f"self.{name}" for name in ("init_memory_pool", "kernel_warmup", "init_device_graphs")]
@@ -462,15 +461,15 @@ def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
 
 
 STAYS = re.compile(
-    # The address space's size; and from 0.5.14 on the inputs of an eager forward, which hold a prefill chunk besides.
+    # The size of the address space, and from 0.5.14 on the inputs of an eager forward pass.
     r"_kvcache|kv_pool|kvcache|server_args|ServerArgs|_eager_registry"
-    # What was free when a scheduler that reports every while reported last, maybe before the KV cache grew.
+    # Free tokens in the last periodic report of a scheduler, maybe before the KV cache grew.
     r"|stats\.kv_available_tokens"
-    # The rehearsal's last requests, which releases before 0.5.13 keep until the next prefill: a token of their prompts
-    # and answers, or the number of a prefix, may be any number.
+    # The last requests of the rehearsal, which releases before 0.5.13 keep until the next prefill. Their tokens may be
+    # any number.
     r"|scheduler\.(can_run_list\[|adder\..*chunked_req\.)"
 )
-"""Places that hold the rule's number and may: none of them is asked how many tokens there are."""
+"""Places that may keep the rule's number, because nobody reads the KV cache size there."""
 
 
 @DEFAULT_ENGINE_ONLY
@@ -506,8 +505,8 @@ def test_a_given_fraction_is_left_alone_or_is_where_the_cache_begins(place: Path
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_there_is_memory(place: Path, checkpoint):
-    """The engine allows 4,096, of which this cache has room for 1,292. A quarter may cost a thirty-second of it."""
-    # Each chunk has many prompts: hundreds of requests come in few forwards.
+    """The engine allows 4,096 requests, and this KV cache has room for 1,292. More may cost a thirty-second of it."""
+    # Each chunk has many prompts, so hundreds of requests are computed in few forward passes.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
     grown = sized("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
@@ -520,7 +519,7 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
         assert 300 < int(told[1]) < 400
         before = len(grown.log_text())
         for more in ({}, {"presence_penalty": 0.5}, {}):
-            # The first, which may decode before the last are there, wait for them.
+            # The first requests decode longer, so that they still run when the last are admitted.
             lengths = [24 if each < 50 else 6 for each in range(len(prompts))]
             sampling = [{"temperature": 0, "max_new_tokens": new, "ignore_eos": True} | more for new in lengths]
             body = {"input_ids": prompts, "sampling_params": sampling}
@@ -528,7 +527,7 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
             at_once = [int(each) for each in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
             before = len(grown.log_text())
             assert max(at_once) == (256 if more else 300)
-    # Those that come after the ones with penalties are not merged into their batch, which is kept for a turn.
+    # Later requests are not merged into the penalized batch, which the engine keeps for a turn.
     assert max(map(int, merges.read_text().split())) <= 256
 
 
@@ -576,7 +575,7 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
 
 
 def processes_of(running: Server) -> list[psutil.Process]:
-    """Every process of a server, the launcher first: they have its environment."""
+    """Return the processes of a server, by their environment; the launcher first."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -586,7 +585,7 @@ def processes_of(running: Server) -> list[psutil.Process]:
 
 
 def schedulers_of(running: Server) -> list[psutil.Process]:
-    """Schedulers of a server, by their ranks."""
+    """Return the scheduler processes of a server, in the order of their ranks."""
     found = {process.name(): process for process in processes_of(running)}
     return [found[name] for name in sorted(found) if name.startswith("sglang::sched")]
 
@@ -595,7 +594,7 @@ def schedulers_of(running: Server) -> list[psutil.Process]:
 @pytest.mark.every_release
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_server_that_is_ended_while_it_rehearses_leaves_no_process(who: str, place: Path, checkpoint):
-    """By SIGTERM, as Kubernetes ends it, or because one of its ranks is killed."""
+    """Kubernetes sends SIGTERM to the launcher. A rank may be killed, too."""
     ended = sized("ended", checkpoint(), place, "--tp", "2", HOLDS="1", SERVER_NAME="ended")
     were: list[psutil.Process] = []
 
@@ -625,7 +624,7 @@ def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place:
 
 
 def in_words(running: Server) -> list[int]:
-    """Tokens of an answer that a grammar restricts."""
+    """Return the tokens of an answer that a grammar restricts."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no){1,9}"}
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
     answer = httpx.post(f"{running.url}/generate", json=body, timeout=PATIENCE).raise_for_status()
@@ -635,7 +634,7 @@ def in_words(running: Server) -> list[int]:
 @pytest.mark.ci
 @pytest.mark.every_release
 def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(place: Path, checkpoint):
-    """Each turn of a rehearsal that has nothing to do would wait a second for a user's request."""
+    """Each idle turn of the rehearsal would wait a second for a user's request."""
     sleepy = sized("sleepy", checkpoint(), place, SLEEPS="1")
     awake = sized("awake", checkpoint(), place, SLEEPS="1")
     awake._arguments.remove("--sleep-on-idle")  # which the other has for the processors of a machine of tests
@@ -653,7 +652,7 @@ def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(p
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["alone", "tensors"])
 def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_server(kind, place: Path, checkpoint):
-    """Alike on all ranks. The requests of the batch are dropped, and their slots are free again."""
+    """All ranks raise alike. The requests of the batch are dropped, and their slots become free."""
     if kind == "alone":
         raises = sized("raises", checkpoint(), place, RAISES="3 all")
     else:
@@ -668,7 +667,7 @@ def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_ser
 
 
 def watched(running: Server) -> list[tuple[str, str]]:
-    """While the server starts, what ``/health`` answers within five seconds, and the log's text thereafter."""
+    """Collect the answers of ``/health`` in the start of a server, each with the log's text behind it."""
     answered: list[tuple[str, str]] = []
 
     def ask(seconds: float, line: str) -> None:
@@ -710,7 +709,7 @@ def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, mo
 
 
 def asked_about_images(running: Server) -> list[Any]:
-    """Tokens and log-probabilities of answers to two images, and to both at once."""
+    """Return tokens and log-probabilities of answers to two images, one by one and together."""
     shown = [image_model.picture(96, 128), image_model.picture(200, 64)]
     found = []
     for some in ([shown[0]], [shown[1]], shown):
@@ -737,7 +736,7 @@ def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_an
         return made
 
     stock = taking_images("stock", limited=True, SGLANG_MOE_PATCHES="none")
-    # As much more is free as images may take.
+    # More is free than the memory that the rule sets aside for images.
     kept = taking_images("kept", GAIN="5000000000")
     with start_servers(stock, kept):
         expected = asked_about_images(stock)
@@ -750,12 +749,12 @@ def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_an
     assert (now - rule) * token_bytes == pytest.approx(5_000_000_000 - share * 1_000_000, abs=2_000_000)
 
 
-# 0.5.11 admits nobody until a request has ended, once it had no window for one: there the rule would stand.
+# 0.5.11 admits no request until one has ended, once it had no window for a request. The KV cache would not grow.
 FEW_WINDOWS = "0.1" if RELEASE == "0.5.11" else "0.01"
 KINDS = {
-    # So few tokens of sliding windows that they bound what runs at once, and how long.
+    # So few tokens of sliding windows that they bound the number and the length of requests.
     "windows": ["--max-running-requests", "40", "--swa-full-tokens-ratio", FEW_WINDOWS],
-    # Requests follow the states that there is room for.
+    # The number of requests follows the number of states that have room.
     "states": ["--max-running-requests", "64"],
 }
 if RELEASE == DEFAULT:
@@ -778,7 +777,7 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 @pytest.mark.product
 @pytest.mark.every_release
 def test_a_prefix_keeps_no_more_windows_than_leave_room_for_a_chunk_behind_it(place: Path, checkpoint):
-    """The cache counts windows by the parts in which it learned a prefix, of which the last would be less than one."""
+    """The cache keeps the windows of a prefix by the parts in which the prefix was computed."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized("grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60")
     with start_servers(running):
@@ -789,12 +788,12 @@ def test_a_prefix_keeps_no_more_windows_than_leave_room_for_a_chunk_behind_it(pl
 
 
 def ran(folder: Path) -> list[list[list[str]]]:
-    """Of both ranks, what each forward of the rehearsal was: mode, tokens, requests, tokens of data-parallel ranks."""
+    """Return mode, tokens, requests and tokens of all data-parallel ranks of each rehearsed forward pass, by rank."""
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
 
 
 def of_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) -> Server:
-    """Two ranks; what each ran is in ``folder / name``."""
+    """Return a server of two ranks, whose forward passes are recorded in ``folder / name``."""
     plugins.write_module(folder / name / "gathers", "gathers_on_cpu", STAND_INS["gathers_on_cpu"])
     (folder / name / "steps").mkdir()
     path = prepend_to_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
@@ -810,9 +809,9 @@ RANKS = {
 }
 STEPS_OF = {
     "tensors": (["EXTEND", "64", "1", "64"], ["DECODE", "3", "3", "3"]),
-    # Half of the 256 tokens of a chunk, and of the 20 requests, on each.
+    # Each rank has half of the 256 tokens of a chunk, and half of the 20 requests.
     "attention": (["EXTEND", "128", "1", "256"], ["DECODE", "10", "10", "20"]),
-    # Half of the 20 requests: the others are in the other batch.
+    # Each batch has half of the 20 requests.
     "stages": (["EXTEND", "128", "1", "128"], ["DECODE", "10", "10", "10"]),
 }
 
@@ -821,7 +820,7 @@ STEPS_OF = {
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
 def test_ranks_rehearse_in_step_and_grow_alike_and_where_one_cannot_none_does(kind: str, place: Path, checkpoint):
-    """And give memory back alike, as the real engine's ranks follow one another."""
+    """The ranks give memory back alike, too."""
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
     servers = {name: of_ranks(kind, name, checkpoint(), place, **variables) for name, variables in given.items()}
@@ -857,7 +856,7 @@ def test_replicas_rehearse_and_grow_each_for_itself(place: Path, checkpoint):
 
 
 def of_two_machines(model: Path, place: Path) -> list[Server]:
-    """A server of two ranks, each on a machine of its own."""
+    """Return the two halves of a server of two ranks, each on a machine of its own."""
     given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
     return [sized(f"machine{rank}", model, place, *given, str(rank)) for rank in range(2)]
 
