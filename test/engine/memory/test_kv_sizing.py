@@ -244,8 +244,8 @@ UNALIKE = re.compile(
     r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
     r"|_cuda_graph_config_locked"
 )
-"""Names of values that differ between two stock servers: ports, times and speeds (among them the third and the fifth sum
-over decode steps), the machine's free memory, the number of health checks in a start, and the order of a set."""
+"""Names of values that differ between two stock servers: ports, times and speeds (also the third and the fifth sum over
+decode steps), the machine's free memory, the number of health checks in a start, and the order of a set."""
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
