@@ -286,21 +286,21 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[NVFP4 on CuteDSL]": [("((OUTPUT_IN_DEAD_INPUT,) if takes else ())", "()", SIZED_UNTIL)],
     },
     OURS + "memory/kv_sizing/hooks.py": {
-        "test_where_the_rule_leaves_nothing_a_server_starts_all_the_same": [(" - self._raised_tokens", "")],
+        "test_a_server_starts_if_the_rule_leaves_no_kv_cache": [(" - self._raised_tokens", "")],
         "test_all_ranks_grow_alike_or_none_does": [
             ("tokens, again, missed = before if reason else tokens,", "tokens, again, missed = tokens,"),
             ("        self.pools.unmap_from(counts)\n        return problem", "        return problem"),
             ("            return str(error) or type(error).__name__", "            return ''"),
             ("str(error) or type(error).__name__", "str(error)"),
         ],
-        "test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it": [
+        "test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them": [
             ("else tokens, not reason, ()", "else tokens, False, ()")
         ],
         "test_a_later_rehearsal_forgets_no_need_of_an_earlier_one": [
             ("max(self._need, without_forwards - measured.lowest)", "without_forwards - measured.lowest"),
             ("self._before or without_forwards", "without_forwards"),
         ],
-        "test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again": [
+        "test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_tokens": [
             ("self._begin_next(phases.derive_phases)", "self._begin_next(lambda limits: [])"),
             ("(is_smaller or ended_early)", "ended_early"),
             ("(is_smaller or ended_early)", "is_smaller"),
@@ -313,16 +313,16 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("if self._pass > 1 or rank_0", "if rank_0"),
             ("        self._fewer_requests = requests\n", ""),
         ],
-        "test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_left_too_little": [
+        "test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_over": [
             (" and not self._has_started_over)", ")")
         ],
-        "test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run": [
+        "test_an_estimated_need_counts_until_the_phase_has_run": [
             ("without_forwards - measured.lowest)", "without_forwards - min(measured.lowest, measured.expected))")
         ],
         "test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps": [
             ('                self._sleeper.add(scheduler, "idle_sleeper", None)\n', ""),
         ],
-        "test_where_a_later_rehearsal_fails_the_cache_is_the_engines_again": [
+        "test_a_failed_later_rehearsal_restores_the_engines_size": [
             ("tokens = min(tokens, self.pools.first.tokens)", "pass")
         ],
         "test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it": [
@@ -330,7 +330,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("            rehearsal.drop_requests(scheduler)\n", ""),
             ("return None not in self.board", "return True or self.board"),
         ],
-        "test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found": [
+        "test_all_ranks_admit_the_requests_that_rank_0_has_found": [
             ("batch, penalized = rank_0.admitted", "batch, penalized = self._limits.batch, self._limits.penalized"),
             ("(self.pools.counts == self.pools.first and not", "(not"),
             ("measured.fewer_requests or self._fewer_requests", "self._fewer_requests"),
@@ -339,7 +339,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/sizing.py": {
-        "test_all_ranks_have_what_fits_on_the_one_with_the_least": [
+        "test_all_ranks_get_the_size_that_fits_on_the_smallest": [
             ("min(need.fits for need in needs)", "max(need.fits for need in needs)"),
             ("if fits > now and needs[0].missed:", "if False:"),
             ("min(now, least)", "min(now, 1)"),
@@ -489,33 +489,31 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("yield [self._abort()] if self._is_stuck else", "yield"),
             ("if self._is_ended or self._is_stuck:", "if self._is_ended:"),
         ],
-        "test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put": [
-            ("phase.growth * self._slowest_s", "0")
-        ],
-        "test_a_phase_begins_when_nothing_of_the_one_before_is_left": [
+        "test_a_prompt_that_would_take_too_long_is_not_sent": [("phase.growth * self._slowest_s", "0")],
+        "test_a_phase_begins_when_the_phase_before_has_ended": [
             ("while not (self._is_idle or self._is_ended):", "while False:")
         ],
-        "test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request": [
+        "test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph": [
             ("phase.bound.modes == DECODES and not", "not"),
             ("phase.bound.modes == DECODES and not phase.bound.graph:", "phase.bound.modes == DECODES:"),
             ("yield from self._displace(phase)", "pass"),
             ("while not self._is_idle:  # else", "while False:  # else"),
             ('name="", sampling=SAMPLED, output', 'name="", output'),
         ],
-        "test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead": [
+        "test_a_phase_whose_prefix_was_not_planted_is_not_computed": [
             ("            if not self._is_planted:", "            if False:")
         ],
-        "test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further": [
+        "test_a_required_phase_without_memory_ends_the_rehearsal": [
             ("if phase.estimate is not None and not", "if False and not"),
             ("if phase.name in self.seconds and", "if"),
         ],
-        "test_a_longer_prompt_for_which_there_is_no_memory_is_not_put": [
-            ("            last_tokens = len(turn[0])\n", "")
-        ],
+        "test_a_prompt_without_memory_is_not_sent": [("            last_tokens = len(turn[0])\n", "")],
     },
     OURS + "memory/kv_sizing/rehearsal.py": {
-        "test_pools_are_told_by_their_kind": [('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")],
-        "test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much": [
+        "test_server_facts_depend_on_the_kind_of_pool": [
+            ('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")
+        ],
+        "test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as_much": [
             ("(must or taken_next <= largest)", "True"),
             ("return cost <= self._for_more_requests and left", "return left"),
             ("if self._reserved_by_others is None and not must:", "if not must:"),
@@ -525,23 +523,21 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("taken += graph_bytes(self.runner)", "pass"),
             ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],
-        "test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_smaller_number_is_known": [
+        "test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory": [
             ("fallback=driver.fallback if driver else 0", "fallback=0")
         ],
-        "test_who_waits_is_stuck_when_nothing_has_run_for_long": [
+        "test_waiting_requests_are_stuck_if_nothing_has_run_for_long": [
             ("bool(scheduler.waiting_queue) and not runs", "not runs"),
             ("            self._last_forward = time.monotonic()\n", ""),
             ("scheduler.chunked_req is not None or ", ""),
         ],
-        "test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal": [('*("forward_ct", ', "*(")],
-        "test_a_request_asks_for_all_that_its_phase_is_about": [
+        "test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal": [('*("forward_ct", ', "*(")],
+        "test_a_request_has_the_sampling_parameters_of_its_phase": [
             ("ignore_eos=True, **phase.sampling)", "ignore_eos=True)"),
             ("return_logprob=phase.output_logprobs", "return_logprob=False"),
         ],
-        "test_what_is_counted_meanwhile_is_as_before": [
-            ("self._undo.append(partial(setattr, owner, name, copy(value)))", "pass")
-        ],
-        "test_no_metrics_are_reported_and_what_waits_is_not_limited_meanwhile": [
+        "test_counters_are_restored": [("self._undo.append(partial(setattr, owner, name, copy(value)))", "pass")],
+        "test_metrics_and_the_queue_limit_are_off_in_a_rehearsal": [
             ('RECORDING = ("enable_metrics", ', "RECORDING = ("),
             ('self._set_until_end(self.scheduler, "max_queued_requests", None)', "pass"),
         ],
@@ -557,10 +553,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("    require(type(value) is kind)\n", ""),
             ("isinstance(value, dict) and value.keys() == hints.keys()", "True"),
         ],
-        "test_what_another_process_says_of_machines_turns_sizing_off_and_lets_nobody_wait_for_ever": [
+        "test_foreign_answers_about_machines_turn_sizing_off_in_a_bounded_time": [
             ("    _connect(store, rank, ranks)\n    return True", "    return True")
         ],
-        "test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer": [
+        "test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended": [
             ("            step.end()\n", ""),
             ("            self._early[order.topic] = order.values\n", ""),
         ],

@@ -48,7 +48,7 @@ SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--conte
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
 OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
 OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
-SAYS = "sglang-moe-patches: kv-sizing: "
+LOG_PREFIX = "sglang-moe-patches: kv-sizing: "
 
 
 NO_STORES = {
@@ -60,7 +60,7 @@ NO_STORES = {
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", [phases.PhaseKind.PENALTIES, phases.PhaseKind.PREFILL])
-def test_a_request_asks_for_all_that_its_phase_is_about(kind):
+def test_a_request_has_the_sampling_parameters_of_its_phase(kind):
     """Each release has its own names and defaults for a request."""
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
     phase = next(each for each in phases.derive_phases(limits) if each.kind is kind)
@@ -79,7 +79,7 @@ def arguments() -> set[str]:
     return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
 
 
-def asked() -> set[str]:
+def arguments_read() -> set[str]:
     """Return the names of the arguments that :data:`.eligibility.INELIGIBLE` reads."""
     names: set[str] = set()
 
@@ -96,7 +96,7 @@ def asked() -> set[str]:
 @pytest.mark.every_release
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
     """A misspelt argument would exclude no server."""
-    assert asked() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
+    assert arguments_read() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
 @pytest.mark.every_release
@@ -110,7 +110,7 @@ def test_every_store_of_prompts_that_a_scheduler_may_make_is_named():
     names = {name for name in arguments() if any(seen.mentions(each, name) for each in chooses)}
     stores = {name for name in names if name.startswith("enable_") or name.endswith("_backend")}
     assert "enable_lmcache" in stores
-    assert stores - asked() <= NO_STORES
+    assert stores - arguments_read() <= NO_STORES
 
 
 @pytest.mark.every_release
@@ -138,7 +138,7 @@ NEVER_SHOWN = {
 """Attributes that a scheduler adds to, but neither reports nor reads."""
 
 
-def added_to(kind: type) -> set[str]:
+def attributes_added_to(kind: type) -> set[str]:
     """Return the attributes that a class of the engine adds to, on itself or on its metrics reporter."""
     trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
     return {
@@ -151,13 +151,13 @@ def added_to(kind: type) -> set[str]:
 
 
 @pytest.mark.every_release
-def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
+def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
     schedulers = [seen.module("sglang.srt.managers.scheduler").Scheduler]
     components = "sglang.srt.managers.scheduler_components."
     if seen.has_module(f"{components}metrics_reporter"):
         schedulers.append(seen.module(f"{components}metrics_reporter").SchedulerMetricsReporter)
         schedulers.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
-    names = {name for kind in schedulers for name in added_to(kind) if not name.startswith("spec_")}
+    names = {name for kind in schedulers for name in attributes_added_to(kind) if not name.startswith("spec_")}
     assert {"forward_ct", "num_generated_tokens"} <= names
     assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
 
@@ -204,7 +204,9 @@ def place(folder: Path) -> Path:
     return Path(mkdtemp(dir=folder))
 
 
-def sized(name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str) -> Server:
+def sized_server(
+    name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str
+) -> Server:
     """Return a server that measures its need, with the stand-ins and a cache of prefixes.
 
     :param limited: it has the test servers' own ``--max-total-tokens``.
@@ -214,11 +216,11 @@ def sized(name: str, model: Path, folder: Path, *arguments: str, limited: bool =
     made = make_server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
     made._arguments.remove("--disable-radix-cache")
     if not limited:
-        leave_out(made, "--max-total-tokens")
+        remove_argument(made, "--max-total-tokens")
     return made
 
 
-def leave_out(server: Server, argument: str) -> None:
+def remove_argument(server: Server, argument: str) -> None:
     """Remove an argument and its value from a server's command line."""
     place = server._arguments.index(argument)
     del server._arguments[place : place + 2]
@@ -228,9 +230,9 @@ def info(running: Server) -> dict[str, Any]:
     return httpx.get(f"{running.url}/get_server_info", timeout=PATIENCE).raise_for_status().json()
 
 
-def said(running: Server) -> list[str]:
+def log_lines(running: Server) -> list[str]:
     """Return the log lines of kv-sizing, without their prefix."""
-    return [line.partition(SAYS)[2] for line in running.log_text().splitlines() if SAYS in line]
+    return [line.partition(LOG_PREFIX)[2] for line in running.log_text().splitlines() if LOG_PREFIX in line]
 
 
 def samples(metrics: str) -> list[list[str]]:
@@ -281,7 +283,7 @@ LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefil
 def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
     """Servers that must equal stock, by their names. A limit of the user keeps the size of the one that rehearses.
 
-    Of each, what it answers, what it tells of itself, and what kv-sizing has said.
+    Of each, what it answers, the values that it reports, and its log lines of kv-sizing.
     """
     place = folder / "alike"
     place.mkdir()
@@ -292,26 +294,27 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
     # A health check would compute a token, and a loaded machine repeats the check.
     counted = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     servers = [
-        sized(name, checkpoint(), place, *more, limited=True, **counted, **each) for name, each in variables.items()
+        sized_server(name, checkpoint(), place, *more, limited=True, **counted, **each)
+        for name, each in variables.items()
     ]
     with start_servers(*servers):
         return {
-            each.name: SimpleNamespace(answers=answered, tells=everything(each), said=said(each))
+            each.name: SimpleNamespace(answers=answered, tells=everything(each), log_lines=log_lines(each))
             for each, answered in zip(servers, ask_servers(*servers), strict=True)
         }
 
 
 @pytest.mark.every_release
-def test_a_server_says_and_counts_what_stock_does_without_the_variable_and_after_a_rehearsal(alike):
+def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(alike):
     """The user's limits stay in force. Without a rehearsal's exceptions they would refuse most of its requests."""
     stock = alike["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in alike.items():
         assert other.answers == stock.answers
         ours = {metric for metric in other.tells if metric.startswith(serving.PREFIX)}
-        assert bool(ours) == bool(other.said) == (name == "rehearsed")
+        assert bool(ours) == bool(other.log_lines) == (name == "rehearsed")
         assert {metric: value for metric, value in other.tells.items() if metric not in ours} == stock.tells
-    told = alike["rehearsed"].said
+    told = alike["rehearsed"].log_lines
     assert any(line.startswith("rehearsed in ") and "not reached" not in line for line in told)
     assert "KV cache kept at 2,000 tokens; " in told[-1]
     assert "--max-total-tokens 2,000 is used" in told[-1]
@@ -333,15 +336,17 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def sizes_told(running: Server) -> list[tuple[int, int, str]]:
+def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
     """Return the tokens, the tokens by the rule and the text of each log line with a KV cache size."""
-    found = [re.match(r"KV cache (?:grown|shrunk) from ([\d,]+) to ([\d,]+) tokens; ", line) for line in said(running)]
+    found = [
+        re.match(r"KV cache (?:grown|shrunk) from ([\d,]+) to ([\d,]+) tokens; ", line) for line in log_lines(running)
+    ]
     return [(number(match[2]), number(match[1]), match.string) for match in found if match]
 
 
-def sizing(running: Server) -> tuple[int, int, str]:
+def logged_size(running: Server) -> tuple[int, int, str]:
     """Return the tokens, the tokens by the rule and the fraction that gives as many, from the one log line."""
-    ((now, rule, line),) = sizes_told(running)
+    ((now, rule, line),) = logged_sizes(running)
     pattern = r".* tokens; 200 MB stay free.*\. The same size without measuring: --mem-fraction-static (0\.\d{4})"
     found = re.fullmatch(pattern, line)
     assert found is not None, line
@@ -351,7 +356,7 @@ def sizing(running: Server) -> tuple[int, int, str]:
 LONG = [[token % 600 + 3 for token in range(start, start + 280)] for start in (0, 100, 200)]
 
 
-def at_once(running: Server, prompts: list[list[int]]) -> list[list[int]]:
+def answers_at_once(running: Server, prompts: list[list[int]]) -> list[list[int]]:
     """Return the answers of a server to prompts that are sent together."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda prompt: ask_servers(running, prompts=[prompt])[0][0], prompts))
@@ -375,20 +380,20 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     short, scan, tunes = place / "short", place / "scan", place / "tunes"
     variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan), "TUNES": str(tunes)}
-    grown = sized("grown", checkpoint(), place, "--enable-metrics", **variables)
-    answered = watched(grown)
+    grown = sized_server("grown", checkpoint(), place, "--enable-metrics", **variables)
+    answered = watch_health(grown)
     with start_servers(grown):
         log = grown.log_text()
         assert log.index("rehearsed in") < log.index("The server is fired up")
         assert {answer for answer, text in answered if "rehearsed in" not in text} <= {"ConnectError", "503"}
-        now, rule, _ = sizing(grown)
+        now, rule, _ = logged_size(grown)
         assert tokens(grown) == now > 3 * len(LONG[0]) > rule > 320
-        assert not any("not reached" in line for line in said(grown))
+        assert not any("not reached" in line for line in log_lines(grown))
         left = [line for line in scan.read_text().splitlines() if not STAYS.search(line)]
         assert left == []
         assert re.fullmatch(r"(maps\n)+(tunes\n)+(maps\n)+", tunes.read_text())
         assert ask_servers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
-        assert at_once(grown, LONG) == expected[2:]
+        assert answers_at_once(grown, LONG) == expected[2:]
         shown = dict(samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
         numbers = {name.split("{")[0]: float(value) for name, value in shown.items()}
         assert numbers[serving.TOKENS] == numbers["sglang:max_total_num_tokens"] == now
@@ -396,26 +401,24 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert shown[f'{serving.STATE}{{gpu="0",rank="0",reason="",state="grown"}}'] == "1.0"
 
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
-        wait_for(lambda: "memory was short" in said(grown)[-1])
+        wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         (less,) = capacities(grown)
         assert rule < less < now
         assert ask_servers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
-        assert at_once(grown, LONG[:2]) == expected[2:4]
+        assert answers_at_once(grown, LONG[:2]) == expected[2:4]
         httpx.post(f"{grown.url}/flush_cache", timeout=PATIENCE).raise_for_status()
         assert ask_servers(grown, prompts=PROMPTS)[0] == expected[:2]
 
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
-def test_memory_that_is_short_ends_no_prompt_that_is_computed_in_parts_and_starves_none_that_waits(
-    folder: Path, checkpoint
-):
+def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
     """The engine checks for no room before the second chunk of a prompt, and admits no request that fits exactly."""
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"
     sizes = {"CACHE": "6000000", "GAIN": "3000000", "SHORT": str(short), "TURN_S": str(turn_s)}
-    grown = sized("grown", checkpoint(), place, "--context-length", "1500", **sizes)
+    grown = sized_server("grown", checkpoint(), place, "--context-length", "1500", **sizes)
     half = [[token * seed % 600 + 3 for token in range(900)] for seed in (7, 11)]
 
     def ask(prompt: list[int], new: int) -> list[int]:
@@ -436,7 +439,7 @@ def test_memory_that_is_short_ends_no_prompt_that_is_computed_in_parts_and_starv
             time.sleep(1)
         short.write_text("110000000")
         assert [each.result() for each in answered] == expected
-        wait_for(lambda: "memory was short" in said(grown)[-1])
+        wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         assert max(capacities(grown)) < before
 
 
@@ -473,48 +476,50 @@ STAYS = re.compile(
 
 
 @DEFAULT_ENGINE_ONLY
-def test_where_the_rule_leaves_nothing_a_server_starts_all_the_same(place: Path, checkpoint):
-    grown = sized("grown", checkpoint(), place, CACHE="-1000000", GAIN="30000000")
+def test_a_server_starts_if_the_rule_leaves_no_kv_cache(place: Path, checkpoint):
+    grown = sized_server("grown", checkpoint(), place, CACHE="-1000000", GAIN="30000000")
     with start_servers(grown):
         assert ask_servers(grown, prompts=[LONG[0]]) == ask_servers(grown, prompts=[LONG[0]])
-        now, rule, _ = sizing(grown)
+        now, rule, _ = logged_size(grown)
         assert tokens(grown) == now > 1000
         assert rule == 0
-    assert "leaves the KV cache less than it is rehearsed with: it begins with" in said(grown)[0]
+    assert "leaves the KV cache less than it is rehearsed with: it begins with" in log_lines(grown)[0]
 
 
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
-def test_a_given_fraction_is_left_alone_or_is_where_the_cache_begins(place: Path, checkpoint):
+def test_a_given_fraction_is_kept_with_auto_and_is_the_first_size_with_always(place: Path, checkpoint):
     by_hand = ("--mem-fraction-static", "0.91")
-    alone = sized("alone", checkpoint(), place, *by_hand, GIVEN="0.91")
-    shrinks = sized("shrinks", checkpoint(), place, *by_hand, GAIN="-60000000", SGLANG_MOE_PATCHES_KV_SIZING="always")
+    alone = sized_server("alone", checkpoint(), place, *by_hand, GIVEN="0.91")
+    shrinks = sized_server(
+        "shrinks", checkpoint(), place, *by_hand, GAIN="-60000000", SGLANG_MOE_PATCHES_KV_SIZING="always"
+    )
     with start_servers(alone, shrinks):
         assert ask_servers(alone, prompts=PROMPTS) == ask_servers(shrinks, prompts=PROMPTS)
-        less, rule, fraction = sizing(shrinks)
+        less, rule, fraction = logged_size(shrinks)
         assert (tokens(alone), tokens(shrinks)) == (rule, less)
-    assert said(alone) == [
+    assert log_lines(alone) == [
         "using the given --mem-fraction-static 0.9100 because it was given; "
         "SGLANG_MOE_PATCHES_KV_SIZING=always measures all the same"
     ]
     assert 0.35 < less / rule < 0.45  # 60 of 100 MB go
-    assert said(shrinks)[-1] == f"the given --mem-fraction-static is too high: {fraction} would be safe"
+    assert log_lines(shrinks)[-1] == f"the given --mem-fraction-static is too high: {fraction} would be safe"
 
 
 @pytest.mark.ci
 @pytest.mark.compatibility
 @pytest.mark.every_release
-def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_there_is_memory(place: Path, checkpoint):
+def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
     """The engine allows 4,096 requests, and this KV cache has room for 1,292. More may cost a thirty-second of it."""
     # Each chunk has many prompts, so hundreds of requests are computed in few forward passes.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
-    grown = sized("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
-    leave_out(grown, "--max-running-requests")
+    grown = sized_server("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
+    remove_argument(grown, "--max-running-requests")
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
     with start_servers(grown):
-        assert not any("not reached" in line for line in said(grown))
-        told = re.match(r"(\d+) requests run at once, 256 where one has penalties", said(grown)[-1])
+        assert not any("not reached" in line for line in log_lines(grown))
+        told = re.match(r"(\d+) requests run at once, 256 where one has penalties", log_lines(grown)[-1])
         assert told is not None
         assert 300 < int(told[1]) < 400
         before = len(grown.log_text())
@@ -524,26 +529,26 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
             sampling = [{"temperature": 0, "max_new_tokens": new, "ignore_eos": True} | more for new in lengths]
             body = {"input_ids": prompts, "sampling_params": sampling}
             httpx.post(f"{grown.url}/generate", json=body, timeout=PATIENCE).raise_for_status()
-            at_once = [int(each) for each in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
+            running = [int(count) for count in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
             before = len(grown.log_text())
-            assert max(at_once) == (256 if more else 300)
+            assert max(running) == (256 if more else 300)
     # Later requests are not merged into the penalized batch, which the engine keeps for a turn.
     assert max(map(int, merges.read_text().split())) <= 256
 
 
 @pytest.mark.ci
-def test_requests_that_take_more_than_was_estimated_are_not_let_in_and_cost_no_token(place: Path, checkpoint):
+def test_requests_that_take_more_than_estimated_are_not_admitted_and_cost_no_token(place: Path, checkpoint):
     leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
-    grown = sized("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
-    leave_out(grown, "--max-running-requests")
+    grown = sized_server("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
+    remove_argument(grown, "--max-running-requests")
     with start_servers(grown):
-        sizing, told = said(grown)[-2:]
-        assert [line for line in said(grown) if line.startswith("rehearses again with 256 requests at once")]
+        logged_size, told = log_lines(grown)[-2:]
+        assert [line for line in log_lines(grown) if line.startswith("rehearses again with 256 requests at once")]
     assert told.startswith("256 requests run at once, 256 where one has penalties")
-    assert sizing.startswith("KV cache grown from ")
+    assert logged_size.startswith("KV cache grown from ")
 
 
-FLAGS = {
+FLAGS: dict[str, tuple[list[str], dict[str, str]]] = {
     "on policy": (["--rl-on-policy-target", "fsdp"], {}),
     "interval": (["--scheduler-recv-interval", "5"], {}),
     "grammar": (["--grammar-backend", "xgrammar"], {}),
@@ -557,18 +562,18 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
     flags, variables = FLAGS[kind]
     short = place / "short"
     model = checkpoint(family="qwen3-moe")  # the engine refuses deterministic DeepSeek beside this attention
-    grown = sized("grown", model, place, *flags, SHORT=str(short), **variables)
-    stock = sized("stock", model, place, *flags, limited=True, SGLANG_MOE_PATCHES="none", **variables)
+    grown = sized_server("grown", model, place, *flags, SHORT=str(short), **variables)
+    stock = sized_server("stock", model, place, *flags, limited=True, SGLANG_MOE_PATCHES="none", **variables)
     with start_servers(grown, stock):
-        assert not any("not reached" in line for line in said(grown))
+        assert not any("not reached" in line for line in log_lines(grown))
         expected = ask_servers(stock, prompts=PROMPTS)
         assert ask_servers(grown, prompts=PROMPTS) == expected
         if kind == "grammar":
-            assert in_words(grown) == in_words(stock)
-        now, rule, _ = sizing(grown)
+            assert grammar_answer(grown) == grammar_answer(stock)
+        now, rule, _ = logged_size(grown)
         assert tokens(grown) == now > rule
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
-        wait_for(lambda: "memory was short" in said(grown)[-1])
+        wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         assert capacities(grown).pop() < now
         assert ask_servers(grown, prompts=PROMPTS) == expected
         assert httpx.get(f"{grown.url}/health", timeout=PATIENCE).status_code == 200
@@ -595,7 +600,7 @@ def schedulers_of(running: Server) -> list[psutil.Process]:
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_server_that_is_ended_while_it_rehearses_leaves_no_process(who: str, place: Path, checkpoint):
     """Kubernetes sends SIGTERM to the launcher. A rank may be killed, too."""
-    ended = sized("ended", checkpoint(), place, "--tp", "2", HOLDS="1", SERVER_NAME="ended")
+    ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1", SERVER_NAME="ended")
     were: list[psutil.Process] = []
 
     def end(seconds: float, line: str) -> None:
@@ -614,7 +619,7 @@ def test_a_server_that_is_ended_while_it_rehearses_leaves_no_process(who: str, p
 @pytest.mark.every_release
 def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place: Path, checkpoint):
     short = place / "short"
-    ended = sized("ended", checkpoint(), place, "--tp", "2", SHORT=str(short), SERVER_NAME="ended")
+    ended = sized_server("ended", checkpoint(), place, "--tp", "2", SHORT=str(short), SERVER_NAME="ended")
     with start_servers(ended):
         ask_servers(ended, prompts=PROMPTS)
         were = processes_of(ended)
@@ -623,7 +628,7 @@ def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place:
         assert psutil.wait_procs(were, timeout=PATIENCE)[1] == []
 
 
-def in_words(running: Server) -> list[int]:
+def grammar_answer(running: Server) -> list[int]:
     """Return the tokens of an answer that a grammar restricts."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no){1,9}"}
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
@@ -635,12 +640,12 @@ def in_words(running: Server) -> list[int]:
 @pytest.mark.every_release
 def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(place: Path, checkpoint):
     """Each idle turn of the rehearsal would wait a second for a user's request."""
-    sleepy = sized("sleepy", checkpoint(), place, SLEEPS="1")
-    awake = sized("awake", checkpoint(), place, SLEEPS="1")
+    sleepy = sized_server("sleepy", checkpoint(), place, SLEEPS="1")
+    awake = sized_server("awake", checkpoint(), place, SLEEPS="1")
     awake._arguments.remove("--sleep-on-idle")  # which the other has for the processors of a machine of tests
     with start_servers(sleepy, awake):
         assert ask_servers(sleepy, prompts=PROMPTS) == ask_servers(awake, prompts=PROMPTS)
-        assert tokens(sleepy) == tokens(awake) > sizing(awake)[1]
+        assert tokens(sleepy) == tokens(awake) > logged_size(awake)[1]
         wait_for(lambda: "a scheduler sleeps" in sleepy.log_text())
     before, line, _ = sleepy.log_text().partition("KV cache grown from ")
     assert line
@@ -654,19 +659,19 @@ def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(p
 def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_server(kind, place: Path, checkpoint):
     """All ranks raise alike. The requests of the batch are dropped, and their slots become free."""
     if kind == "alone":
-        raises = sized("raises", checkpoint(), place, RAISES="3 all")
+        raises = sized_server("raises", checkpoint(), place, RAISES="3 all")
     else:
-        raises = of_ranks(kind, "raises", checkpoint(), place, RAISES="3 all")
+        raises = server_of_two_ranks(kind, "raises", checkpoint(), place, RAISES="3 all")
     with start_servers(raises):
         told = ask_servers(raises, prompts=[*PROMPTS, *PROMPTS])[0]
         assert told[:2] == told[2:]
-        as_by_the_rule = re.match(r"KV cache kept at ([\d,]+) tokens; ", said(raises)[-1])
+        as_by_the_rule = re.match(r"KV cache kept at ([\d,]+) tokens; ", log_lines(raises)[-1])
         assert as_by_the_rule is not None
         assert tokens(raises) == number(as_by_the_rule[1])
-    assert "the rehearsal failed: rank 0: AssertionError: no such forward pass" in said(raises)[-1]
+    assert "the rehearsal failed: rank 0: AssertionError: no such forward pass" in log_lines(raises)[-1]
 
 
-def watched(running: Server) -> list[tuple[str, str]]:
+def watch_health(running: Server) -> list[tuple[str, str]]:
     """Collect the answers of ``/health`` in the start of a server, each with the log's text behind it."""
     answered: list[tuple[str, str]] = []
 
@@ -682,7 +687,7 @@ def watched(running: Server) -> list[tuple[str, str]]:
 
 
 @pytest.mark.every_release
-def test_the_pools_that_are_known_are_the_engines():
+def test_known_pools_are_classes_of_the_engine():
     found = {name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in OF_SEVERAL.items()}
     assert {"SWAKVPool", "HybridLinearKVPool"} <= set(found) & pools.KNOWN_POOLS
     for name in ("SWAKVPool", "HybridLinearKVPool"):
@@ -698,7 +703,7 @@ SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
 
 @pytest.mark.every_release
 @pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
-def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, monkeypatch):
+def test_the_image_allowance_is_the_rules(vision, factor: float, monkeypatch):
     config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
     assert eligibility.image_factor(config) == pytest.approx(factor, abs=1e-4)
     for name, cache in (("", 100), ("4096", 4096)):
@@ -708,7 +713,7 @@ def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, mo
         assert eligibility.image_cache_gib({}) == cache / 1024
 
 
-def asked_about_images(running: Server) -> list[Any]:
+def answers_about_images(running: Server) -> list[Any]:
     """Return tokens and log-probabilities of answers to two images, one by one and together."""
     shown = [image_model.picture(96, 128), image_model.picture(200, 64)]
     found = []
@@ -722,14 +727,12 @@ def asked_about_images(running: Server) -> list[Any]:
 
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
-def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_and_answers_as_stock(
-    folder: Path, place: Path
-):
+def test_a_server_of_images_grows_beside_the_image_allowance_and_answers_as_stock(folder: Path, place: Path):
     model, weights = image_model.write(place / "model"), dummy_weights.write_plugin(place / "weights")
     path = prepend_to_path(*map(str, [folder / "plugin", *weights]))
 
     def taking_images(name: str, *, limited: bool = False, **variables: str) -> Server:
-        made = sized(name, model, place, "--load-format", "dummy", limited=limited, PYTHONPATH=path, **variables)
+        made = sized_server(name, model, place, "--load-format", "dummy", limited=limited, PYTHONPATH=path, **variables)
         made._arguments[made._arguments.index(ROUTED)] = "triton"
         for argument in ("--quantization", "modelopt_fp4"):
             made._arguments.remove(argument)
@@ -739,10 +742,10 @@ def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_an
     # More is free than the memory that the rule sets aside for images.
     kept = taking_images("kept", GAIN="5000000000")
     with start_servers(stock, kept):
-        expected = asked_about_images(stock)
-        assert asked_about_images(stock) == asked_about_images(kept) == expected
+        expected = answers_about_images(stock)
+        assert answers_about_images(stock) == answers_about_images(kept) == expected
     assert expected[0] != expected[1]
-    ((now, rule, line),) = sizes_told(kept)
+    ((now, rule, line),) = logged_sizes(kept)
     share = number(re.search(r"([\d,]+) MB for images", line)[1])
     token_bytes = 100_000_000 / rule  # what the stand-in's rule leaves to the cache
     assert share > 100
@@ -765,40 +768,42 @@ if RELEASE == DEFAULT:
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path, checkpoint):
-    running = sized("grown", checkpoint(family="qwen3-moe"), place, *KINDS[kind], POOLS=kind.split()[0])
+    running = sized_server("grown", checkpoint(family="qwen3-moe"), place, *KINDS[kind], POOLS=kind.split()[0])
     with start_servers(running):
         assert ask_servers(running, prompts=PROMPTS) == ask_servers(running, prompts=PROMPTS)
         now = info(running)["max_total_num_tokens"]
-    ((told, rule, _),) = sizes_told(running)
+    ((told, rule, _),) = logged_sizes(running)
     assert now == told > rule
-    assert not any("not reached" in each for each in said(running))
+    assert not any("not reached" in each for each in log_lines(running))
 
 
 @pytest.mark.product
 @pytest.mark.every_release
-def test_a_prefix_keeps_no_more_windows_than_leave_room_for_a_chunk_behind_it(place: Path, checkpoint):
+def test_a_prefix_keeps_few_enough_windows_for_a_chunk_behind_it(place: Path, checkpoint):
     """The cache keeps the windows of a prefix by the parts in which the prefix was computed."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
-    running = sized("grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60")
+    running = sized_server(
+        "grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60"
+    )
     with start_servers(running):
         ask_servers(running, prompts=PROMPTS[:1])
-    (line,) = [line for line in said(running) if line.startswith("rehearsed in ")]
+    (line,) = [line for line in log_lines(running) if line.startswith("rehearsed in ")]
     assert "prefill chunk behind the longest prefix" in line
     assert "not reached" not in line
 
 
-def ran(folder: Path) -> list[list[list[str]]]:
+def rehearsed_passes(folder: Path) -> list[list[list[str]]]:
     """Return mode, tokens, requests and tokens of all data-parallel ranks of each rehearsed forward pass, by rank."""
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
 
 
-def of_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) -> Server:
+def server_of_two_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) -> Server:
     """Return a server of two ranks, whose forward passes are recorded in ``folder / name``."""
     plugins.write_module(folder / name / "gathers", "gathers_on_cpu", STAND_INS["gathers_on_cpu"])
     (folder / name / "steps").mkdir()
     path = prepend_to_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
     variables |= {"PYTHONPATH": path, "STEPS": str(folder / name / "steps")}
-    return sized(name, model, folder / name, *RANKS[kind], **variables)
+    return sized_server(name, model, folder / name, *RANKS[kind], **variables)
 
 
 MANY = ["--max-running-requests", "20"]
@@ -819,26 +824,28 @@ STEPS_OF = {
 @pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
-def test_ranks_rehearse_in_step_and_grow_alike_and_where_one_cannot_none_does(kind: str, place: Path, checkpoint):
+def test_ranks_rehearse_in_step_and_grow_together_or_not_at_all(kind: str, place: Path, checkpoint):
     """The ranks give memory back alike, too."""
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
-    servers = {name: of_ranks(kind, name, checkpoint(), place, **variables) for name, variables in given.items()}
+    servers = {
+        name: server_of_two_ranks(kind, name, checkpoint(), place, **variables) for name, variables in given.items()
+    }
     with start_servers(*servers.values()):
         told = {name: ask_servers(each, prompts=PROMPTS) for name, each in servers.items()}
         sizes = {name: tokens(each) for name, each in servers.items()}
         short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
-        wait_for(lambda: "memory was short" in said(servers["grown"])[-1])
+        wait_for(lambda: "memory was short" in log_lines(servers["grown"])[-1])
         wait_for(lambda: len(capacities(servers["grown"])) == 1)
         assert capacities(servers["grown"]).pop() < sizes["grown"]
         assert ask_servers(servers["grown"], prompts=PROMPTS)[0] == told["grown"][0]
     assert told["grown"] == told["fails"] == told["maps"]
     assert sizes["grown"] > sizes["fails"] == sizes["maps"]
-    one, other = ran(place / "grown")
+    one, other = rehearsed_passes(place / "grown")
     assert one == other
     for step in STEPS_OF[kind]:
         assert step in one
-    why = {name: "\n".join(said(each)) for name, each in servers.items()}
+    why = {name: "\n".join(log_lines(each)) for name, each in servers.items()}
     assert "the rehearsal failed: rank 1: RuntimeError: the driver does not answer" in why["fails"]
     assert "a rank had no memory to map: nothing is left" in why["maps"]
     assert "not reached" not in why["grown"]
@@ -846,33 +853,31 @@ def test_ranks_rehearse_in_step_and_grow_alike_and_where_one_cannot_none_does(ki
 
 @pytest.mark.product
 @pytest.mark.every_release
-def test_replicas_rehearse_and_grow_each_for_itself(place: Path, checkpoint):
-    grown = sized("grown", checkpoint(), place, "--dp-size", "2")
+def test_replicas_rehearse_and_grow_independently(place: Path, checkpoint):
+    grown = sized_server("grown", checkpoint(), place, "--dp-size", "2")
     stock = make_server("stock", checkpoint(), place, *SMALL, "--dp-size", "2", SGLANG_MOE_PATCHES="none")
     with start_servers(grown, stock):
         assert ask_servers(grown, prompts=PROMPTS) == ask_servers(stock, prompts=PROMPTS)
         now = tokens(grown)
-    assert [told for told, *_ in sizes_told(grown)] == [now, now]
+    assert [told for told, *_ in logged_sizes(grown)] == [now, now]
 
 
-def of_two_machines(model: Path, place: Path) -> list[Server]:
+def two_machines(model: Path, place: Path) -> list[Server]:
     """Return the two halves of a server of two ranks, each on a machine of its own."""
     given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
-    return [sized(f"machine{rank}", model, place, *given, str(rank)) for rank in range(2)]
+    return [sized_server(f"machine{rank}", model, place, *given, str(rank)) for rank in range(2)]
 
 
 @pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("without", ["", "0", "1"])
-def test_machines_grow_together_and_where_one_does_not_take_part_nobody_waits_for_it(
-    without: str, place: Path, checkpoint
-):
-    machines = of_two_machines(checkpoint(), place)
+def test_machines_grow_together_and_wait_for_no_machine_that_takes_no_part(without: str, place: Path, checkpoint):
+    machines = two_machines(checkpoint(), place)
     if without:
         machines[int(without)].environment[eligibility.KV_SIZING.name] = "off"
     with start_servers(*machines):
         ask_servers(machines[0], prompts=PROMPTS)
-    told = ["\n".join(said(each)) for each in machines]
+    told = ["\n".join(log_lines(each)) for each in machines]
     if not without:
         assert "KV cache grown from " in told[0]
         assert told[1] == ""

@@ -85,7 +85,7 @@ class Server:
         (PhaseKind.VARIED, 256, False, 0),
     ],
 )
-def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(kind, captured, ends, short):
+def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
     """The next phase and the flush wait for the end of the phase before."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
@@ -97,7 +97,7 @@ def test_what_a_decode_without_a_graph_leaves_behind_goes_with_a_short_request(k
     assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLED)] * short
 
 
-def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
+def test_a_phase_begins_when_the_phase_before_has_ended():
     """The engine would merge new requests into a batch that has just ended, with the tensors of its penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
@@ -137,7 +137,7 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
 @pytest.mark.parametrize(
     ("radix_cache", "taken_s", "put"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
-def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put):
+def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, put):
     """The engine finishes a prompt that was begun. Its warm-up request would time out, which ends the server.
 
     After 80 s the next part may take 320 of 280 s, and after 30 s the whole prompt 480 of 330 s.
@@ -153,7 +153,7 @@ def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_ca
 
 
 @pytest.mark.parametrize(("left_s", "put"), [(100, True), (39, False)])
-def test_a_long_prompt_that_nothing_has_in_a_cache_is_put_if_there_is_time_for_another(left_s, put):
+def test_an_uncached_long_prompt_is_sent_if_there_is_time_for_another(left_s, put):
     left = [1e9]
 
     def pass_time(requests):
@@ -210,7 +210,7 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
     ],
     ids=str,
 )
-def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, aborts):
+def test_a_running_decode_is_aborted_once_its_batch_was_seen(changed, mode, aborts):
     server = Server(only=PhaseKind.EAGER_DECODE, captured=100, **changed)
     first = server.step()
     assert len(first) == LIMITS.requests
@@ -240,7 +240,7 @@ def test_caches_hold_the_prefix_before_the_requests_that_begin_with_it(kind):
 
 
 @pytest.mark.parametrize("kind", PREFIXED)
-def test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead(kind):
+def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
     """Computing the prefix can take minutes. The phase is tried once more, because slots may become free late."""
     server = Server(only=kind, plants=False)
     driver = server.run()
@@ -264,7 +264,7 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
     assert sum(driver.seconds.values()) == 1001.0
 
 
-def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memory():
+def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
     nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True}
     server = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked)
     driver = server.run()
@@ -313,7 +313,7 @@ def test_a_stages_forwards_have_their_share_of_fewer_requests():
         (PhaseKind.PENALTIES, {"captured": 128, "default_requests": True}),  # as many as a graph has
     ],
 )
-def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
+def test_a_required_phase_without_memory_ends_the_rehearsal(kind, changed):
     too_large = find_phase(replace(LIMITS, **changed), kind)
     server = Server(fits=lambda estimate: estimate != too_large.estimate, **changed)
     driver = server.run()

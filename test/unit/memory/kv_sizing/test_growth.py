@@ -38,12 +38,12 @@ TOO_FEW = "beside the largest forward and the margin fit 0 tokens, too few to se
     ],
     ids=str,
 )
-def test_all_ranks_have_what_fits_on_the_one_with_the_least(needs, tokens, reason):
+def test_all_ranks_get_the_size_that_fits_on_the_smallest(needs, tokens, reason):
     assert sizing.decide(needs, 200, 500, 120) == (tokens, reason)
 
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
-def test_a_cache_begins_with_one_longest_request_where_the_rule_leaves_less(free, least):
+def test_a_cache_begins_with_room_for_the_longest_request_if_the_rule_leaves_less(free, least):
     """The rule sets 20 of 100 GB aside. The rank with the least memory has ``free`` GB, and the KV cache needs 10 GB.
 
     Of 40 the rule leaves more, and of 12.9 nothing would be left for forwards.
@@ -241,7 +241,7 @@ def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkey
     assert len(ranks.served) == 2
 
 
-def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it(monkeypatch, caplog):
+def test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them(monkeypatch, caplog):
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
     assert (ranks.tokens(), ranks.served) == ((1500,) * 3, [])
@@ -264,7 +264,7 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
     assert "; 300 MB allocator slack" in caplog.text
 
 
-def test_all_ranks_admit_as_many_requests_as_the_first_ones_rehearsal_has_found(monkeypatch):
+def test_all_ranks_admit_the_requests_that_rank_0_has_found(monkeypatch):
     """The same if rank 1 could not begin its last rehearsal, or has no memory to grow."""
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), []
@@ -290,7 +290,7 @@ AGAIN = "rehearses again with 256 requests at once: with more, too little memory
         ([-1, 700], {"failure": "no driver", "stopped": True}, False),
     ],
 )
-def test_where_the_rules_tokens_would_pay_for_requests_that_nobody_asked_for_all_begins_again(
+def test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_tokens(
     spare_mb, seen, begins_again, monkeypatch, caplog
 ):
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
@@ -320,9 +320,7 @@ def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(mo
 
 
 @pytest.mark.parametrize(("spare_mb", "limited"), [([-1, -1], [(256, 256)] * 2), ([0, 0], [])])
-def test_beside_the_rules_tokens_as_many_are_admitted_as_stock_does_unless_they_left_too_little(
-    spare_mb, limited, monkeypatch
-):
+def test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_over(spare_mb, limited, monkeypatch):
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, found = Ranks(monkeypatch), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
@@ -363,7 +361,7 @@ def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_pen
     assert limited == ([(2000, 256)] * 2 if begins_again else [])
 
 
-def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
+def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
     ranks = Ranks(monkeypatch)
     ranks.measure(-2000, -2000, failure="it ended", seconds={"a": 1.0})
     assert ranks.tokens() == (RULE,) * 3
@@ -371,7 +369,7 @@ def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
     assert "measured " not in caplog.text
 
 
-def test_where_a_later_rehearsal_fails_the_cache_is_the_engines_again(monkeypatch):
+def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
     """The need beside the larger KV cache is not known."""
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500)
@@ -451,7 +449,7 @@ def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_the_log_says_
     assert (source in caplog.text) == is_raised
 
 
-def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):
+def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED}, expected=MARGIN + 200_000_000)
     assert ranks.tokens() == (200,) * 3
@@ -459,7 +457,7 @@ def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run
     assert ranks.tokens() == (1700,) * 3
 
 
-def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
+def test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended(monkeypatch):
     """Rank 0 fails to begin its second rehearsal. Without its requests, rank 1's rehearsal does not end by itself."""
     ranks = Ranks(monkeypatch, again=True)
     begin = Rehearsal.begin

@@ -42,7 +42,7 @@ def board(store, rank, secret=SECRET):
     return ranks.Board(secret)
 
 
-def test_what_ranks_publish_is_found_when_all_have(store):
+def test_values_are_collected_from_all_ranks(store):
     first, other = board(store, 0), board(store, 1)
     assert (first.collect("a", RankNeed), first.is_raised("low")) == ([None, None], False)
     other.publish("a", NEED)
@@ -246,7 +246,7 @@ class Loop:
         self.process_input_requests(read_inbox(self, limit))
 
 
-def test_orders_come_before_users_requests_and_not_to_the_engine():
+def test_orders_precede_requests_and_do_not_reach_the_engine():
     loop = Loop("a", "b")
     obeyed: list[object] = []
     before = loop.recv_from_tokenizer, loop.process_input_requests
@@ -279,7 +279,7 @@ def test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests():
     orders.close()
 
 
-def test_meanwhile_users_requests_wait_and_each_turn_asks_once():
+def test_users_requests_wait_while_rank_0_broadcasts():
     loop, polls = Loop("a"), iter([[], [ranks.Broadcast(("x", "y"))], []])
     seen = []
     orders = ranks.Orders(loop, print)
@@ -335,9 +335,7 @@ def test_machines_decide_together_or_none_does(asks, together, machines_of, monk
         ({"2 takes part": ""}, (True, True, False), "RuntimeError"),
     ],
 )
-def test_what_another_process_says_of_machines_turns_sizing_off_and_lets_nobody_wait_for_ever(
-    foreign, asks, found, store, machines_of
-):
+def test_foreign_answers_about_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, found, store, machines_of):
     for name, value in foreign.items():
         store.made.set(f"{ranks._KEY}{name}", value)
     assert machines_of(*asks) == {found}

@@ -53,7 +53,7 @@ def test_the_limits_are_the_schedulers_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])  # then: graphs had left some
-def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, scheduler):
+def test_the_result_has_tensors_and_slack(taken, tensors, slack, scheduler):
     """The result has the allocator's growth since the begin, the largest sum of tensors, and the slack of both."""
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
@@ -111,7 +111,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
     ],
     ids=str,
 )
-def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
+def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as_much(
     free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
     """Sampling takes 20 MB for each request here, after its forward pass. One GB must stay free.
@@ -154,9 +154,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     assert not stopped or EAGER in found.missed
 
 
-def test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_smaller_number_is_known(
-    scheduler, monkeypatch
-):
+def test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory(scheduler, monkeypatch):
     limits = replace(SMALL, requests=300, captured=150, default_requests=True)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
@@ -165,7 +163,7 @@ def test_where_a_decode_of_more_requests_than_must_be_leaves_little_the_next_sma
     assert (found.stopped, found.fallback) == (True, 150)
 
 
-def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
+def test_a_prompt_without_memory_is_not_sent(scheduler):
     """Each token takes 100 MB here, and 5 GB are free. 40 tokens leave 1 GB, and 48 tokens of the chunk of 64 do not.
 
     The first prompt is at its bound already, as all are here.
@@ -235,7 +233,7 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
         (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, False),
     ],
 )
-def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, idle, stuck, scheduler, monkeypatch):
+def test_waiting_requests_are_stuck_if_nothing_has_run_for_long(seconds, changed, idle, stuck, scheduler, monkeypatch):
     made, said, now = scheduler(), [], [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal.LoadDriver, "next_requests", lambda driver, *told: said.append(told) or [])
@@ -281,7 +279,7 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
     assert [(each.lowest, each.failure) for each in results] == [(7 * GB, "")]
 
 
-def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(scheduler, caplog):
+def test_attributes_that_others_set_are_restored(scheduler, caplog):
     made = scheduler()
     made.process_input_requests = another = print
     one = OneRank(made)
@@ -293,7 +291,7 @@ def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(scheduler
     assert "the scheduler is not wholly as before the rehearsal" in caplog.text
 
 
-def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(scheduler):
+def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(scheduler):
     first, other = scheduler(), scheduler()
     other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
     before = snapshot_state(other)[0]
@@ -351,7 +349,7 @@ def owner_of(scheduler, name):
         ("_prev_decode_launch_ts", None),  # else the first decode would count as the next of a rehearsal
     ],
 )
-def test_what_is_counted_meanwhile_is_as_before(owner, name, before, scheduler):
+def test_counters_are_restored(owner, name, before, scheduler):
     """Counters that `/v1/loads` shows, in the objects of each release, and counters that a scheduler reads."""
     made = scheduler()
     owner, expected = owner_of(made, owner), copy(before)
@@ -376,7 +374,7 @@ def test_what_is_counted_meanwhile_is_as_before(owner, name, before, scheduler):
         ("scheduler", "max_queued_requests", 2, None),
     ],
 )
-def test_no_metrics_are_reported_and_what_waits_is_not_limited_meanwhile(owner, name, before, meanwhile, scheduler):
+def test_metrics_and_the_queue_limit_are_off_in_a_rehearsal(owner, name, before, meanwhile, scheduler):
     made = scheduler()
     owner, seen = owner_of(made, owner), set()
     setattr(owner, name, before)
@@ -419,7 +417,7 @@ STATES = make_pool("HybridLinearKVPool", mem_usage=2), TABLE
         (STATES, "Mamba", (0, 0), 3),  # which go with requests
     ],
 )
-def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
+def test_server_facts_depend_on_the_kind_of_pool(pools, kind, window, fixed_gib):
     allocator = SimpleNamespace(**({"size_swa": 700} if pools[0] is WINDOWS else {}))
     told = rehearsal.server_facts(make_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator))
     assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
@@ -433,7 +431,7 @@ def test_the_largest_captured_decode_is_of_what_was_captured(name):
         assert rehearsal.server_facts(make_runner(PLAIN, **{name: graphs})).captured == captured
 
 
-def test_graphs_took_what_the_engine_says():
+def test_graph_bytes_are_those_that_the_engine_measured():
     assert rehearsal.graph_bytes(SimpleNamespace()) == 0
     assert rehearsal.graph_bytes(SimpleNamespace(graph_mem_usage=2)) == 2 * GIB
     for told, gib in (({"decode": 2}, 2), ({"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}, 3)):
