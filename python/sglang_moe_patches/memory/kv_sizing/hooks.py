@@ -57,7 +57,7 @@ def probe() -> Install:
         start = ServerStart()  # one object in each scheduler process
         patcher.wrap(maker, "_resolve_memory_pool_config", around(start.reserve))
         patcher.wrap(maker, "_init_pools", around(start.make_pools))
-        patcher.wrap(scheduler, "get_init_info", around(start.hold_init_info))
+        patcher.wrap(scheduler, "get_init_info", around(start.remember_init_info))
         patcher.wrap(scheduler, "run_event_loop", around(start.run))
 
     return install
@@ -90,7 +90,7 @@ class ServerStart:
         self.needs: list[RankNeed] = []
         """Needs of all ranks in the last rehearsal."""
         self._init_info: Any = self  # no pipe sends this object
-        self._unheld: list[Callable[[], None]] = []
+        self._releases: list[Callable[[], None]] = []
         """Calls that release the launcher's pipe."""
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
@@ -215,7 +215,7 @@ class ServerStart:
 
     # --- 2. Rehearse ---------------------------------------------------------------------------------------------
 
-    def hold_init_info(self, original: Callable[..., Any], scheduler: Any) -> Any:
+    def remember_init_info(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """Remember the message to the launcher, which waits until the number of tokens is known."""
         self._init_info = original(scheduler)
         return self._init_info
@@ -236,16 +236,16 @@ class ServerStart:
                     send(pipe, message)
                     return
                 patcher.undo()
-                self._unheld.append(lambda: send(pipe, token_count.init_info(message, self.scheduler)))
+                self._releases.append(lambda: send(pipe, token_count.init_info(message, self.scheduler)))
 
             return hold
 
         patcher.wrap(Connection, "send", make_send)
-        self._unheld.append(patcher.undo)
+        self._releases.append(patcher.undo)
 
     def _release_init_info(self) -> None:
-        while self._unheld:
-            self._unheld.pop()()
+        while self._releases:
+            self._releases.pop()()
 
     def run(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the event loop. Its first turns are the rehearsal, before users' requests are read."""

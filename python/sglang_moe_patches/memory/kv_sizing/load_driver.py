@@ -134,7 +134,7 @@ class LoadDriver:
             self._phase, self._is_reached = phase, False
             began = self._seconds_to_deadline()
             for attempt in range(ATTEMPTS_PER_PHASE):
-                if self._stopping():
+                if self._is_stopping():
                     break
                 yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
                 self.seconds[phase.name] = began - self._seconds_to_deadline()
@@ -143,16 +143,16 @@ class LoadDriver:
             if phase.name in self.seconds and phase.bound.modes == DECODES and not phase.bound.graph:
                 yield from self._displace(phase)
             not_reached = [] if self._is_reached else [phase]
-            if self._stopping():
+            if self._is_stopping():
                 not_reached, left = not_reached + left, []
             self.missed |= {missed.name: missed.kind for missed in not_reached}
         self._phase = None
 
-    def _stopping(self) -> bool:
+    def _is_stopping(self) -> bool:
         return self._is_ended or self._seconds_to_deadline() < 0
 
     @property
-    def _nothing_more_comes(self) -> bool:
+    def _no_answer_will_come(self) -> bool:
         """Whether no further answer will come: requests are lost or not admitted, or the rehearsal ends."""
         return self._is_idle or self._is_stuck or self._is_ended
 
@@ -166,7 +166,7 @@ class LoadDriver:
         if phase.background:
             short = [self._unique_prompt(SHORT_PROMPT_TOKENS, tokens) for _ in range(phase.background)]
             yield self._requests(short, max_new_tokens(phase.background, self.limits, 4096), phase)
-            while self._waiting and not (self._is_decoding or self._nothing_more_comes):
+            while self._waiting and not (self._is_decoding or self._no_answer_will_come):
                 yield []
         background, last_tokens = set(self._waiting), 0
         prompts = [prefix[: prompt.shared] + self._unique_prompt(prompt.fresh, tokens) for prompt in phase.prompts]
@@ -180,7 +180,7 @@ class LoadDriver:
                 self.end()
                 break
             yield self._requests(turn, phase.new_tokens, phase)
-            while self._waiting - background and not self._nothing_more_comes:
+            while self._waiting - background and not self._no_answer_will_come:
                 if self._is_reached and not phase.to_the_end and not phase.in_turn:
                     break
                 yield []

@@ -73,14 +73,14 @@ DEFAULT_REQUESTS = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
 
 
 @pytest.fixture(autouse=True)
-def everything_said(caplog):
+def log_everything(caplog):
     caplog.set_level("INFO")
 
 
 class Pools:
     """Pools whose tokens take 1 MB each.
 
-    :param maps: what is raised when it is to map; ``None``: there is enough.
+    :param maps: exception of :meth:`map`; ``None``: there is enough memory.
     """
 
     page = 1
@@ -133,17 +133,17 @@ class Rehearsal:
 class Ranks:
     """Two ranks that have begun to rehearse.
 
-    :param maps: what is raised when the second is to map; ``None``: there is enough.
-    :param silent: topics on which the second rank's word is lost.
-    :param untold: the number of tokens that cannot be told.
-    :param again: whether something is larger after the first rehearsal.
+    :param maps: exception with which rank 1 maps memory; ``None``: there is enough memory.
+    :param silent: topics on which rank 1 publishes nothing.
+    :param refused: number of tokens that an object of the engine does not accept.
+    :param again: whether a phase is larger behind the first rehearsal.
     """
 
-    def __init__(self, monkeypatch, maps=None, silent=(), untold=0, again=False):
+    def __init__(self, monkeypatch, maps=None, silent=(), refused=0, again=False):
         self.again = ["a phase"] if again else []
-        self.words: dict[tuple[str, int], object] = {}
-        self.served: list[hooks.ServerStart] = []
-        self.told: tuple[list[int], list[int]] = ([], [])
+        self.published: dict[tuple[str, int], object] = {}
+        self.serving: list[hooks.ServerStart] = []
+        self.set_tokens: tuple[list[int], list[int]] = ([], [])
         self.pools = [Pools(None), Pools(maps)]
         facts = SimpleNamespace(fixed_bytes=0, hybrid="")
         for owner, name, value in (
@@ -154,13 +154,13 @@ class Ranks:
             (hooks.rehearsal, "Rehearsal", Rehearsal),
             (hooks.rehearsal, "limits_of", lambda scheduler, fewer_requests: None),
             (hooks.rehearsal, "server_facts", lambda runner: facts),
-            (hooks.ServerStart, "_serve", lambda one: self.served.append(one)),
+            (hooks.ServerStart, "_serve", lambda one: self.serving.append(one)),
             (hooks.token_count, "resize_allocator", lambda allocator, counts: None),
-            (hooks.token_count, "set_token_count", self._tell),
+            (hooks.token_count, "set_token_count", self._set_token_count),
             (hooks.phases, "derive_second_pass", lambda *given: list(self.again)),
         ):
             monkeypatch.setattr(owner, name, value)
-        self._untold, self.each = untold, []
+        self._refused, self.starts = refused, []
         for rank in range(2):
             monkeypatch.setattr(hooks.ranks, "Board", lambda secret, rank=rank: self._board(rank, silent))
             orders = SimpleNamespace(open=lambda: None, close=lambda: None)
@@ -176,44 +176,45 @@ class Ranks:
                 "tree_cache": None,
             }
             start._begin(SimpleNamespace(rank=rank, tp_worker=SimpleNamespace(model_runner=None), **has))
-            self.each.append(start)
+            self.starts.append(start)
 
-    def _tell(self, scheduler, counts):
-        if counts.tokens == self._untold:
+    def _set_token_count(self, scheduler, counts):
+        if counts.tokens == self._refused:
             raise TypeError("frozen")
-        self.told[scheduler.rank].append(counts.tokens)
+        self.set_tokens[scheduler.rank].append(counts.tokens)
 
     def _board(self, rank, silent):
         def publish(topic, told):
             if not (rank and topic.split()[0] in silent):
-                self.words[topic, rank] = told
+                self.published[topic, rank] = told
 
         def collect(topic, kind):
-            return [self.words.get((topic, each)) for each in range(2)]
+            return [self.published.get((topic, each)) for each in range(2)]
 
         return SimpleNamespace(publish=publish, collect=collect, ranks=2, raise_flag=print, is_raised=bool)
 
     def measure(self, *spare_mb, **seen):
         """End the rehearsal with so much free memory beyond the margin on each rank, and carry out all orders."""
-        for one, spare in zip(self.each, spare_mb, strict=True):
+        for one, spare in zip(self.starts, spare_mb, strict=True):
             one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
         for _ in range(9):
-            assert self.each[1].orders.read_instead() == []
+            assert self.starts[1].orders.read_instead() == []
             self.obey()
 
     def obey(self):
-        for broadcast in self.each[0].orders.read_instead():
+        for broadcast in self.starts[0].orders.read_instead():
             for order in broadcast.items:
-                for one in self.each:
+                for one in self.starts:
                     one.obey(order)
 
     def rehearsals(self):
-        return [start._rehearsal for start in self.each]
+        return [start._rehearsal for start in self.starts]
 
     def tokens(self):
         """Return the tokens that both ranks count, have mapped and have set in the engine."""
         one, other = [
-            (pools.counts.tokens, pools.backed, told[-1]) for pools, told in zip(self.pools, self.told, strict=True)
+            (pools.counts.tokens, pools.backed, told[-1])
+            for pools, told in zip(self.pools, self.set_tokens, strict=True)
         ]
         assert one == other
         return one
@@ -229,7 +230,7 @@ class Ranks:
         ({"maps": MemoryError()}, (500, 500), RULE, "a rank had no memory to map: MemoryError"),
         ({"silent": ("mapped",)}, (500, 500), RULE, "not every rank has reported that it mapped memory"),
         ({"silent": ("measured",)}, (500, 500), RULE, "not every rank has reported its need"),
-        ({"untold": 1500}, (500, 500), RULE, "an object of the engine does not accept the size: frozen"),
+        ({"refused": 1500}, (500, 500), RULE, "an object of the engine does not accept the size: frozen"),
     ],
     ids=str,
 )
@@ -238,16 +239,16 @@ def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkey
     ranks.measure(*spare_mb)
     assert ranks.tokens() == (tokens,) * 3
     assert said in caplog.text
-    assert len(ranks.served) == 2
+    assert len(ranks.serving) == 2
 
 
 def test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them(monkeypatch, caplog):
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
-    assert (ranks.tokens(), ranks.served) == ((1500,) * 3, [])
+    assert (ranks.tokens(), ranks.serving) == ((1500,) * 3, [])
     ranks.again = []
     ranks.measure(-100, 7, phases={"a": 3_000_000, "b": 9_000_000}, seconds={"b": 2.0})
-    assert (ranks.tokens(), len(ranks.served)) == ((1400,) * 3, 2)
+    assert (ranks.tokens(), len(ranks.serving)) == ((1400,) * 3, 2)
     assert "largest forward passes: b 9 MB, a 5 MB" in caplog.text
 
 
@@ -272,7 +273,7 @@ def test_all_ranks_admit_the_requests_that_rank_0_has_found(monkeypatch):
         assert (one.more["bytes_per_token"], one.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
-    ranks.again, ranks.each[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
+    ranks.again, ranks.starts[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
     ranks.measure(900, 900, fewer_requests=512)
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
@@ -311,10 +312,10 @@ def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(mo
     few = {"slack": 4_000_000, "phases": {"b": 3_000_000}, "seconds": {"b": 1.0}}
     ranks.measure(500, 400, **few, free=int(20 * GB - RULE * BYTES_PER_TOKEN) - 50_000_000)
     for tokens in (400, 300):  # the second of three and the third
-        assert ranks.served == []
+        assert ranks.serving == []
         ranks.measure(900, 900, stopped=True, fallback=128, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
-    assert (len(ranks.served), limited, caplog.text.count(AGAIN)) == (2, [(256, 256)] * 2, 1)
+    assert (len(ranks.serving), limited, caplog.text.count(AGAIN)) == (2, [(256, 256)] * 2, 1)
     assert "largest forward passes: b 3 MB; 50 MB CUDA graphs" in caplog.text
     assert "; 4 MB allocator slack" in caplog.text
 
@@ -325,7 +326,7 @@ def test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_ov
     ranks, found = Ranks(monkeypatch), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
     ranks.measure(*spare_mb, fallback=256)
-    if not ranks.served:
+    if not ranks.serving:
         ranks.measure(0, 0)
     assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited)
 
@@ -353,7 +354,7 @@ def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_pen
     assert [one.more["limits_penalized"] for one in ranks.rehearsals()] == [begins_again] * 2
     if begins_again:
         assert "rehearses again with 256 penalized ones of 2,000 requests at once" in caplog.text
-        for one in ranks.each:
+        for one in ranks.starts:
             one._limits = replace(limits, limits_penalized=True)
         ranks.measure(500, 500)
         assert ranks.tokens() == (1500,) * 3
@@ -375,7 +376,7 @@ def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
     ranks.measure(500, 500)
     ranks.measure(500, 500, failure="AssertionError: a forward pass")
     assert ranks.tokens() == (RULE,) * 3
-    assert len(ranks.served) == 2
+    assert len(ranks.serving) == 2
 
 
 @pytest.mark.parametrize(
@@ -392,7 +393,7 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
     monkeypatch.setattr(Rehearsal, "fail", lambda rehearsal, problem: did.append(problem), raising=False)
     monkeypatch.setattr(hooks.rehearsal, "drop_requests", lambda scheduler: did.append("dropped"))
     ranks = Ranks(monkeypatch)
-    start = ranks.each[0]
+    start = ranks.starts[0]
     start.board.wait_for_all = lambda topic, kind, seconds: ["", ""] if raise_alike else ["", None]
     monkeypatch.setattr(start, "_begin", lambda scheduler: did.append("begun"))
 
@@ -462,16 +463,16 @@ def test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended(monkeypatch):
     ranks = Ranks(monkeypatch, again=True)
     begin = Rehearsal.begin
     monkeypatch.setattr(Rehearsal, "begin", lambda one: begin(one) if not one.leads else divided_by_zero())
-    for one, spare in zip(ranks.each, (500, 500), strict=True):
+    for one, spare in zip(ranks.starts, (500, 500), strict=True):
         one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000))
     for _ in range(2):  # what was measured, and what was mapped
         ranks.obey()
     first, other = ranks.rehearsals()
-    assert (first.ended, other.ended, ranks.served) == (True, False, [])
+    assert (first.ended, other.ended, ranks.serving) == (True, False, [])
     ranks.obey()  # rank 0 waits no longer
     assert other.ended
     assert ranks.tokens() == (1500,) * 3
-    assert len(ranks.served) == 2
+    assert len(ranks.serving) == 2
 
 
 def divided_by_zero():
@@ -482,10 +483,10 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
     """The need of a forward pass that did not run is not known, so a gigabyte more is kept free."""
     ranks = Ranks(monkeypatch, again=True)
     for tokens in (900, 800, 700):
-        assert ranks.served == []
+        assert ranks.serving == []
         ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
-    assert len(ranks.served) == 2
+    assert len(ranks.serving) == 2
 
 
 def test_the_pools_of_a_draft_follow_the_models():
