@@ -32,8 +32,6 @@ WAIT_S = 60.0
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 SECRET_BYTES = DIGEST_BYTES = 32
 """Bytes of the secret and of an HMAC-SHA256."""
-MAX_TEXT_BYTES = 1 << 20
-"""Bytes of a published text; a longer one counts as not published."""
 _KEY = f"sglang-moe-patches {__version__}: kv-sizing: "
 _ABSENT, _ANY_RANK = "absent", -1
 
@@ -255,8 +253,6 @@ class Board:
         # `get` would block if the key is deleted meanwhile. This compares with a text that no rank writes.
         found = bytes(self._store.compare_set(self._key(topic, rank), _ABSENT, _ABSENT))
         digest, payload = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
-        if len(payload) > MAX_TEXT_BYTES:
-            return None
         try:
             text = payload.decode()
         except UnicodeDecodeError:
