@@ -1,10 +1,10 @@
-"""Published recipes: what the engine would run of each at its own flags, what acts, and what kv-sizing does.
+"""Published recipes: the runner, the changes that act and kv-sizing's decision, for each recipe at its own flags.
 
     python benchmark whole/recipes --json benchmark/results/recipes/0.5.23.json
 
-Nothing is served: each is asked as ``sglang-moe-patches doctor --model`` asks, with every change selected and
-``SGLANG_MOE_PATCHES_KV_SIZING=auto``. recipes.json has the recipes and where they were published, doctor's models.json
-the sizes.
+Nothing is served. ``sglang-moe-patches doctor --model`` is asked about each recipe, with every change selected and
+``SGLANG_MOE_PATCHES_KV_SIZING=auto``. recipes.json has the recipes and their sources. doctor's models.json
+has the sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOES_NOT_START = "does not start: its weights leave no memory"
 HOPPER = ("H100", "H200", "H20")
 IN_LAYERS = {"output-buffer", "deferred-shared-experts", "moe-workspace", "cutedsl-sizing", "mori-input-truncation"}
 LITTLE = 0.05
-"""Of a peak: what a change saves less than this of is as good as nothing to whoever looks for memory."""
+"""Share of a peak below which a saving counts as little."""
 Key = tuple[models.Sizes, int]
 
 
@@ -52,7 +52,7 @@ def servers_with_config() -> list[dict[str, Any]]:
 
 
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
-    """Of what ``doctor --model`` says, what the page shows."""
+    """Parts of a report of ``doctor --model`` that the page shows."""
     if "refused" in found:
         return found
     sizing = next(change for change in found["changes"] if change["name"] == "kv-sizing")
@@ -76,7 +76,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(answer: dict[str, Any]) -> str:
-    """What becomes of a recipe by kv-sizing; a recipe of which doctor says nothing has that as its reason."""
+    """Outcome of a recipe with kv-sizing. A recipe without a report has the refusal as its reason."""
     if answer.get("refused") == NO_CONFIG:
         return NO_CONFIG
     return answer.get("kv_sizing", REASON) if answer.get("starts", True) else DOES_NOT_START
@@ -99,7 +99,7 @@ def counts(results: list[output.Result]) -> str:
 
 
 def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, Any]]:
-    """Of the first release that would start a recipe, with its place; of the first of all where none would."""
+    """Place and answer of the first release that would start a recipe; of the first release if none would."""
     found = ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"])
     return next(found, (0, answers[0]["found"]))
 

@@ -1,4 +1,4 @@
-"""What ``sglang-moe-patches doctor`` finds out about the installed engine."""
+"""Facts about the installed engine, for ``sglang-moe-patches doctor``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_moe_patches.registry import CHANGES
 
 
 class EngineUnusable(RuntimeError):
-    """The engine cannot even be imported; the message says why."""
+    """The engine cannot be imported. The message says why."""
 
 
 def examine() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _describe_wrong_values() -> list[str]:
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
-    """What becomes of a change in a server of this environment, started without flags on a GPU."""
+    """Plan of a change for a server of this environment that is started without flags on a GPU."""
     if engine.is_plugin_left_out():
         reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} has the engine load other plugins alone"
         return patch.Plan(patch.Status.NOT_SELECTED, reason)
@@ -99,7 +99,7 @@ def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
 
 @functools.cache
 def _arguments_without_flags() -> Any:
-    """The engine's defaults before it resolves them, which takes a model."""
+    """Defaults of the engine's arguments before it resolves them. Resolving takes a model."""
     from sglang.srt.server_args import ServerArgs
 
     if dataclasses.is_dataclass(ServerArgs):

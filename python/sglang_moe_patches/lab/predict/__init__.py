@@ -1,6 +1,7 @@
-"""What a forward's memory should be: from the sizes in ``config.json`` alone, on any machine.
+"""Predictions of a server's memory from the sizes in ``config.json``, on any machine.
 
-:mod:`.shapes` are the sizes, :mod:`.config` reads them, :mod:`.forward` has the formulas, which the benchmarks check
-against what they measure. :mod:`.engine_query` asks the engine which runner it would choose; :mod:`.model_report` puts
-them together for ``doctor --model``.
+:mod:`.shapes` has the sizes, and :mod:`.config` reads them. :mod:`.forward` has the formulas for a forward pass, which
+the benchmarks compare with measurements. :mod:`.engine_query` asks the engine which runner and which KV cache it would
+choose. :mod:`.room` compares the room beside weights and KV cache with the need. :mod:`.model_report` makes a report of
+all of it for ``doctor --model``, and :mod:`.terminal` prints the report.
 """

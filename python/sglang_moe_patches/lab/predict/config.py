@@ -33,19 +33,19 @@ FAMILIES = {
     "Glm4MoeForCausalLM": ("glm4-moe", "glm4_moe"),
     "MiniMaxM2ForCausalLM": ("minimax-m2", "minimax_m2"),
 }
-"""By the engine's class: the family's name, and the engine's module with its layers, below ``sglang.srt.models``."""
+"""Family's name and the engine's module with its layers, below ``sglang.srt.models``, by the engine's class."""
 
 
 class NoConfig(ValueError):
-    """There is no ``config.json`` to read, or none of a mixture-of-experts model; the message says why in a line."""
+    """No ``config.json`` of a mixture-of-experts model can be read. The message says why in one line."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What ``config.json`` says.
+    """Sizes from a ``config.json``.
 
-    :param attention: why attention's own tensors are not known; "": they are.
-    :param residual: why the layers' hidden tensors are not known; "": they are.
+    :param attention: reason why attention's own tensors are not known; "": they are known.
+    :param residual: reason why the layers' hidden tensors are not known; "": they are known.
     """
 
     model: Model
@@ -54,7 +54,7 @@ class ModelSizes:
 
 
 def find(model: str) -> Path:
-    """The ``config.json`` of a model.
+    """Path of a model's ``config.json``.
 
     :param model: a folder with it, the file, or a Hugging Face name whose file is in the local cache.
     :raises NoConfig: there is none.
@@ -97,9 +97,9 @@ def served_models() -> list[dict[str, Any]]:
 
 
 def load_model(model: str) -> tuple[dict[str, Any], Path | None]:
-    """A model's ``config.json``, and where it lies; ``None``: it is one of :func:`served_models`.
+    """Content and path of a model's ``config.json``. The path is ``None`` for one of :func:`served_models`.
 
-    :param model: as :func:`find` takes it, or the name of one of those.
+    :param model: model, as :func:`find` takes it, or the name of one of :func:`served_models`.
     :raises NoConfig: there is none.
     """
     try:
@@ -134,7 +134,7 @@ def check_class(config: Mapping[str, Any], source: str) -> None:
 
 
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
-"""By a ``model_type`` whose configuration class comes with the checkpoint: transformers' own type with its fields."""
+"""Type of transformers with the same fields, by a ``model_type`` whose class comes with the checkpoint."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,9 +143,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a model with eyes or ears that has the experts, where it is a model of its own.
+    """The language model of a multimodal model, if it is a model of its own; else the whole configuration.
 
-    The towers beside it are none of the experts' business, and take an engine that builds them minutes.
+    The encoders beside it have no experts, and an engine takes minutes to build them.
     """
     text = text_config(config)
     if text is config or not text.get("architectures"):
@@ -159,7 +159,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def read(config: Mapping[str, Any], source: str) -> ModelSizes:
     """The sizes, by the names that the public models use.
 
-    :param source: what they are of.
+    :param source: name of the model, for messages.
     :raises NoConfig: a size is missing, or the model has no routed experts.
     """
     text = text_config(config)
@@ -168,7 +168,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
         return next((text[name] for name in names if text.get(name) is not None), None)
 
     def largest(value: Any) -> Any:
-        """Of values for each layer, as Hunyuan has, or for each kind of experts, as ERNIE VL; or the only one."""
+        """The largest of several values: one per layer in Hunyuan, one per kind of experts in ERNIE VL."""
         return max(value) if isinstance(value, list) and value and all(type(item) is int for item in value) else value
 
     def size(*names: str) -> int:
@@ -211,7 +211,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
 
 
 def _not_understood(text: Mapping[str, Any]) -> str:
-    """The keys of experts that are read by no name here, to end a refusal with; "": there are none."""
+    """End of a refusal that names the unknown keys about experts; "": there are none."""
     known = {*_EXPERTS, *_TOP_K, *_SIZES, *_SHARED, *_SHARED_SIZES, *_FIRST_LAYERS}
     sections = ("", text), *((f"{name}.", part) for name, part in text.items() if isinstance(part, Mapping))
     keys = [
@@ -241,7 +241,7 @@ def dense_layers(text: Mapping[str, Any]) -> int:
 
 
 def _residual(first: Any) -> str:
-    """Why the layers' tensors are not those of the formulas; "": they are."""
+    """Reason why the layers' tensors are not those of the formulas; "": they are."""
     for name, why in (
         ("hc_mult", "its residual is several streams"),
         ("zero_expert_num", "its experts run beside an attention and dense layers"),
@@ -255,7 +255,7 @@ def _residual(first: Any) -> str:
 
 
 def _attention(first: Any) -> str:
-    """Why what attention holds is not what the formula says, from keys that only such models have."""
+    """Reason why attention's memory is not that of the formula, by keys that only such models have; "": it is."""
     for keys, why in (
         (("compress_ratios", "o_lora_rank"), "attends to compressed keys"),
         (("index_topk", "sparse_attention_config"), "attends to keys that an indexer chooses"),

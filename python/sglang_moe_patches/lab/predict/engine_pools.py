@@ -1,7 +1,8 @@
-"""Which KV cache the engine would make of a model, and how many tokens it would hold: asked of the engine's own code.
+"""KV cache that the engine would make for a model, and its tokens, by the engine's own code.
 
-In an engine query, whose process has no GPU and whose model has its first layers alone. A model runner that was never
-constructed is given what the engine's arithmetic reads of one. Its pools are not made: their classes are named.
+The module runs in an engine query, whose process has no GPU and whose model has its first layers alone. A model runner
+that was never constructed gets the attributes that the engine's arithmetic reads. Its pools are not made; only their
+classes are named.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from sglang_moe_patches.memory.kv_sizing import eligibility, hooks
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
-"""To which the least fraction is rounded up: what CUDA and NCCL hold is not known to the last megabyte."""
+"""Step to which fractions are rounded: the memory that CUDA and NCCL hold is not known to the last megabyte."""
 HELD_BYTES = 1_200_000_000
-"""What CUDA and the engine's libraries hold of a GPU before there is a KV cache. It was that on an H100 with one rank,
-and up to 2,800 MB on H200s: ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py`` compares."""
+"""Bytes of a GPU that CUDA and the engine's libraries hold before there is a KV cache. An H100 with one rank had
+as much, H200s up to 2,800 MB. ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py`` compares."""
 LOADING_SHARE = 0.15
 """Bytes that loading MXFP4 experts for ``triton_kernels`` takes besides, as a share of the weights. The layout pads
 rows, and PyTorch keeps pieces of the tensors that were there before. An H100 had 19, 14 and 12 % with 8, 30 and 36
@@ -30,15 +31,15 @@ layers of gpt-oss-120b."""
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a server's weights and KV cache fit into each GPU, in bytes.
+    """Weights and KV cache of a server on one GPU, in bytes.
 
-    :param memory: of the GPU, without :data:`HELD_BYTES`.
-    :param weights: on this rank; ``beside``: what is not counted, in words, or "".
+    :param memory: memory of the GPU, without :data:`HELD_BYTES`.
+    :param weights: weights on this rank; ``beside``: the part that is not counted, in words, or "".
     :param loading: bytes that loading them takes besides (:func:`loading_share`).
     :param fraction: ``--mem-fraction-static`` in force; ``given``: the user gave it.
-    :param refusal: why the engine makes no KV cache, in its own words; "": it does.
-    :param tokens: of the KV cache; ``None``: not known, for the reason ``unknown``.
-    :param token_bytes: what one takes, with everything that the engine counts by it; ``None``: not known.
+    :param refusal: reason why the engine makes no KV cache, in its own words; "": it makes one.
+    :param tokens: tokens of the KV cache; ``None``: not known, for the reason ``unknown``.
+    :param token_bytes: bytes of a token, with everything that the engine counts by tokens; ``None``: not known.
     :param context: tokens of the longest request.
     :param begins_with: the fraction with which kv-sizing begins where the engine's leaves less than such a request.
     :param images: bytes that the engine's rule sets aside for images.
@@ -72,7 +73,7 @@ class Fit:
 
     @property
     def least_fraction(self) -> float | None:
-        """With which the weights fit; ``None``: with none."""
+        """Least fraction with which the weights fit; ``None``: there is none."""
         least = math.ceil(self.loaded / self.memory / FRACTION_STEP) * FRACTION_STEP
         return round(least, 2) if least < 1 else None
 
@@ -89,11 +90,11 @@ def describe(fit: Fit) -> dict[str, Any]:
 
 
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
-    """What becomes of the KV cache.
+    """The KV cache that the engine would make, and whether kv-sizing sizes it.
 
-    :param runner: as :func:`make_runner` makes it.
+    :param runner: model runner, as :func:`make_runner` makes it.
     :param sizes: kv-sizing would size this server, by its arguments.
-    :returns: also why it does not, as is known when pools are about to be made; "": it does.
+    :returns: also the reason why kv-sizing does not, as it is known before pools are made; "": it does.
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
@@ -163,7 +164,7 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
         "sliding_window_size": getattr(config, "sliding_window_size", None),
         "enable_hisparse": resolved.enable_hisparse,
     }
-    if hasattr(model_runner, "_UNSET"):  # 0.5.13: what a runner finds out when it is asked first
+    if hasattr(model_runner, "_UNSET"):  # 0.5.13: a runner fills it in when it is first asked
         facts["_linear_attn_registry_cache"] = model_runner._UNSET
     for name, value in facts.items():
         vars(runner)[name] = value
@@ -188,14 +189,14 @@ def _set_layers(runner: Any, module: Any, stage: int) -> None:
 
 
 def _configurator(runner: Any) -> Any:
-    """What decides on pools, from 0.5.16 on."""
+    """The object that decides on pools, from 0.5.16 on."""
     runner.init_spec_aux_hidden_state()
     runner.init_kv_cache_configurator()
     return runner.kv_cache_configurator
 
 
 def _set_free_memory(free: int, memory: int) -> None:
-    """Have PyTorch say that so much of the GPU is free, and psutil, whom the engine asks of an integrated one."""
+    """Make PyTorch report so much free GPU memory, and psutil as well, which the engine reads on an integrated GPU."""
     import psutil
     import torch
 
@@ -204,7 +205,7 @@ def _set_free_memory(free: int, memory: int) -> None:
 
 
 class _Table:
-    """Stands in for a request table: a pool is given parts of it, and asks for the number of requests."""
+    """Stand-in for a request table. A pool gets parts of the table and reads the number of requests."""
 
     def __init__(self, requests: int) -> None:
         self.req_to_token = SimpleNamespace(shape=(requests, 1))
@@ -214,7 +215,7 @@ class _Table:
 
 
 class _Made(Exception):
-    """The first KV pool was about to be made; its argument is the class's name."""
+    """Raised in place of the first KV pool. The argument is the name of the pool's class."""
 
 
 def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
@@ -228,7 +229,7 @@ def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
 
     def name_table(cls: Any, *args: Any, **kwargs: Any) -> Any:
         tables.append(cls.__name__)
-        return _Table(int(config.max_running_requests))  # none of the class: its constructor is not called
+        return _Table(int(config.max_running_requests))  # no instance of the class: its constructor is not called
 
     kinds = {memory_pool.KVCache: name_pool, memory_pool.ReqToTokenPool: name_table}
     for kind, name in kinds.items():

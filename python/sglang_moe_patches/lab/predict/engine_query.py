@@ -1,12 +1,12 @@
-"""What the engine would choose for a model on a GPU that this machine lacks: asked of the engine itself.
+"""The engine's own choices for a model on a GPU that this machine does not have.
 
 ``python -m sglang_moe_patches.lab.predict.engine_query`` reads one JSON object from standard input and answers with one
 on standard output. Its process is told of a GPU by what PyTorch answers; the process groups are PyTorch's fake ones, of
 as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
 tensors, which have sizes and no memory. What it put there is what it would run.
 
-Nothing is loaded or computed. An engine that asks a GPU for more than its kind cannot be asked, and says so; what it
-would refuse on such a GPU, too, it refuses here in its own words.
+Nothing is loaded or computed. An engine that asks a GPU for more than its kind raises :class:`CannotAsk`. A server
+that it would refuse on such a GPU it refuses here, in its own words.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ QUERY_TIMEOUT_S = 600
 
 
 class CannotAsk(RuntimeError):
-    """The engine gave no answer; the message says why."""
+    """The engine gave no answer. The message says why."""
 
 
 class Refused(CannotAsk):
@@ -113,7 +113,7 @@ class Refused(CannotAsk):
 
 
 class ModelRefused(Refused):
-    """It refuses the model with these arguments, not the arguments by themselves."""
+    """The engine refuses the model with these arguments, not the arguments by themselves."""
 
 
 # --- From outside ----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class ModelRefused(Refused):
 def ask(
     model: str, arguments: list[str], gpu: str, environ: dict[str, str], *, top_k: int = 0, language_model: bool = False
 ) -> dict[str, Any]:
-    """What the engine would choose.
+    """Ask the engine what it would choose for a server.
 
     :param model: a folder with ``config.json``.
     :param arguments: of the server, without the model.
@@ -163,7 +163,7 @@ def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any
 
 
 def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """One query in a process of its own: the engine publishes what it resolves in its globals."""
+    """Run one query in a process of its own, because the engine keeps resolved arguments in its globals."""
     command = [sys.executable, "-m", __name__]
     return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
 
@@ -173,7 +173,7 @@ def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProces
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints
+    os.dup2(2, 1)  # the engine's own output
     gc.disable()  # thousands of modules are imported, and nothing is thrown away
     asked = json.load(sys.stdin)
     if asked["leave_out_unused"]:
@@ -205,7 +205,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
-    """What the engine refuses for what it was given is :class:`Refused`; other errors come from the missing GPU.
+    """Raise :class:`Refused` for errors about the arguments or the model; other errors come from the missing GPU.
 
     :param but_by: modules of which it is no refusal, beside those that meet the hardware.
     """
@@ -278,7 +278,7 @@ def find_wrong_value(arguments: Mapping[str, Any]) -> str:
 
 
 def _add_near_options(refusal: str) -> str:
-    """What the parser of the command line says, and for each option that it does not know, one that is near."""
+    """The parser's refusal, followed by a similar option for each unknown one."""
     if "unrecognized arguments" not in refusal:
         return refusal
     import argparse
@@ -448,7 +448,7 @@ def chunk_tokens(resolved: Mapping[str, Any]) -> int:
 
 
 def claim_gpu(gpu: Gpu) -> None:
-    """Let PyTorch answer as if there were GPUs of a kind."""
+    """Make PyTorch answer as if there were GPUs of a kind."""
     # DeepGEMM asks where CUDA is when it is imported, and uses it when it compiles.
     os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     import torch
@@ -480,7 +480,7 @@ def claim_gpu(gpu: Gpu) -> None:
     }
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
-    # Where NVFP4's weights are created some releases move scales to the GPU, which is pretended.
+    # Some releases move scales to the GPU when they create NVFP4 weights.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     # Nothing is computed, and the compiler takes seconds to import.
     torch.compile = lambda function=None, **options: function or (lambda other: other)
@@ -554,9 +554,9 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
 
 
 def _keep_attributes_of_fake_tensors() -> None:
-    """Give the engine's parameters what they are made with, which its models read.
+    """Keep the attributes with which the engine makes its parameters, because its models read them.
 
-    PyTorch makes a plain parameter of a fake tensor, whatever its class is to be, so the class initializes none.
+    PyTorch makes a plain parameter of a fake tensor, whatever the class, so that the class sets no attribute.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 
@@ -620,7 +620,7 @@ def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:
-    """Two hundred modules take seconds to import: the registry gets those that name the model's classes."""
+    """Make the engine's registry import the modules alone that name the model's classes: all of them take seconds."""
     from sglang.srt import models
 
     files = [path for folder in models.__path__ for path in Path(folder).glob("*.py")]
@@ -631,7 +631,7 @@ def _leave_out_other_models(architectures: list[str]) -> None:
 
 
 def _publish(server_args: Any) -> None:
-    """What the engine's processes do with the server's arguments before they load a model."""
+    """Publish the server's arguments, as the engine's processes do before they load a model."""
     from sglang.srt import server_args as module
     from sglang.srt.layers.moe import initialize_moe_config
 
@@ -646,11 +646,11 @@ def _publish(server_args: Any) -> None:
 
 
 _MOE_LAYERS = 4
-"""How many are built: kinds of layers that alternate do so by two or four."""
+"""Number of layers that are built: kinds of layers alternate by two or four."""
 
 
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
-    """Process groups in which nobody talks."""
+    """Make the process groups of the server's ranks, without communication."""
     import torch
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -671,13 +671,13 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
 
 
 def _call_with_those_taken(function: Any, **arguments: Any) -> None:
-    """Releases take more of them or fewer."""
+    """Call a function with those arguments alone that its release takes."""
     taken = engine.parameters(function)
     function(**{name: value for name, value in arguments.items() if name in taken})
 
 
 def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
-    """Every group that is made from now on is a fake one, without the links between GPUs."""
+    """Make every later process group a fake one, without the links between GPUs."""
     new_group, init = distributed.new_group, parallel_state.GroupCoordinator.__init__
     signature = inspect.signature(init)
 
@@ -695,7 +695,7 @@ def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
 
 
 _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
-"""What the engine's blocks call them."""
+"""Names of the shared experts in the engine's blocks."""
 
 
 def _describe_layer(model: Any) -> dict[str, Any] | None:
@@ -728,7 +728,7 @@ def _describe_layer(model: Any) -> dict[str, Any] | None:
 
 
 def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
-    """Of Triton's second GEMM, by the file that the engine would load on this GPU; ``None``: not known."""
+    """Tile sizes of Triton's second GEMM, from the file that the engine would load on this GPU; ``None``: not known."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
 
@@ -752,7 +752,7 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 
 
 def _has_float_logits() -> bool:
-    """Whether DeepSeek's router puts out float32 for a prefill: what the last of its ways does."""
+    """Whether DeepSeek's router returns float32 logits in a prefill. The last branch of ``MoEGate.forward`` decides."""
     gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
@@ -760,7 +760,7 @@ def _has_float_logits() -> bool:
 
 
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
-    """What becomes of each change on this server. Those that decide for layers are applied, as where one is built."""
+    """Plan of each change on this server. The changes that decide for layers are applied."""
     selected = patch.selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {

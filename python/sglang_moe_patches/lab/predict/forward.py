@@ -1,8 +1,8 @@
-"""What a forward's memory should be, from the layers' sizes: pure functions, all results in bytes.
+"""Memory of a forward pass, predicted from the layers' sizes: pure functions, all results in bytes.
 
-R = tokens x top-k rows, H hidden size, I intermediate size per rank; all activations bfloat16. What is alive when is
-what the engine's own code says (0.5.12.post1), with the Triton attention backend that the benchmarks' servers have. The
-peak is the most of what the places of a forward hold, each written down by itself. In bytes:
+R = tokens x top-k rows, H hidden size, I intermediate size per rank; all activations are bfloat16. The lifetimes of
+tensors follow the engine's code (0.5.12.post1) with the Triton attention backend of the benchmarks' servers. The
+peak is the largest sum over the places of a forward pass. In bytes:
 
 - the Triton runner: its first GEMM's output (4IR) and the activation's (2IR), or the latter and the [tokens, top-k,
   hidden] tensor (2HR). FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns;
@@ -26,12 +26,12 @@ FP8_GROUP = 128
 BLOCKS = "fp8"
 """Weights in blocks of 128 x 128."""
 SCALED = {BLOCKS: FP8_GROUP, "rows": None}
-"""How a GEMM's input is quantized to a byte an element, and how many columns share a scale; ``None``: a whole row."""
+"""Columns that share a scale, by the quantization of a GEMM's input to a byte an element; ``None``: a whole row."""
 NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
-"""Of an element of an activation in NVFP4, with a byte of scale for every 16."""
+"""Bytes of an activation's element in NVFP4, with a byte of scale for every 16."""
 FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
 """The same in FP8, by quantization."""
-#: Of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. With other groups it is up to a tenth less.
+#: Bytes of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Other groups take up to a tenth less.
 PACKED_BYTES = 0.5 + 2 / 32
 #: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
 DECODE_SPLITS = 256
@@ -46,19 +46,19 @@ PARTS = {
 #: The name of the place that ``PARTS`` are of.
 MOE = "the routed experts"
 RUNNERS = ("triton", "marlin", *runners.TRTLLM[:2])
-"""Those with a formula, by ``--moe-runner-backend``."""
+"""Runners with a formula, by ``--moe-runner-backend``."""
 ROUTES_IN_FLOAT = ("glm4-moe", "minimax-m2")
 """Families whose routers compute in float32 (``models/glm4_moe.py``, ``models/minimax_m2.py``)."""
 
 
 @dataclass(frozen=True)
 class Acting:
-    """What is otherwise than in a stock server up to 0.5.12.post1, of which none of it is true.
+    """Differences from a stock server of 0.5.12.post1 or older, for which all are false.
 
     :param inputs_dropped: attention's inputs are gone when attention is (output-buffer; the engine from 0.5.13 on).
     :param shared_last: shared experts run after the routed ones (deferred-shared-experts).
     :param dead_input: the layer's dead input is the runner's output, or its memory for the activation.
-    :param columns: of a slice in which Triton or Marlin sums (moe-workspace); ``None``: the tensor is whole.
+    :param columns: columns of a slice in which Triton or Marlin sums (moe-workspace); ``None``: the tensor is whole.
     :param out_of_place: the engine itself has Triton leave its input alone, as shared experts read it at the same time.
     """
 
@@ -82,7 +82,7 @@ class Prediction:
 
     @property
     def live(self) -> int:
-        """When the runner starts."""
+        """Bytes when the runner starts."""
         return sum(self.parts.values()) - self.parts["workspace"]
 
     @property
@@ -105,9 +105,9 @@ class Runner:
     """The routed experts' runner.
 
     :param name: one of ``RUNNERS``.
-    :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
+    :param quantization: quantization of the inputs of Triton's experts: ``None`` (bfloat16), or one of ``SCALED``.
     :param workspace: bytes that one of TRT-LLM's kernels takes while it runs.
-    :param input_bytes: of an element of what such a kernel is given.
+    :param input_bytes: bytes of an element of such a kernel's input.
     :param copies_output: the engine copies the kernel's output into a tensor of its own.
     """
 
@@ -128,23 +128,22 @@ def predict(
     graphs: bool = False,
     float_logits: bool = False,
 ) -> Prediction:
-    """A forward of a first chunk: nothing of its prompts is in the KV cache.
+    """Memory of a forward pass of a first chunk, whose prompts have nothing in the KV cache.
 
-    Stock, the residual, the layer's input (dead by then) and the MoE input are alive, the output of shared experts that
-    run by themselves, q/kv latents, and an output that the NVFP4 kernel gets. With the changes, on DeepSeek's
-    architecture, the shared experts run last and the latents are gone; the NVFP4 kernels, and Triton where the shared
-    experts run last, write into the dead input.
+    Stock has these tensors alive: the residual, the layer's input (dead by then), the MoE input, the output of shared
+    experts that run by themselves, q/kv latents, and an output that the NVFP4 kernel gets. With the changes, on
+    DeepSeek's architecture, the shared experts run last and the latents are freed. The NVFP4 kernels then write into
+    the dead input, and so does Triton if the shared experts run last.
 
     :param model: with its shared experts as the engine runs them: as routed ones where it makes them so.
     :param layout: of tensor parallelism, and expert parallelism without all-to-all; not of data-parallel attention.
-    :param tokens: of the chunk.
-    :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
-        back.
+    :param tokens: tokens of the chunk.
+    :param graphs: decodes run in graphs. An eager decode before leaves a buffer of attention behind, freed then.
     :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
-    share = replace(model, moe_intermediate=0).shard(layout.tp)  # of everything but the routed experts
+    share = replace(model, moe_intermediate=0).shard(layout.tp)  # everything but the routed experts
     rank = model.per_rank(layout)
     hidden = 2 * tokens * model.hidden
     count = 3 + (bool(model.shared_experts) and not acting.shared_last)
@@ -183,10 +182,10 @@ def predict(
 
 
 def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:
-    """Bytes that Triton or Marlin holds, at the most.
+    """Most bytes that Triton or Marlin holds at once.
 
     Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): in columns the second GEMM runs for a
-    range of columns at a time, and quantizes its input before that, which it then gives up.
+    range of columns at a time. It quantizes its input before that, and then frees the input.
 
     Marlin (``fused_marlin_moe``): both GEMMs' outputs share one tensor, and its output is never its input's memory.
     In columns each is by itself, the second one as wide as a range, whose weights are there twice.
@@ -217,10 +216,10 @@ def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: boo
 
 
 def attention(share: Model, tokens: int) -> int:
-    """The hidden-size tensors, and attention's own tensors but for the latents of MLA.
+    """Bytes of the hidden-size tensors and of attention's own tensors, but for the latents of MLA.
 
-    The Triton backend copies values that do not lie together, as those of MLA, which come with the keys in one tensor;
-    the copy is gone when the output projection runs.
+    The Triton backend copies values that do not lie together, as those of MLA, which share a tensor with the keys. The
+    copy is freed before the output projection runs.
 
     :param share: a rank's share of the model.
     """

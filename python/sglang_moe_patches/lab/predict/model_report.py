@@ -41,21 +41,21 @@ _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 UNKNOWN_FORMAT = "not known"
 NVFP4 = "NVFP4"
 MXFP4_GROUP = 32
-"""Weights that share a scale of one byte in MXFP4 (OCP Microscaling Formats 1.0)."""
+"""Number of weights that share a scale of one byte in MXFP4 (OCP Microscaling Formats 1.0)."""
 
 
 class CannotAdvise(ValueError):
-    """What was given is not enough; one line says what."""
+    """The question cannot be answered. The message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What decides the memory of a forward, as the engine or the arguments say it.
+    """Facts that decide the memory of a forward pass, from the engine or from the arguments.
 
-    :param runner: by its ``--moe-runner-backend``; ``None``: not known.
-    :param quantization: of what the routed experts are given, as :func:`.forward.predict` takes it.
-    :param format: the weights of the routed experts, for people.
-    :param family: of its layers, by the engine's module; "": none that offers.
+    :param runner: MoE runner, by its ``--moe-runner-backend``; ``None``: not known.
+    :param quantization: quantization of the routed experts' inputs, as :func:`.forward.predict` takes it.
+    :param format: format of the routed experts' weights, for people.
+    :param family: family of the layers, by the engine's module; "": none offers its input.
     :param graphs: decodes are captured.
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
     :param float_logits: as :func:`.forward.predict` takes it.
@@ -79,10 +79,10 @@ class Server:
 
 
 def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, Decision]) -> tuple[Acting, Acting]:
-    """What acts in a stock server, and in a patched one.
+    """Effects in a stock server, and in a patched one.
 
-    :param shared_experts: its layers have some that run by themselves.
-    :param decided: by each change that is applied.
+    :param shared_experts: the layers have shared experts that run by themselves.
+    :param decided: decision of each change that is applied.
     """
     natively, trtllm = server.family == DEEPSEEK and server.engine_drops, server.runner in runners.TRTLLM
     effects = {effect for decision in decided.values() for effect in decision.effects}
@@ -97,7 +97,7 @@ def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, De
         shared_last=stock.shared_last or SHARED_LAST in effects,
         dead_input=stock.dead_input
         or bool({OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT} & effects)
-        # Triton that was told to leave its input alone writes there (deferred-shared-experts), whatever its size.
+        # Triton leaves its input alone then and writes into the dead input, whatever its size.
         or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family)),
         columns=next((decision.width for decision in decided.values() if decision.width), None),
         out_of_place=stock.out_of_place,
@@ -111,10 +111,10 @@ NOT_BUILT = "not known: its layers could not be built"
 def describe_change(
     server: Server, model: Model, change: Change, answer: Mapping[str, Any], decision: Decision | None
 ) -> dict[str, Any]:
-    """What a change does here, or why it does nothing; ``acts`` is ``None`` where that is not known.
+    """Effect of a change on a server, or the reason why it has none. ``acts`` is ``None`` if that is not known.
 
-    :param answer: its status and reason.
-    :param decision: its own for the layers; ``None``: they were not built, or it decides for none.
+    :param answer: status and reason of the change.
+    :param decision: decision of the change for the layers; ``None``: the layers were not built, or it decides for none.
     """
     row = {"name": change.name, "status": answer["status"], "acts": False, "does": "", "reason": answer["reason"]}
     if answer["status"] not in ACTIVE:
@@ -142,7 +142,7 @@ WOULD_SIZE = "it would size this server"
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
-    """kv-sizing's row, by what the server itself would decide.
+    """Row of kv-sizing, with the decision that the server itself would make.
 
     :param answer: as the engine query has it under ``kv_sizing``.
     :param does_start: the server starts, with the fraction with which kv-sizing begins.
@@ -166,16 +166,16 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
 
 
 INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
-"""Of an element of what TRT-LLM's kernels are given, beside the 16-bit one, by :attr:`Server.format`, or by
-:attr:`Server.quantization`."""
+"""Bytes of an element of the quantized input of TRT-LLM's kernels, beside the 16-bit element. The key is
+:attr:`Server.format` or :attr:`Server.quantization`."""
 
 
 def predict(
     sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
-    """The memory of a chunk, stock and patched; and in words what is not known of it.
+    """Memory of a prefill chunk, stock and patched, and the parts of it that are not known, in words.
 
-    ``None`` where the runner has no formula, or the layers are not what the formulas are of.
+    ``None`` if the runner has no formula, or if the formulas are not those of the layers.
     """
     model = sizes.model
     if server.runner not in forward.RUNNERS:
@@ -219,17 +219,17 @@ ALWAYS_UNKNOWN = (
     "chunks behind a prefix, mixed batches, images, prompt log-probabilities, LoRA",
     "what the allocator keeps beside tensors, graph pools, weights and KV cache",
 )
-"""What no prediction has."""
+"""Parts of the memory that no prediction has."""
 
 
 # --- From a model and arguments --------------------------------------------------------------------------------------
 
 
 def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
-    """All that is known of a server, JSON-ready.
+    """Report on a server, JSON-ready.
 
-    :param model: as :func:`.config.find` takes it.
-    :param arguments: of the server, without the model.
+    :param model: model, as :func:`.config.find` takes it.
+    :param arguments: the server's arguments, without the model.
     :param gpu: a GPU, as :func:`.engine_query.find_gpu` takes it.
     :raises NoConfig: there are no sizes.
     :raises CannotAdvise: the arguments name the model, a GPU kind is unknown, or there is no engine.
@@ -255,17 +255,17 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
-    """What the installed engine says, which looks for a folder with the file.
+    """Answers of the installed engine, which looks for a folder with the model's ``config.json``.
 
-    :param content: of the model's ``config.json``.
-    :param path: where it lies, if the engine is to read what lies beside it.
+    :param content: content of the model's ``config.json``.
+    :param path: path of that file, if the engine reads other files beside it.
     :raises CannotAsk: it refuses the model or the arguments, or cannot be asked.
     """
     environ = query_environment()
     language_model = config.language_model(content)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
-        # How ModelOpt's checkpoints are quantized.
+        # ModelOpt's checkpoints have their quantization in this file.
         if path is not None and (beside := path.with_name("hf_quant_config.json")).is_file():
             shutil.copy(beside, folder)
         arguments, missing_draft = _replace_missing_draft(arguments, language_model, Path(folder) / "draft")
@@ -276,11 +276,12 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
 
 
 def query_environment() -> dict[str, str]:
-    """The environment of an engine query.
+    """Environment of an engine query.
 
-    Without what makes the engine run on a CPU: there it chooses otherwise. And it waits for no hub.
+    The variable that makes the engine run on a CPU is not in it, because the engine chooses other runners there. The
+    engine waits for no hub.
 
-    :raises CannotAsk: there can be none.
+    :raises CannotAsk: the engine cannot be imported here.
     """
     environ = {name: value for name, value in os.environ.items() if name != _CPU_ENGINE}
     environ |= {"SGLANG_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
@@ -292,9 +293,9 @@ def query_environment() -> dict[str, str]:
 
 
 def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
-    """The arguments, and the draft model among them whose ``config.json`` is not at hand; "": there is none.
+    """Arguments with a stand-in for a draft model whose ``config.json`` is not at hand, and that model's name, or "".
 
-    The engine reads that file when it resolves arguments. In its place goes a layer of the target's sizes.
+    The engine reads the file when it resolves arguments. The stand-in is one layer of the target's sizes.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="draft")
@@ -318,9 +319,9 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
 
 
 def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
-    """What follows from the sizes and from what the engine said.
+    """Report that follows from the sizes and from the engine's answers.
 
-    :param asked: as :func:`.engine_query.ask` returns it.
+    :param asked: answers of the engine, as :func:`.engine_query.ask` returns them.
     :param requests: as :func:`predict_rooms` takes it.
     """
     unknown = []
@@ -417,7 +418,7 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
         raise ValueError("the runner of the experts is not known")
     if sizes.residual:
         raise ValueError(f"{sizes.residual}: not predicted")
-    # With data-parallel attention a rank attends to its own tokens alone and computes the experts of all tokens.
+    # A rank of data-parallel attention attends to its own tokens alone and computes the experts of all tokens.
     layout, tokens = replace(server.layout, dp=1), server.tokens * server.layout.dp
     return forward.predict(sizes.model, layout, forward.Runner("triton"), tokens, Acting(), graphs=server.graphs).peak
 
@@ -466,7 +467,7 @@ def _to_plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Model]:
-    """The server, and the model with its experts as the engine runs them."""
+    """Facts of the server, and the model with its experts as the engine runs them."""
     resolved, layer = asked["resolved"], asked["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)
@@ -479,7 +480,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
         model = replace(
             model,
             experts=layer["experts"],
-            top_k=layer["top_k"] or model.top_k,  # some models hand it to their routers alone
+            top_k=layer["top_k"] or model.top_k,  # some models give it to their routers alone
             moe_intermediate=layer["intermediate"] * (tp // ep),
             shared_experts=int(layer["shared_experts"]),
             family=next((name for name, module in config.FAMILIES.values() if module == layer["family"]), ""),
@@ -504,7 +505,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
 
 
 def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
-    """How the runner's inputs are quantized, and the weights' format for people, by the engine's class for them."""
+    """Quantization of the runner's inputs, and the weights' format for people, by the engine's class."""
     name = method.lower()
     if "unquant" in name:
         return None, "BF16"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Layout:
-    """How the MoE layers are spread over ranks, in the engine's words.
+    """Layout of the MoE layers over ranks, in the engine's words.
 
     :param tp: ``--tp``: tensor-parallel ranks.
     :param ep: ``--ep``: expert-parallel ranks among them; the others share each expert.
@@ -28,7 +28,7 @@ class Layout:
 class Rank:
     """One rank's share of a MoE layer.
 
-    :param experts: experts whose weights it holds.
+    :param experts: experts whose weights the rank holds.
     :param intermediate: columns of each expert's gate projection that it holds.
     """
 
@@ -96,7 +96,7 @@ class Model:
         return self.layers - self.dense_layers
 
     def shard(self, ranks: int) -> Model:
-        """As if one rank's share of ``ranks`` were the whole model, for one GPU.
+        """Model of the sizes of one rank's share of ``ranks``, for one GPU.
 
         :raises ValueError: a size does not divide by the ranks.
         """
@@ -105,7 +105,7 @@ class Model:
             if size % ranks:
                 raise ValueError(f"{self.source}: {name} {size} does not divide by {ranks}")
         shares = {name: size // ranks for name, size in sizes.items()}
-        # Where there are fewer heads of keys and values than ranks, several ranks have the same.
+        # If there are fewer heads of keys and values than ranks, several ranks have the same head.
         return replace(self, **shares, kv_heads=max(1, self.kv_heads // ranks))
 
     def per_rank(self, layout: Layout) -> Rank:

@@ -1,8 +1,8 @@
 """Packages that the engine's modules import and an engine query never uses: stand-ins, which take no time to import.
 
 The packages are a third of what an engine query takes (``python -X importtime``). Most of it are SciPy and
-scikit-learn, which transformers imports for its losses and for generation. A stand-in is found where its package is
-installed, and has every name that is asked of it: a class to subclass, to call, to decorate or to annotate with.
+scikit-learn, which transformers imports for its losses and for generation. A stand-in takes the place of an installed
+package. Each of its attributes is a class to subclass, to call, to decorate or to annotate with.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ UNUSED = (
 
 
 class _NamedAnything(type):
+    """Class of stand-ins. It has every attribute and accepts every use as a type."""
+
     def __getattr__(cls, name: str) -> Any:
         return stand_in(name)
 
@@ -42,7 +44,8 @@ class _StandIn(metaclass=_NamedAnything):
         pass
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else self  # of a decorator: what it decorates
+        # As a decorator it returns the function that it decorates.
+        return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __getattr__(self, name: str) -> Any:
         return stand_in(name)
@@ -81,6 +84,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def leave_out() -> None:
-    """In this process, from now on. A package that is not installed, or was imported before, is left as it is."""
+    """Put the stand-ins in place in this process, except for packages that are missing or were imported before."""
     packages = {name for name in UNUSED if name not in sys.modules and util.find_spec(name)}
     sys.meta_path.insert(0, _Finder(packages))

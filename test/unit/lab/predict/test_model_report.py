@@ -1,4 +1,4 @@
-"""Which changes act in a server, what follows for its memory, and what is said not to be known."""
+"""Effects of changes in a server, its memory, and the parts that are not known."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
             Acting(dead_input=True, out_of_place=True),
         ),
         ({"in_place": False}, True, DECIDED, Acting(), EVERYTHING),
-        # What the engine does by itself.
+        # Effects that the engine has by itself.
         (NEWER, True, {"deferred-shared-experts": LAST}, Acting(True), Acting(True, True, True)),
         (NEWER | TRTLLM, True, {}, *[Acting(True, True)] * 2),
         (NEWER | TRTLLM | {"format": "NVFP4"}, True, {}, *[Acting(True, True, True)] * 2),

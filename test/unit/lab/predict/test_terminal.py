@@ -125,7 +125,7 @@ def test_the_terms_add_up():
 
 
 def recorded_reasons() -> set[str]:
-    """Of every release's changes, and of every published recipe."""
+    """Reasons of every release's changes and of every published recipe."""
     releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
     reasons = {reason for release in releases for _, reason in release["changes"].values()}
     for file in (ROOT / "benchmark/results/recipes").glob("*.json"):
