@@ -739,7 +739,7 @@ def test_a_server_of_images_grows_beside_the_image_allowance_and_answers_as_stoc
         return made
 
     stock = taking_images("stock", limited=True, SGLANG_MOE_PATCHES="none")
-    # More is free than the memory that the rule sets aside for images.
+    # The free memory is larger than the image allowance.
     kept = taking_images("kept", GAIN="5000000000")
     with start_servers(stock, kept):
         expected = answers_about_images(stock)

@@ -448,8 +448,8 @@ class ServerStart:
     def _requests_to_start_over(self, needs: list[RankNeed | None], is_smaller: bool, ended_early: bool) -> int | None:
         """Return the number of requests with which the first rehearsal starts over; ``None``: it does not.
 
-        It starts over if requests that nobody asked for would cost some of the engine's own KV tokens. 0: with as many
-        requests, of which fewer are penalized.
+        It starts over if requests that nobody asked for would cost some of the engine's own KV tokens. 0: the number of
+        requests stays, and fewer of them are penalized.
         """
         rank_0 = needs[0]
         if self._pass > 1 or rank_0 is None or any(need is None or need.failure for need in needs):

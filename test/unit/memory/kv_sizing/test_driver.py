@@ -278,12 +278,12 @@ def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
     ("changed", "ends_in", "fallback"),
     [
         ({}, "decode of 32 requests with penalties and a logit bias", 0),
-        ({}, "eager decode of 64 requests", 32),  # as many as must be
+        ({}, "eager decode of 64 requests", 32),  # a required decode
         ({}, "eager decode of 512 requests", 256),
         ({}, "decode of one long request among 2047 short ones", 1024),
-        ({}, "prompts of many lengths", 1024),  # for which the largest has left too little
-        ({"captured": 0, "requests": 256}, "prompts of many lengths", 0),  # as many as must be without graphs
-        ({"default_requests": False}, "prompts of many lengths", 0),  # as many as were asked for
+        ({}, "prompts of many lengths", 1024),  # the largest decode has left too little memory
+        ({"captured": 0, "requests": 256}, "prompts of many lengths", 0),  # the required number without graphs
+        ({"default_requests": False}, "prompts of many lengths", 0),  # the user has set the number
         ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
 )

@@ -94,20 +94,38 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 @pytest.mark.parametrize(
     ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "more"),
     [
-        (5, True, {}, 0, 150, False, 5, {}),  # fewer run at once
-        (5, False, {}, 0, 0, True, -1, {}),  # it counts as if it had been taken
-        (6, False, {}, 0, 0, True, 0, {}),  # nothing of what is to stay would be left
-        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1, {}),  # what it has seen itself goes before an earlier rehearsal
-        (50, True, {}, 0, 150, False, 50, {}),  # nothing else needs as much memory
+        (5, True, {}, 0, 150, False, 5, {}),  # fewer requests run at once
+        (5, False, {}, 0, 0, True, -1, {}),  # the estimated memory counts as taken
+        (6, False, {}, 0, 0, True, 0, {}),  # no free memory would be left
+        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1, {}),  # its own measurement goes before an earlier one
+        (50, True, {}, 0, 150, False, 50, {}),  # no other phase needs so much memory
         (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, {}),
-        (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),  # nor as much as it, and besides what graphs hold
+        (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),  # no other phase needs so much beside the graphs
         (50, False, {}, 1, 0, False, 50, {}),
         (50, True, {}, 0, 0, False, 50, {"bytes_per_token": 1_920_000}),  # a thirty-second of 50,000: 3 GB
         (50, True, {}, 0, 150, False, 50, {"bytes_per_token": 1_900_000}),
-        (50, True, {}, 0, 300, False, 44, {"bytes_per_token": 5_700_000, "most": 600}),  # 8.9 GB, which go once
+        (50, True, {}, 0, 300, False, 44, {"bytes_per_token": 5_700_000, "most": 600}),  # 8.9 GB, counted once
         (50, True, {}, 0, 0, False, 38, {"bytes_per_token": 5_760_000, "most": 600}),  # 9 GB: 3 reserved, 6 more
-        (50, True, {}, 0, 300, False, 42, {"bytes_per_token": 6_400_000, "most": 600, "kept": 2}),  # 2 are gone already
-        (9, True, {}, 0, 150, False, 9, {"bytes_per_token": 1_920_000, "margin": 3 * GB}),  # but nothing by the rule
+        (
+            50,
+            True,
+            {},
+            0,
+            300,
+            False,
+            42,
+            {"bytes_per_token": 6_400_000, "most": 600, "kept": 2},
+        ),  # 2 GB are reserved already
+        (
+            9,
+            True,
+            {},
+            0,
+            150,
+            False,
+            9,
+            {"bytes_per_token": 1_920_000, "margin": 3 * GB},
+        ),  # no token of the rule is given up
     ],
     ids=str,
 )
