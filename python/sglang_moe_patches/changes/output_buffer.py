@@ -107,7 +107,8 @@ def decide(built: BuiltModel) -> Decision:
     effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
     if not probe.has_engine_offer() and _has_attention_inputs(built.model):
         effects.append(INPUTS_DROPPED)
-    used = ", ".join(sorted({str(runners.runner_of(experts)) for experts in runners.layers_of(built.model)}))
+    named = {runners.runner_of(experts) or "the method's own kernel" for experts in runners.layers_of(built.model)}
+    used = ", ".join(sorted(named))
     takes_none = f"{used} uses no output buffer here"
     reason = takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}"
     return Decision(tuple(effects), "" if taking else reason)

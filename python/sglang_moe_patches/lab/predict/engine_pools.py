@@ -7,14 +7,16 @@ classes are named.
 
 from __future__ import annotations
 
+import ast
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import one_line_error
 from sglang_moe_patches.memory.kv_sizing import eligibility, hooks
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
@@ -78,6 +80,18 @@ class Fit:
         return round(least, 2) if least < 1 else None
 
 
+def describe_error(error: BaseException) -> str:
+    """An error in one line; one without words says what was required, or where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    words = " ".join(str(error).split())
+    if not words and isinstance(error, AssertionError):
+        nodes = ast.walk(ast.parse(Path(place.filename).read_text(encoding="utf-8")))
+        lines = {node.lineno: node for node in nodes if isinstance(node, ast.Assert)}
+        before = [line for line in lines if line <= (place.lineno or 0)]
+        words = ast.unparse(lines[max(before)]) if before else ""
+    return f"{type(error).__name__}: {words or f'in {place.name}, {Path(place.filename).name}:{place.lineno}'}"
+
+
 def loading_share(layer: Mapping[str, Any] | None) -> float:
     """The share of the weights that loading takes besides. The format decides: the runner runs BF16 experts, too."""
     packed = layer and layer["runner"] == "triton_kernel" and "mxfp4" in layer["method"].lower()
@@ -108,7 +122,7 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
             config = _resolve_pools(maker, fit, fit.memory)
         skip_reason = launch.failure or unknown_pool_reason(*_pool_classes(maker, config))
     except Exception as error:
-        return replace(fit, unknown=one_line_error(error)), ""
+        return replace(fit, unknown=describe_error(error)), ""
     if sizes and not skip_reason and not fit.given:
         launches = [replace(launch, free=fit.memory - fit.loaded)]
         fit = replace(fit, begins_with=hooks.first_fraction(maker, launches, eligibility.KV_MARGIN.read()))

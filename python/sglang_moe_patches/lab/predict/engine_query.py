@@ -37,7 +37,7 @@ from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_
 from sglang_moe_patches.core.variables import WrongValue
 from sglang_moe_patches.lab.predict import engine_pools, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
-from sglang_moe_patches.lab.predict.engine_pools import Fit
+from sglang_moe_patches.lab.predict.engine_pools import Fit, describe_error
 from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, graph_settings
 from sglang_moe_patches.registry import CHANGES
@@ -185,22 +185,10 @@ def main() -> None:
     except (Refused, WrongValue) as error:
         answer = {"refused": str(error)}
     except Exception as error:
-        sys.exit(_one_line(error))
+        sys.exit(describe_error(error))
     json.dump(answer, out)
     out.close()
     os._exit(0)  # taking thousands of modules apart takes a second
-
-
-def _one_line(error: BaseException) -> str:
-    """An error in one line; one without words says what was required, or where it was raised."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    words = " ".join(str(error).split())
-    if not words and isinstance(error, AssertionError):
-        nodes = ast.walk(ast.parse(Path(place.filename).read_text(encoding="utf-8")))
-        lines = {node.lineno: node for node in nodes if isinstance(node, ast.Assert)}
-        before = [line for line in lines if line <= (place.lineno or 0)]
-        words = ast.unparse(lines[max(before)]) if before else ""
-    return f"{type(error).__name__}: {words or f'in {place.name}, {Path(place.filename).name}:{place.lineno}'}"
 
 
 @contextmanager
@@ -216,7 +204,7 @@ def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
         module = frame.f_globals["__name__"]
         if module.startswith(but_by) or module.split(".")[0] in _ON_HARDWARE:
             raise
-        raise Refused(_one_line(error)) from error
+        raise Refused(describe_error(error)) from error
 
 
 _ON_HARDWARE = ("torch", "triton", "sgl_kernel", "flashinfer", "deep_gemm", "sglang_moe_patches")
@@ -361,7 +349,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
-        unknown = _one_line(error)
+        unknown = describe_error(error)
     return {
         "resolved": plain,
         "layer": layer,
@@ -509,7 +497,7 @@ def _ask_pools(
         try:
             runner = engine_pools.make_runner(server_args, resolved, config, model, stage)
         except Exception as error:
-            return replace(fit, unknown=_one_line(error)), ""
+            return replace(fit, unknown=describe_error(error)), ""
         return engine_pools.ask(runner, fit, sizes=sizes)
 
     gc.freeze()  # the engine collects garbage there, and looking at all that was imported takes a second

@@ -335,6 +335,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
     if fit and fit["tokens"] is None and fit["unknown"]:
         unknown.append(f"KV tokens ({fit['unknown']})")
     server, model = _describe_server(sizes.model, asked)
+    published = sizes.model.moe_intermediate
     sizes = replace(sizes, model=model)
     decided = {answer["name"]: Decision(**answer["decision"]) for answer in answers if answer.get("decision")}
     if server.all_to_all:
@@ -359,7 +360,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
     ]
     rooms = predict_rooms(sizes, server, asked, both, {row["name"] for row in rows if row["acts"]}, requests)
     return {
-        "sizes": asdict(model),
+        "sizes": asdict(model) | {"published_intermediate": published},
         "server": asdict(server),
         "changes": rows,
         "fit": asked.get("fit"),

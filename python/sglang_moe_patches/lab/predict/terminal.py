@@ -41,7 +41,7 @@ def show(report: Mapping[str, Any]) -> None:
     console.print(f"{experts} (asked of SGLang {report['engine']})", markup=False)
     console.print(
         f"{sizes['experts']} experts, top-{sizes['top_k']}, hidden {sizes['hidden']}, intermediate "
-        f"{sizes['moe_intermediate']}, shared experts of its own: {sizes['shared_experts']}",
+        f"{_describe_intermediate(sizes)}, shared experts of its own: {sizes['shared_experts']}",
         highlight=False,
     )
     if report["room"]:
@@ -75,6 +75,12 @@ def show(report: Mapping[str, Any]) -> None:
     print_line("Not known:")
     for line in report["unknown"]:
         print_line(f"  - {line}")
+
+
+def _describe_intermediate(sizes: Mapping[str, Any]) -> str:
+    """The experts' intermediate size by ``config.json``, and the size to which a kernel pads it, if it does."""
+    published, padded = sizes["published_intermediate"], sizes["moe_intermediate"]
+    return f"{published}" if published == padded else f"{published}, padded to {padded}"
 
 
 def gigabytes(size: float) -> str:

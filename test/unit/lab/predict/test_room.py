@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from common import output
 from doctor_reports import FIT, GB, NEED
-from sglang_moe_patches.lab.predict import room
+from sglang_moe_patches.lab.predict import engine_pools, room
 from sglang_moe_patches.lab.predict.engine_pools import loading_share
 from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from whole import room as benchmark
@@ -102,6 +102,13 @@ def test_the_least_fraction_holds_the_weights() -> None:
 )
 def test_mxfp4_alone_leaves_memory_when_it_is_loaded(layer: dict[str, Any] | None, share: float) -> None:
     assert loading_share(layer) == share
+
+
+def test_an_error_without_words_says_where_it_was_raised() -> None:
+    """A KV cache that is not known has a reason."""
+    with pytest.raises(KeyError) as caught:
+        raise KeyError
+    assert "in test_an_error_without_words_says_where_it_was_raised" in engine_pools.describe_error(caught.value)
 
 
 @pytest.mark.parametrize("release", ["0.5.12.post1", "0.5.17"])

@@ -124,6 +124,11 @@ def test_the_terms_add_up():
         assert rows[forward.PARTS["workspace"]][column] == f"{parts['workspace'] / 1e6:,.1f}"
 
 
+@pytest.mark.parametrize(("padded", "said"), [(1536, "1536"), (2048, "1536, padded to 2048")])
+def test_the_intermediate_size_is_that_of_the_config(padded: int, said: str) -> None:
+    assert terminal._describe_intermediate({"published_intermediate": 1536, "moe_intermediate": padded}) == said
+
+
 def recorded_reasons() -> set[str]:
     """Reasons of every release's changes and of every published recipe."""
     releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
