@@ -1,6 +1,6 @@
 """Tests of the dead input on the engine's own models, for all families but DeepSeek's.
 
-They check that answers are unchanged, that a layer writes its output over its input, and that each guard is needed.
+Answers stay unchanged, a layer writes its output over its input, and each guard is needed.
 """
 
 from __future__ import annotations
