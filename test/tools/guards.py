@@ -320,7 +320,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("without_forwards - measured.lowest)", "without_forwards - min(measured.lowest, measured.expected))")
         ],
         "test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps": [
-            ('                self._sleeper.add(scheduler, "idle_sleeper", None)\n', ""),
+            ('self._sleeper.add(scheduler, "idle_sleeper", ShortSleeper())', "pass"),
         ],
         "test_a_failed_later_rehearsal_restores_the_engines_size": [
             ("tokens = min(tokens, self.pools.first.tokens)", "pass")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,6 +26,8 @@ from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
+IDLE_SLEEP_S = 0.001
+"""Seconds of an idle turn of the scheduler during a rehearsal, with ``--sleep-on-idle``."""
 EXCEPTION_WAIT_S = 30.0
 """Seconds in which all ranks must fail, if one rank's rehearsed forward pass fails; else the server ends."""
 
@@ -63,6 +66,18 @@ def probe() -> Install:
     return install
 
 
+class ShortSleeper:
+    """Sleeper of ``--sleep-on-idle`` during a rehearsal.
+
+    In each idle turn the engine's own sleeper waits up to a second for a user's request, but no request is read before
+    the server serves. Without any sleep the ranks of a server would keep all processors busy.
+    """
+
+    def maybe_sleep(self) -> None:
+        """Sleep in an idle turn. The engine calls this method."""
+        time.sleep(IDLE_SLEEP_S)
+
+
 class ServerStart:
     """A start of one scheduler process, from the decision on its pools until it serves.
 
@@ -97,7 +112,7 @@ class ServerStart:
         self._pass = self._fewer_requests = self._exceptions = 0
         self._has_started_over = self._limits_penalized = False
         self._sleeper = Patcher()
-        """Switches off the sleep of ``--sleep-on-idle`` until the server serves."""
+        """Shortens the sleep of ``--sleep-on-idle`` until the server serves."""
         # Maxima over all passes since the start began, or started over: a later pass runs only the phases that have
         # become larger. A phase that did not run (`Measured.expected`) runs in the next pass.
         self._need = self._before = self._slack = self._graphs = 0
@@ -293,8 +308,8 @@ class ServerStart:
             self.board = ranks.Board(ranks.share_secret())
         if not problem:
             try:
-                # The rehearsal waits for nothing that would wake a sleeper.
-                self._sleeper.add(scheduler, "idle_sleeper", None)
+                if getattr(scheduler, "idle_sleeper", None) is not None:
+                    self._sleeper.add(scheduler, "idle_sleeper", ShortSleeper())
                 self.orders.open()
                 self._begin_rehearsal(phases.derive_phases)
             except Exception as error:
