@@ -58,8 +58,7 @@ def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
 
 CHANGE = Change(
     name="mori-input-truncation",
-    summary="the MoE kernel behind MoRI computes only the rows of the receive buffer that can have arrived, and "
-    "never fewer",
+    summary="with MoRI's all-to-all the MoE kernel computes only the rows that can have been received, and never fewer",
     plan=hooks.plan,
     skip=_skip,
     variables=(LIMIT, BOUND),

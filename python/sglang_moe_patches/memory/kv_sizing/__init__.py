@@ -55,7 +55,7 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="kv-sizing",
-    summary="a start measures what forwards need and gives the rest to the KV cache; "
+    summary="a starting server measures the memory of its forward passes, and gives the rest to the KV cache; "
     "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
     plan=_plan,
     skip=eligibility.skip,

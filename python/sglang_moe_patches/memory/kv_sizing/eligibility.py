@@ -44,8 +44,8 @@ KV_SIZING = Variable(
 )
 KV_MARGIN = Variable(
     "SGLANG_MOE_PATCHES_KV_MARGIN_MB",
-    "MB (10^6 bytes) that stay free beside the measured memory; if half of it is left while serving, memory of the KV "
-    "cache is given back",
+    "MB (10^6 bytes) that stay free in addition to the measured memory; if less than half is free while serving, KV "
+    "cache memory is given back",
     _margin,
     "2000",
 )
