@@ -130,23 +130,23 @@ def test_the_benchmark_computes_the_memory_of_the_buffers():
     from flashinfer.fused_moe.cute_dsl import fused_moe
 
     benchmark = runpy.run_path(str(BENCHMARK))
-    models, both, stock = benchmark["MODELS"], benchmark["upstream_and_ours"], benchmark["stock"]
+    models, measure, stock = benchmark["MODELS"], benchmark["measure_buffers"], benchmark["stock"]
     for name, tp, ep, tokens, megabytes, larger_tiles in (
         ("kimi-k2.5", 4, 1, 16_384, 287, 301),
         ("kimi-k2.5", 4, 4, 65_536, 1_558, 1_572),
         ("deepseek-v3", 4, 1, 16_384, 282, 291),
     ):
-        buffers, ours = both(models[name], tp, ep, tokens)
+        buffers, ours = measure(models[name], tp, ep, tokens)
         expected = larger_tiles if hasattr(fused_moe, "VALID_TILE_SIZES") else megabytes
         assert round((buffers.output + buffers.gemm1) / 1e6) == expected
         assert buffers.sorting < 0.01 * buffers.total
         assert ours == replace(buffers, output=0)
     # The engine's own sizes: data-parallel attention divides the chunk size, but not the gathered batch.
     kimi = models["kimi-k2.5"]
-    assert stock(kimi, 4, 1, 1, 16_384, 512) == both(kimi, 4, 1, 16_384)[0]
+    assert stock(kimi, 4, 1, 1, 16_384, 512) == measure(kimi, 4, 1, 16_384)[0]
     if probe(cutedsl_sizing.CHANGE).status is Status.HARDENED:  # sized by --max-prefill-tokens, which is not divided
-        assert stock(kimi, 4, 4, 4, 256, 512) == both(kimi, 4, 4, 65_536)[0]
-        assert stock(kimi, 4, 1, 1, 256, 20_000) == both(kimi, 4, 1, 20_000)[0]
+        assert stock(kimi, 4, 4, 4, 256, 512) == measure(kimi, 4, 4, 65_536)[0]
+        assert stock(kimi, 4, 1, 1, 256, 20_000) == measure(kimi, 4, 1, 20_000)[0]
     else:
-        assert stock(kimi, 4, 4, 4, 16_384, 512) == both(kimi, 4, 4, 4_096)[0]
-        assert stock(kimi, 4, 1, 1, 256, 512) == both(kimi, 4, 1, 512)[0]
+        assert stock(kimi, 4, 4, 4, 16_384, 512) == measure(kimi, 4, 4, 4_096)[0]
+        assert stock(kimi, 4, 1, 1, 256, 512) == measure(kimi, 4, 1, 512)[0]
