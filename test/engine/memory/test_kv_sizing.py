@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -579,21 +580,15 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
         assert httpx.get(f"{grown.url}/health", timeout=PATIENCE).status_code == 200
 
 
-def processes_of(running: Server) -> list[psutil.Process]:
-    """Return the processes of a server by their environment, the launcher first, without the tests' own supervisor."""
-    found = []
+def find_processes(command: str) -> list[psutil.Process]:
+    """Return the processes of the tests' servers whose command line begins with a text, sorted by command line."""
+    found: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            is_ours = "sglang_moe_patches.lab.servers.supervisor" in process.cmdline()
-            if process.environ().get("SERVER_NAME") == running.name and not is_ours:
-                found.append(process)
-    return found
-
-
-def schedulers_of(running: Server) -> list[psutil.Process]:
-    """Return the scheduler processes of a server, in the order of their ranks."""
-    found = {process.name(): process for process in processes_of(running)}
-    return [found[name] for name in sorted(found) if name.startswith("sglang::sched")]
+            line = " ".join(process.cmdline())
+            if line.startswith(command):
+                found.setdefault(line, process)
+    return [found[line] for line in sorted(found)]
 
 
 @pytest.mark.ci
@@ -601,31 +596,35 @@ def schedulers_of(running: Server) -> list[psutil.Process]:
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, checkpoint):
     """Kubernetes sends SIGTERM to the launcher. A rank may be killed, too."""
-    ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1", SERVER_NAME="ended")
-    were: list[psutil.Process] = []
+    ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1")
+    signalled: list[psutil.Process] = []
 
     def end(seconds: float, line: str) -> None:
-        if "a forward pass is held" in ended.log_text() and not were:
-            were.extend(processes_of(ended))
-            (were[0].terminate if who == "launcher" else schedulers_of(ended)[1].kill)()
+        if "a forward pass is held" in ended.log_text() and not signalled:
+            if who == "launcher":
+                signalled.extend(find_processes(f"{sys.executable} -m sglang.launch_server"))
+                signalled[0].terminate()
+            else:
+                signalled.extend(find_processes("sglang::scheduler"))
+                signalled[1].kill()
 
     ended.progress = end
     with pytest.raises(ServerFailed), start_servers(ended):
         pytest.fail("it serves")
-    assert len(were) > 2
+    assert signalled
 
 
 @pytest.mark.ci
 @pytest.mark.every_release
 def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place: Path, checkpoint):
     short = place / "short"
-    ended = sized_server("ended", checkpoint(), place, "--tp", "2", SHORT=str(short), SERVER_NAME="ended")
+    ended = sized_server("ended", checkpoint(), place, "--tp", "2", SHORT=str(short))
     with start_servers(ended):
         ask_servers(ended, prompts=PROMPTS)
-        were = processes_of(ended)
+        launcher = find_processes(f"{sys.executable} -m sglang.launch_server")[0]
         short.write_text("110000000")
-        schedulers_of(ended)[1].kill()
-        assert psutil.wait_procs(were, timeout=PATIENCE)[1] == []
+        find_processes("sglang::scheduler")[1].kill()
+        assert psutil.wait_procs([launcher], timeout=PATIENCE)[1] == []
 
 
 def grammar_answer(running: Server) -> list[int]:
