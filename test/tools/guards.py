@@ -462,7 +462,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("*filter(None, [scheduler.chunked_req])", ""),
         ],
         "test_a_request_with_more_beams_than_may_run_runs_alone": [
-            ("return rows if running else max(rows, widest), widest", "return rows, widest")
+            ("return rows if running else max(rows, self.widest)", "return rows")
         ],
         "test_each_beam_of_a_request_keeps_its_own_new_tokens": [("new * beam_width(request)", "new")],
     },
