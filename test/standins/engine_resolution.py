@@ -74,7 +74,7 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
             return {"refused": f"{type(error).__name__}: {error}"}
     if skip := change.skip(server_args):
         return {"skipped": skip.reason}
-    hooks.ranks.is_first_rank = lambda: True  # there are no process groups
+    hooks.ranks.is_rank_0 = lambda: True  # there are no process groups
     hooks.ranks.all_gather = lambda value, kind: [value]
     hooks.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)
     start = hooks.ServerStart()
