@@ -22,7 +22,7 @@ from pathlib import Path
 
 from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_shuffle
 from common import equality, headlines, machine, moe_tables, output, verdicts
-from memory import segments, serving
+from memory import scheduler_turn, segments, serving
 from tiny_moe import mutations
 from whole import engine_suite, launcher_cost, models, peak_memory, recipes, room, soak, triton_server
 
@@ -152,6 +152,7 @@ SECTIONS = {
     "overhead-servers": section_of_one("overhead/servers-h200", raw_table),
     "overhead-servers-tp4": section_of_one("overhead/servers-4xh200", raw_table),
     "overhead-host": Section(HOSTS, overhead.host_tables),
+    "scheduler-turn": section_of_one("overhead/scheduler-turn-cpu", scheduler_turn.tables),
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": Section(SERVING, serving.tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.tables),

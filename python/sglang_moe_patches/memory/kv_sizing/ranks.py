@@ -375,23 +375,19 @@ class _Inbox:
 
     def recv_pyobj(self, *flags: Any) -> Any:
         """Return the next broadcast or request, as the socket's method of this name does."""
-        import zmq
-
         # The scheduler reads until the socket is empty, or up to its limit: that is one turn.
         if not self._is_asked:
             broadcasts = self._broadcasts()
-            self._queue.extend(broadcasts or ())
             self._is_asked, self._users_wait = True, broadcasts is not None
+            if broadcasts:
+                self._queue.extend(broadcasts)
         if self._queue:
             return self._queue.popleft()
         if self._users_wait:
-            self._is_asked = False
+            import zmq
+
             raise zmq.Again()
-        try:
-            return self._real.recv_pyobj(*flags)
-        except zmq.ZMQError:
-            self._is_asked = False
-            raise
+        return self._real.recv_pyobj(*flags)
 
 
 def require_inbox(scheduler: type) -> None:

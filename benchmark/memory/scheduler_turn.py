@@ -1,0 +1,160 @@
+"""Time that kv-sizing's hooks add to a turn of the scheduler's event loop while a server serves.
+
+    sglang-moe-reference exec -- python benchmark memory/scheduler_turn       # any machine
+
+A turn reads an empty inbox, takes in its requests, and asks how many requests may join the running ones: once, and once
+for each request that waits. These functions are the engine's. Nothing is computed, so the numbers are the whole cost of
+the hooks beside stock. Reading the GPU's free memory is left out: the server does it once a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from common import output, timing
+
+STATES = {
+    "none is penalized": (False, False),
+    "all that run are penalized": (True, False),
+    "one that waits is penalized": (False, True),
+}
+"""By the name of a row: whether the running requests are penalized, and whether one that waits is."""
+
+
+def request_of(penalized: bool) -> Any:
+    """A request of the engine's."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=5, presence_penalty=0.5 if penalized else 0.0)
+    return Req("a name", "", array("q", [7]), sampling, vocab_size=1000)
+
+
+def scheduler_of(running: int, waiting: int, state: str) -> Any:
+    """A scheduler of the engine's, as far as a turn without a forward pass goes."""
+    import torch
+    import zmq
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    runs_penalized, waits_penalized = STATES[state]
+    made: Any = Scheduler.__new__(Scheduler)
+    batch = ScheduleBatch(reqs=[request_of(runs_penalized) for _ in range(running)])
+    batch.device = torch.device("cpu")
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, 1000)
+    made.running_batch, made.chunked_req, made.waiting_queue = batch, None, []
+    made.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
+    made._pending_flush = made.external_corpus_manager = None
+    made.req_to_token_pool = SimpleNamespace(available_size=lambda: 1000)
+    made.recv_from_tokenizer = zmq.Context.instance().socket(zmq.PULL)
+    made.recv_from_tokenizer.bind("inproc://" + str(id(made)))
+    made._add_request_to_queue = lambda req: made.waiting_queue.append(req)
+
+    def get_new_batch_prefill() -> None:
+        for _ in range(1 + waiting):
+            made.get_num_allocatable_reqs(running)
+
+    made.get_new_batch_prefill = get_new_batch_prefill
+    made.waits = [request_of(waits_penalized and not number) for number in range(waiting)]
+    return made
+
+
+def add_hooks(scheduler: Any) -> None:
+    """Add what a server has whose KV cache was sized."""
+    from sglang_moe_patches.core.gpu_memory import Memory
+    from sglang_moe_patches.memory.kv_sizing import ranks, serving
+    from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
+
+    orders = ranks.Orders(scheduler, lambda order: None)
+    orders.open()
+    memory = serving.FreeMemory(lambda: Memory(free=1 << 40), 1 << 30)
+    pools: Any = SimpleNamespace(counts=TokenCounts(100_000), page=1)
+    board: Any = SimpleNamespace(is_raised=lambda flag: False)
+    shown = serving.Metrics({}, 0)
+    watch = serving.Serving(scheduler, pools, memory, orders, board, shown, leads=True, beside=3)
+    orders.on_turn = watch.look
+    serving.limit_requests(scheduler, 2048, 256)
+
+
+def turn_us(scheduler: Any, turns: int) -> float:
+    """Microseconds of processor time of one turn."""
+    import zmq
+
+    begin = time.thread_time()  # other programs' turns do not count
+    for _ in range(turns):
+        with suppress(zmq.ZMQError):
+            scheduler.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK)
+        scheduler.process_input_requests([])
+        scheduler.get_new_batch_prefill()
+    return (time.thread_time() - begin) / turns * 1e6
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for state in STATES:
+        versions: dict[str, Callable[[], float]] = {}
+        for name in (timing.STOCK, "patched", timing.CONTROL):
+            scheduler = scheduler_of(options.running, options.waiting, state)
+            if name == "patched":
+                add_hooks(scheduler)
+            for request in scheduler.waits:
+                scheduler._add_request_to_queue(request)
+            versions[name] = partial(turn_us, scheduler, options.turns)
+        samples = timing.run_in_turn(versions, options.rounds)
+        stock = samples[timing.STOCK]
+
+        def added(name: str, samples: Any = samples, stock: Any = stock) -> list[float]:
+            return statistics.quantiles([other - one for one, other in zip(stock, samples[name], strict=True)], n=4)
+
+        rows.append(
+            {
+                "state": state,
+                "stock_us": statistics.median(stock),
+                "added_us": added("patched"),
+                "control_us": added(timing.CONTROL)[1],
+            }
+        )
+    return rows
+
+
+def tables(result: output.Result) -> str:
+    figures = result["figures"]
+    header = (f"{figures['running']} requests run, {figures['waiting']} wait", "stock", "added", "quartiles")
+    rows = []
+    for row in figures["rows"]:
+        low, median, high = row["added_us"]
+        times = (f"{row['stock_us']:.2f}", f"{median:+.2f}", f"{low:.2f} .. {high:.2f}", f"{row['control_us']:+.2f}")
+        rows.append((row["state"], *times))
+    return output.table((*header, "stock again"), rows)
+
+
+def main() -> None:
+    parser = output.parser(__doc__, quick={"rounds": 2, "turns": 100})
+    parser.add_argument("--running", type=int, default=300, help="requests that run (default: %(default)s)")
+    parser.add_argument("--waiting", type=int, default=1, help="requests that wait (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=31, help="rounds (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5000, help="turns in a round (default: %(default)s)")
+    options = output.parse(parser)
+    from common.in_process import InProcess
+    from sglang_moe_reference.model import ModelSpec, make_model
+
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
+        make_model(Path(work) / "model", ModelSpec(layers=1, dense_layers=1))
+        InProcess(Path(work) / "model")  # the engine has its settings from then on
+        from sglang.srt.server_args import get_global_server_args
+
+        get_global_server_args().pp_max_micro_batch_size = 4096  # as a server of one stage with defaults
+        rows = measure(options)
+    figures = {"running": options.running, "waiting": options.waiting, "rounds": options.rounds, "rows": rows}
+    output.finish(options, output.result("scheduler-turn", figures), tables)
