@@ -105,7 +105,7 @@ def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, An
 
 
 def on_hopper(results: list[output.Result]) -> str:
-    """For how many recipes nothing is saved in a forward by default, and what they gain instead: for the README."""
+    """Make README's paragraph on Hopper: how many recipes save memory in a forward pass, or get a larger KV cache."""
     found = []
     for answers in zip(*(result["figures"]["recipes"] for result in results), strict=True):
         _, answer = first_answer(answers)
@@ -118,11 +118,12 @@ def on_hopper(results: list[output.Result]) -> str:
     packed = sum("fp4-weights" in answer["acts"] for answer in found)
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
     return (
-        f"- **Most Hopper recipes gain little inside their MoE layers.** Of {len(found)} "
-        f"[published recipes](docs/commands/models.md), {idle} run no code of this package there. "
-        f"The peak of {len(predicted)} can be predicted, and {little} of these save at most {100 * LITTLE:.0f} %. "
-        f"A larger KV cache helps more: `SGLANG_MOE_PATCHES_KV_SIZING=auto` grows the KV cache of {sized}, `always` "
-        f"that of {left_alone} more, which give a fraction. `fp4-weights` makes the weights of {packed} smaller."
+        f"- **Few Hopper recipes gain much inside their MoE layers.** We asked `doctor` about {len(found)} [published "
+        f"recipes](docs/commands/models.md) for Hopper. In {idle} of them no change acts inside MoE layers. "
+        f"For {len(predicted)} the peak memory of a forward pass can be predicted, and {little} of these save at most "
+        f"{100 * LITTLE:.0f} %. A larger KV cache helps more recipes: `SGLANG_MOE_PATCHES_KV_SIZING=auto` can grow the "
+        f"KV cache of {sized}. Another {left_alone} set `--mem-fraction-static`, so they need `always`. `fp4-weights` "
+        f"makes the weights of {packed} smaller."
     )
 
 

@@ -15,7 +15,7 @@ def row(gpu: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"recipe": {"gpu": gpu}, "found": answer} for answer in answers]
 
 
-def test_of_recipes_on_hopper_it_is_counted_what_saves_nothing_and_what_they_gain_instead():
+def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     rows = [
         row("H200", REFUSED, ANSWER),
         row("H100", ANSWER | {"acts": ["activation-segments"], "peaks": [100, 100]}, REFUSED),
@@ -25,8 +25,8 @@ def test_of_recipes_on_hopper_it_is_counted_what_saves_nothing_and_what_they_gai
         row("B200", ANSWER, ANSWER),
     ]
     results = [{"figures": {"recipes": list(answers)}} for answers in zip(*rows, strict=True)]
-    said = recipes.on_hopper(results)
-    assert "Of 4 [published recipes](docs/commands/models.md), 3 run no code" in said
-    assert "The peak of 3 can be predicted, and 2 of these save at most 5 %" in said
-    assert "grows the KV cache of 2, `always` that of 1 more" in said
-    assert "the weights of 1 smaller" in said
+    text = recipes.on_hopper(results)
+    assert "about 4 [published recipes](docs/commands/models.md) for Hopper. In 3 of them no change acts" in text
+    assert "For 3 the peak memory of a forward pass can be predicted, and 2 of these save at most 5 %" in text
+    assert "can grow the KV cache of 2. Another 1 set `--mem-fraction-static`" in text
+    assert "the weights of 1 smaller" in text
