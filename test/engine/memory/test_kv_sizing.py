@@ -591,7 +591,7 @@ def find_processes(command: str) -> list[psutil.Process]:
     return [found[line] for line in sorted(found)]
 
 
-@pytest.mark.ci
+@pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, checkpoint):
@@ -614,7 +614,7 @@ def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, c
     assert signalled
 
 
-@pytest.mark.ci
+@pytest.mark.product
 @pytest.mark.every_release
 def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place: Path, checkpoint):
     short = place / "short"
