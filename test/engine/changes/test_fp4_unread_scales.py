@@ -5,6 +5,7 @@ The layers are the engine's own ``FusedMoE``. What lays out their weights and ru
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from types import SimpleNamespace
@@ -281,6 +282,12 @@ NEWER = {
     f"forward of the layer: {READS}": "reads all of its scales",
     f"another function of the layer: {READS}": "reads all of its scales",
     "runner: holds its layer": "holds its layer",
+    "partial: holds its layer": "holds its layer",
+    "closure: holds its layer": "holds its layer",
+    "bound method of the layer: holds its layer": "holds its layer",
+    "list of partials: holds its layer": "holds its layer",
+    f"apply of the instance: {READS}": "apply of a Newer is set on the instance",
+    f"forward of the layer's instance: {READS}": "forward of a Newer is set on the instance",
 }
 
 
@@ -300,7 +307,7 @@ def quiet(layer):
 def wrapped(*args):
     return helper(*args)
 def function(self, layer, dispatch_output=None):
-    {"pass" if where == "runner" else statement}
+    {"pass" if statement.startswith("holds") else statement}
     return self.runner.run(dispatch_output, None)
 def apply(self, layer, dispatch_output):
     return self.runner.run(dispatch_output, quiet(layer))
@@ -319,6 +326,18 @@ def set_switch(self):
             of_layer["late"] = namespace["function"]
         case "runner":
             layer.quant_method.runner.layer = layer
+        case "partial":
+            layer.quant_method.hook = functools.partial(namespace["helper"], layer)
+        case "closure":
+            layer.quant_method.hook = lambda: namespace["helper"](layer)
+        case "bound method of the layer":
+            layer.quant_method.hook = layer.forward
+        case "list of partials":
+            layer.quant_method.runner.hooks = [functools.partial(namespace["helper"], layer=layer)]
+        case "apply of the instance":
+            layer.quant_method.apply = namespace["function"].__get__(layer.quant_method)
+        case "forward of the layer's instance":
+            layer.forward = namespace["function"].__get__(layer)
         case _:
             of_method |= {where: namespace["function"]}
     bases = type(layer.quant_method).__mro__[1:2]  # without the functions that the engine's own apply calls

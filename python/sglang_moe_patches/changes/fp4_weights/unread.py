@@ -17,13 +17,15 @@ import dis
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType, NoneType
+from collections.abc import Iterable
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from sglang_moe_patches.core import engine
 
 _UNKNOWN = object()
+_EMPTY_CELL = CellType()
+"""Variable of a closure that has no value yet."""
 _MEGA_MOE = "_mega_moe_weights_built"
 """The engine sets it on a layer that DeepGEMM's mega kernel runs without the method's ``apply``."""
 _SETUP = ("__init__", "create_weights", "create_moe_runner", "process_weights_after_loading")
@@ -53,10 +55,12 @@ def unread_scales(layer: Any) -> Unread:
     if getattr(layer, _MEGA_MOE, False):
         return Unread({}, "DeepGEMM's mega kernel runs its experts")
     try:
-        engine.require(
-            not any(value is layer for owner in (method, getattr(method, "runner", None)) for value in _held(owner)),
-            f"{type(method).__name__} holds its layer",
-        )
+        for owner in (method, getattr(method, "runner", None)):
+            holds_layer = any(_reaches(value, layer) for value in _attributes(owner).values())
+            engine.require(not holds_layer, f"{type(method).__name__} holds its layer")
+        for owner in (method, layer):
+            replaced = sorted(_attributes(owner).keys() & _functions(type(owner)).keys())
+            engine.require(not replaced, f"{', '.join(replaced)} of a {type(owner).__name__} is set on the instance")
         read = attributes_read(method, layer)
     except engine.Unsupported as error:
         return Unread({}, str(error))
@@ -71,8 +75,38 @@ def unread_scales(layer: Any) -> Unread:
     return Unread(unread, "" if unread else f"{type(method).__name__} reads all of its scales")
 
 
-def _held(owner: Any) -> Iterator[Any]:
-    return iter(getattr(owner, "__dict__", {}).values())
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Attributes that are set on the object itself, and not on its class."""
+    return getattr(owner, "__dict__", {})
+
+
+def _reaches(value: Any, layer: Any) -> bool:
+    """Whether a value is the layer, or a callable or collection that holds the layer."""
+    todo, seen = [value], set[int]()
+    while todo:
+        if (value := todo.pop()) is layer:
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            todo += _parts(value)
+    return False
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Objects that a callable or a collection holds; none for any other value."""
+    match value:
+        case functools.partial(func=function, args=arguments, keywords=keywords):
+            return function, *arguments, *keywords.values()
+        case MethodType(__self__=owner, __func__=function):
+            return owner, function
+        case FunctionType(__closure__=cells, __defaults__=defaults, __kwdefaults__=keywords):
+            contents = (cell.cell_contents for cell in cells or () if cell != _EMPTY_CELL)
+            return *contents, *(defaults or ()), *(keywords or {}).values()
+        case dict():
+            return *value.keys(), *value.values()
+        case list() | tuple() | set() | frozenset():
+            return value
+    return ()
 
 
 def attributes_read(method: Any, layer: Any) -> set[str]:
