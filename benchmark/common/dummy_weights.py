@@ -107,19 +107,22 @@ def register() -> None:
 
 
 def _wrap_mxfp4(mxfp4: Any) -> None:
-    """Draw MXFP4 experts right after their creation. Up to 0.5.13 the engine processes them before it draws weights."""
+    """Draw MXFP4 experts when their runner is created, right after their weights.
+
+    Up to 0.5.13 the engine processes them before it draws dummy weights. ``create_weights`` is wrapped by fp4-weights.
+    """
     import torch
 
-    create = mxfp4.Mxfp4MoEMethod.create_weights
+    create = mxfp4.Mxfp4MoEMethod.create_moe_runner
 
     @functools.wraps(create)
-    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    def create_moe_runner(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         create(self, layer, *args, **kwargs)
         for name, parameter in layer.named_parameters(recurse=False):
             if parameter.dtype == torch.uint8:
                 draw_mxfp4(f"{layer.layer_id}.{name}", parameter.data)
 
-    mxfp4.Mxfp4MoEMethod.create_weights = create_weights
+    mxfp4.Mxfp4MoEMethod.create_moe_runner = create_moe_runner
 
 
 def _wrap_loader(loader: Any) -> None:

@@ -33,6 +33,7 @@ def run_experts(dispatched, quant_info):
     for name in ("w13_precision_config", "w2_precision_config"):
         config = given.pop(name, None)
         given[name] = getattr(config, "weight_scale", getattr(config, "b_mx_scale", None))
+    given = {name: getattr(getattr(value, "storage", None), "data", value) for name, value in given.items()}
     tensors = [given[name] for name in sorted(given) if isinstance(given[name], torch.Tensor)]
     assert len(tensors) >= 4, given
     sums = [t.contiguous().flatten().view(torch.uint8).double() for t in tensors]
@@ -90,9 +91,7 @@ def made_kind(name, engine, monkeypatch):
     method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
     monkeypatch.setattr(mxfp4, "_is_cpu", False, raising=False)
     monkeypatch.setattr(mxfp4, "has_triton_kernels", True, raising=False)
-    monkeypatch.setattr(
-        mxfp4, "_swizzle_mxfp4", lambda weight, scale, warps: (weight.data.clone(), None, scale.data.clone())
-    )
+    as_on_hopper(monkeypatch)
     if name != "triton_kernels":
         reason = "this release runs no MXFP4 experts by Marlin"
         module = pytest.importorskip("sglang.srt.layers.quantization.mxfp4_marlin_moe", reason=reason)
@@ -118,6 +117,16 @@ def made_kind(name, engine, monkeypatch):
             )
 
     return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)
+
+
+def as_on_hopper(monkeypatch):
+    """Have ``triton_kernels`` lay out weights for Hopper."""
+    from sglang.srt.layers.quantization import mxfp4
+
+    layout = importlib.import_module("triton_kernels.tensor_details.layout")
+    monkeypatch.setattr(layout, "cuda_capability_geq", lambda major, minor=0: major <= 9)
+    hopper = SimpleNamespace(is_sm90=True, is_sm100=False, is_sm120=False, is_cuda=True, device_capability=(9, 0))
+    monkeypatch.setattr(mxfp4, "get_platform", lambda: hopper, raising=False)
 
 
 def made_nvfp4(name, engine, monkeypatch):
@@ -224,13 +233,7 @@ def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypat
 
 def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
     """Its kernels read 128 bytes of a row at once: of w2's scales, which have 64, 64 more behind the last row."""
-    from sglang.srt.layers.quantization import mxfp4
-
-    layout = importlib.import_module("triton_kernels.tensor_details.layout")
-    swizzle = mxfp4._swizzle_mxfp4
     triton_kernels = made_kind("triton_kernels", engine, monkeypatch)
-    monkeypatch.setattr(mxfp4, "_swizzle_mxfp4", swizzle)
-    monkeypatch.setattr(layout, "cuda_capability_geq", lambda major, minor=0: major <= 9)
 
     def scales():
         method = processed(triton_kernels).quant_method

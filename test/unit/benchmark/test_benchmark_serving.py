@@ -84,7 +84,7 @@ def test_mxfp4_weights_are_drawn_at_their_creation_and_keep_the_size_of_activati
     )  # values of the E2M1 codes
 
     class Method:
-        def create_weights(self, layer, columns):
+        def create_moe_runner(self, layer, columns):
             for name, width in (("w13_weight", columns), ("w13_weight_scale", columns // 16)):
                 empty = torch.zeros(2, 64, width, dtype=torch.uint8)
                 layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
@@ -93,7 +93,7 @@ def test_mxfp4_weights_are_drawn_at_their_creation_and_keep_the_size_of_activati
     layers = [torch.nn.Module() for _ in range(2)]
     for number, layer in enumerate(layers):
         layer.layer_id = number
-        Method().create_weights(layer=layer, columns=1440)
+        Method().create_moe_runner(layer=layer, columns=1440)
     packed, scales = layers[0].w13_weight, layers[0].w13_weight_scale
     drawn = torch.stack((values[packed.long() & 15], values[packed.long() >> 4]), -1).flatten(-2)
     drawn *= torch.exp2(scales.float() - 127).repeat_interleave(32, -1)

@@ -43,6 +43,7 @@ Remove when
 
 from __future__ import annotations
 
+import functools
 import sys
 from contextvars import ContextVar
 from typing import Any
@@ -76,6 +77,10 @@ _MXFP4_METHODS = (
 )
 """The methods for MXFP4 experts: gpt-oss and others, and DeepSeek-V4 on Marlin."""
 
+_SWIZZLE_MXFP4 = "_swizzle_mxfp4"
+"""The engine's function that lays out MXFP4 experts for ``triton_kernels``."""
+_FILLS = ("empty", "ones", "full", "tensor", "rand", "arange")
+"""Functions of PyTorch that create tensors of other values than zero."""
 _HOPPER_SCALES = "HOPPER_SCALE"
 """What ``triton_kernels`` calls its layout of scales on Hopper."""
 _SCALE_BYTES_AT_ONCE = 128
@@ -157,6 +162,8 @@ def put_zeros_behind_scales(method: Any) -> None:
     :param method: the quantization method of a layer whose weights were processed. Its swizzled scales
         [experts, bytes of a row, rows] stay what they are, and move.
     """
+    from sglang_moe_patches.changes.fp4_weights import in_parts
+
     for config in vars(method).values():
         scales = getattr(config, "weight_scale", None) or getattr(config, "b_mx_scale", None)
         storage: Any = getattr(scales, "storage", None)
@@ -164,6 +171,7 @@ def put_zeros_behind_scales(method: Any) -> None:
             continue
         data = storage.data
         if missing := -data.shape[-2] % _SCALE_BYTES_AT_ONCE:
+            in_parts.free_cached_memory()
             whole = data.new_zeros(data.untyped_storage().nbytes() + missing * data.stride(-2))
             moved = whole.as_strided(data.shape, data.stride(), data.storage_offset())
             storage.data = moved.copy_(data)
@@ -183,13 +191,28 @@ def _wrap_create_moe_runner(original: Any, self: Any, layer: Any, *args: Any, **
 
 @around
 def _wrap_process_weights(original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, layer, *args, **kwargs)
+    from sglang_moe_patches.changes.fp4_weights import in_parts
+
+    in_parts.free_cached_memory()
+    with in_parts.laying_out(layer):
+        result = original(self, layer, *args, **kwargs)
     with best_effort("a layer's scales that nothing reads"):
         if getattr(layer, "quant_method", None) is self:
             give_up_unread_scales(layer)
     with best_effort("what lies behind a layer's scales"):
         put_zeros_behind_scales(self)
+    in_parts.free_cached_memory()
     return result
+
+
+def _wrap_create_mxfp4_weights(swizzle: Any, original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_moe_patches.changes.fp4_weights import in_parts
+
+    create = functools.partial(original, self, layer, *args, **kwargs)
+    with best_effort("the memory of MXFP4 experts"):
+        if self.use_triton_kernels:
+            return in_parts.create_with_room(swizzle, create, layer)
+    return create()
 
 
 @around
@@ -340,6 +363,36 @@ def _probe_unread() -> Install | None:
     return install if methods else None
 
 
+def _probe_layout() -> Install | None:
+    """:returns: ``None`` if the engine lays out no MXFP4 experts for ``triton_kernels``.
+
+    :raises engine.Unsupported: the function that lays out experts, or the place of its calls, is not known.
+    """
+    from sglang_moe_patches.changes.fp4_weights import in_parts
+
+    name, method_name = _MXFP4_METHODS[0]
+    mxfp4 = engine.module(name) if engine.has_module(name) else None
+    if mxfp4 is None or not hasattr(mxfp4, _SWIZZLE_MXFP4):
+        return None
+    swizzle = engine.require_unpatched(mxfp4, _SWIZZLE_MXFP4)
+    engine.require_parameters(swizzle, ["quant_tensor", "scale", "num_warps"], exactly=True)
+    method = engine.require_unpatched(mxfp4, method_name)
+    engine.require(engine.sets(method.__init__, "use_triton_kernels"), f"{method_name} has no use_triton_kernels")
+    create_weights = engine.require_unpatched(method, "create_weights")
+    engine.require_parameters(create_weights, ["self", "layer"])
+    engine.require(
+        engine.mentions(create_weights, "zeros") and not any(engine.mentions(create_weights, name) for name in _FILLS),
+        f"{method_name} creates weights that are not zero",
+    )
+    in_parts.require_last_use(engine.require_unpatched(method, "process_weights_after_loading"), _SWIZZLE_MXFP4)
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(mxfp4, _SWIZZLE_MXFP4, in_parts.wrap_swizzle)
+        patcher.wrap(method, "create_weights", around(functools.partial(_wrap_create_mxfp4_weights, swizzle)))
+
+    return install
+
+
 def _probe_repack() -> Install | None:
     """:returns: ``None`` where the engine repacks no FP4 experts for Marlin, or does it without a list of all of them.
 
@@ -373,10 +426,10 @@ def _probe_repack() -> Install | None:
 
 
 def _plan() -> Plan:
-    unread, repack, nvfp4 = _probe_unread(), _probe_repack(), _plan_nvfp4()
+    unread, layout, repack, nvfp4 = _probe_unread(), _probe_layout(), _probe_repack(), _plan_nvfp4()
     if unread is None and repack is None:
         return nvfp4
-    return Plan.applied(combine_installs(unread, repack, nvfp4.install))
+    return Plan.applied(combine_installs(unread, layout, repack, nvfp4.install))
 
 
 def _plan_nvfp4() -> Plan:

@@ -36,17 +36,20 @@ def _references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
     return sys.getrefcount(parameters[name]), torch._C._storage_Use_Count(memory._cdata)
 
 
-def _held_elsewhere(layer: Any) -> list[int]:
-    """Addresses of weights that something besides the layer holds, judged by a parameter that nothing else does."""
+def held_storages(layer: Any) -> list[int]:
+    """Storages of weights that something besides the layer holds, judged by a parameter that nothing else holds.
+
+    :returns: addresses of the storages' C++ objects.
+    """
     alone = _references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
     held = (name for name in WEIGHTS if _references(layer._parameters, name) != alone)
-    return [layer._parameters[name].untyped_storage().data_ptr() for name in held]
+    return [layer._parameters[name].untyped_storage()._cdata for name in held]
 
 
 class _Repack(TorchFunctionMode):
     """Sees of what an expert's copy is made, which the kernel is given, and what is stacked.
 
-    :param kept: addresses of memory that is not written over.
+    :param kept: storages that are not written over, as :func:`held_storages` returns them.
     """
 
     def __init__(self, kept: list[int]) -> None:
@@ -71,8 +74,8 @@ class _Repack(TorchFunctionMode):
         (copied, source), self._copied = self._copied, (None, None)
         if copied is not copy or copy is None:
             return None
-        address = source.untyped_storage().data_ptr()
-        return None if address in (copy.untyped_storage().data_ptr(), *self._kept) else source.mT
+        storage = source.untyped_storage()._cdata
+        return None if storage in (copy.untyped_storage()._cdata, *self._kept) else source.mT
 
     def put(self, result: Any, memory: Any) -> Any:
         """An expert's result, written over ``memory`` where it fits."""
@@ -97,7 +100,7 @@ _current: ContextVar[_Repack | None] = ContextVar("sglang_moe_patches_repack", d
 @around
 def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``, run for each loaded layer."""
-    with _Repack(_held_elsewhere(layer)) as mode:
+    with _Repack(held_storages(layer)) as mode:
         token = _current.set(mode)
         try:
             return original(layer, *args, **kwargs)

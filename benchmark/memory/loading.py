@@ -1,0 +1,263 @@
+"""GPU memory of a server that has loaded FP4 experts: allocated, reserved, in holes, at its peak; and its KV tokens.
+
+    python benchmark memory/loading --json loading.json  # gpt-oss-120b, MXFP4, whole: stock, before, new
+    python benchmark memory/loading --leave-free 80943 --json h100.json -- --mem-fraction-static 0.83  # as on an H100
+    python benchmark memory/loading --json loading.json --servers new  # one of them; the others later
+    python benchmark memory/loading --quick  # a tiny model, CPU: does it run?
+
+Servers start one after the other, with random weights and the engine's defaults. `stock`: SGLANG_MOE_PATCHES=none.
+`stock-zeros`: stock, but MXFP4's kernels read zeros behind a layer's scales. `before`: fp4-weights as it was before it
+laid out experts in parts, with kv-sizing. `new`: fp4-weights and kv-sizing. The KV cache of these two is counted twice:
+by the engine's rule, and grown.
+
+The allocator is read once the model is loaded and unused segments are returned (torch.cuda.empty_cache). Then each
+server answers eight questions. Holes are bytes that are reserved and not allocated.
+
+--leave-free has another process take GPU memory first, so that this many MiB are free: 80943 is the free memory of an
+idle H100. With the same --json a later run adds its servers to the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import growth, machine, output, plugins, processes, served, servers, taken
+from common.client import Client
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.lab.servers.server import Server
+
+from memory import serving
+
+MB, MIB = 1e6, 1 << 20
+WHOLE = "BENCHMARK_WHOLE_LAYOUT"
+"""Variable of a server that lays out all experts of a layer at once, as fp4-weights did before."""
+SERVERS = {
+    "stock": "stock",
+    "stock-zeros": serving.ZEROS,
+    "before": "fp4-weights+kv-sizing",
+    "new": "fp4-weights+kv-sizing",
+}
+"""Servers of this benchmark, each with the server of ``memory/serving`` that has the same variables."""
+DEFAULT = ("stock", "before", "new")
+_SAYS = "benchmark: loading: "
+BALLAST_S = 120
+"""Seconds within which the other process must have taken its memory."""
+
+
+# --- Within the server -----------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``, in servers that this benchmark starts."""
+    import wrapt
+
+    wrapt.register_post_import_hook(_measure, "sglang.srt.model_loader.loader")
+    if os.environ.get(WHOLE):
+        wrapt.register_post_import_hook(_lay_out_whole, "sglang_moe_patches.changes.fp4_weights.in_parts")
+
+
+def _lay_out_whole(in_parts: Any) -> None:
+    """Take out what this benchmark compares: parts, room for their result, and the return of unused segments."""
+    in_parts.wrap_swizzle = lambda original: original
+    in_parts.create_with_room = lambda swizzle, create, layer: create()
+    in_parts.free_cached_memory = lambda: None
+
+
+def _measure(loader: Any) -> None:
+    load = loader.DummyModelLoader.load_model
+
+    @functools.wraps(load)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        model = load(*args, **kwargs)
+        print(_SAYS + json.dumps(_memory() | {"seconds": round(time.monotonic() - begin, 2)}), flush=True)
+        return model
+
+    loader.DummyModelLoader.load_model = load_model
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of this process's allocator after its unused segments were returned; empty without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    torch.cuda.synchronize()
+    peak = {name: torch.cuda.memory_stats()[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")}
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    largest = max(
+        (segment["total_size"] - segment["active_size"] for segment in torch.cuda.memory_snapshot()), default=0
+    )
+    return {
+        "allocated": allocated,
+        "reserved": reserved,
+        "peak_allocated": peak["allocated"],
+        "peak_reserved": peak["reserved"],
+        "largest_hole": largest,
+    }
+
+
+# --- One server ------------------------------------------------------------------------------------------------------
+
+
+def variables(name: str, options: Any, work: Path) -> dict[str, str]:
+    """The environment of a server."""
+    own = serving.variables(SERVERS[name], options, work)
+    folder = work / "loading-plugin"
+    if not folder.exists():
+        plugins.write(folder, "benchmark_loading", "memory.loading:register")
+    own["PYTHONPATH"] = os.pathsep.join([str(folder), own["PYTHONPATH"]])
+    return own | ({WHOLE: "1"} if name == "before" else {})
+
+
+def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
+    """Figures of one server. If it does not start, ``failed`` says why, and there is only what was seen until then."""
+    own, log = variables(name, options, work), work / f"{name}.log"
+    Path(own["HOME"]).mkdir(parents=True, exist_ok=True)
+    arguments = serving.server_arguments(options, model, SERVERS[name])
+    progress = processes.saying(name, 20)
+    server = Server(name, arguments, own, log, timeout=serving.STARTUP_S, progress=progress)
+    found: dict[str, Any] = {}
+    try:
+        with server:
+            info = Client(server.url).info()
+            found |= {"startup_s": round(server.startup_s, 1), "tokens": info["max_total_num_tokens"]}
+            found["fraction"] = serving.fraction_in_force(info)
+            said = growth.said(server.log_text())
+            sized = growth.growth(said)
+            found["growth"] = None if sized is None else sized._asdict()
+            answers = servers.answer_all(server, options.longest, serving.ANSWER_TOKENS, logprobs=True)
+            found["answers"], found["logprobs"] = servers.digests(answers), servers.digests(answers, "logprobs")
+            found["said"] = growth.said(server.log_text())
+    except Exception as error:
+        found["failed"] = failure(log.read_text() if log.exists() else "", error)
+    return loaded(log.read_text() if log.exists() else "") | found
+
+
+def loaded(log: str) -> dict[str, Any]:
+    """Figures of the rank that reserved most, by a server's log; empty if the model was not loaded."""
+    ranks = [json.loads(line.partition(_SAYS)[2]) for line in log.splitlines() if _SAYS in line]
+    return max(ranks, key=lambda rank: rank.get("reserved", 0), default={})
+
+
+def failure(log: str, error: Exception) -> str:
+    """Why a server did not start: the last line of its log that names an error."""
+    named = [line for line in log.splitlines() if "Error" in line or "Not enough memory" in line]
+    return (named[-1] if named else f"{type(error).__name__}: {error}").strip()[-300:]
+
+
+@contextmanager
+def ballast(leave_mib: int | None) -> Iterator[None]:
+    """Block in which another process leaves this many MiB of each GPU free; ``None``: there is no such process."""
+    if leave_mib is None:
+        yield
+        return
+    with taken.taker(leave_mib * MIB) as took:
+        deadline = time.monotonic() + BALLAST_S
+        while not took:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"loading: the other process took no memory within {BALLAST_S} s")
+            time.sleep(0.25)
+        print(f"  another process holds {took[0] / MB:,.0f} MB", flush=True)
+        yield
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
+
+HEADER = (
+    *("run", "server", "allocated MB", "reserved MB", "in holes MB", "of allocated", "peak reserved MB", "load s"),
+    *("KV tokens by the rule", "grown", "answers", "log-probabilities"),
+)
+
+
+def tables(results: Sequence[output.Result]) -> str:
+    """A row for each server."""
+    rows = []
+    for result in results:
+        figures = result["figures"]
+        for place, (name, one) in enumerate(figures["servers"].items()):
+            rows.append(('"' if place else run_label(result), name, *_cells(one), *_alike(results, figures, name)))
+    return output.table(HEADER, rows, left=2)
+
+
+def run_label(result: output.Result) -> str:
+    """What was served, on which GPU, and what another process left of its memory."""
+    left = result["figures"]["leave_free"]
+    parts = [served.run_label(result), machine.gpu_model(result["conditions"])]
+    return ", ".join([*filter(None, parts), *([] if left is None else [f"{left:,} MiB free"])])
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    cells = [""] * 6
+    if "reserved" in one:
+        holes = one["reserved"] - one["allocated"]
+        sizes = [f"{size / MB:,.0f}" for size in (one["allocated"], one["reserved"], holes)]
+        cells = [
+            *sizes,
+            f"{holes / one['allocated']:.1%}",
+            f"{one['peak_reserved'] / MB:,.0f}",
+            f"{one['seconds']:.0f}",
+        ]
+    if "failed" in one:
+        return [*cells, "does not start", ""]
+    sized = one["growth"]
+    return [*cells, f"{sized['rule_tokens'] if sized else one['tokens']:,}", f"{sized['tokens']:,}" if sized else ""]
+
+
+def _alike(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
+    """Of how many answers, and of how many log-probabilities, the bytes equal those of stock with zeros."""
+    own = figures["servers"]
+    zeros = next(
+        (r["figures"]["servers"]["stock-zeros"] for r in results if "stock-zeros" in r["figures"]["servers"]), None
+    )
+    if zeros is None or "answers" not in own[name] or own[name] is zeros:
+        return ["", ""]
+    compared = {serving.ZEROS: zeros, name: own[name]}
+    return [servers.equal_answers(compared, name, part, serving.ZEROS) for part in ("answers", "logprobs")]
+
+
+def main() -> None:
+    quick = {"chunk": 64, "context": 320, "requests": 4, "longest": 60, "servers": ["stock", "new"]}
+    parser = output.parser(__doc__, quick=quick, logs=True)
+    served.add_options(parser)
+    parser.set_defaults(model="gpt-oss-120b-mxfp4", shard=1, layers=36, context=131_072, chunk=8192, requests=0)
+    parser.add_argument(
+        "--leave-free", type=int, metavar="MIB", help="another process leaves this much of each GPU free"
+    )
+    parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest question")
+    parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there")
+    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    options = output.parse(parser)
+    if not options.quick:
+        machine.require_gpu("loading", "--quick runs without one")
+    options.take, options.input, options.output = 0, (options.longest,), serving.ANSWER_TOKENS
+    named = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "leave_free", "longest", "arguments")
+    figures = served.described(options, named)
+    figures["servers"] = serving.earlier(options.json, figures)
+    with tempfile.TemporaryDirectory(prefix="loading-") as folder:
+        work = (options.work or Path(folder)).absolute()
+        work.mkdir(parents=True, exist_ok=True)
+        model = serving.write_model(work / "model", options)
+        try:
+            with ballast(options.leave_free if has_gpu() else None):
+                for name in options.servers:
+                    figures["servers"][name] = found = serve(name, options, work, model)
+                    print(f"{name}: {json.dumps({key: found[key] for key in found if key != 'said'})}", flush=True)
+                    if options.json:
+                        output.write(options.json, output.result("loading", figures))
+        finally:
+            output.keep_logs(options, work)
+    output.finish(options, output.result("loading", figures), lambda result: tables([result]))
+    if failed := [name for name in options.servers if "failed" in figures["servers"][name]]:
+        print(f"loading: did not start: {', '.join(failed)}", file=sys.stderr)

@@ -1,0 +1,239 @@
+"""MXFP4's layout for ``triton_kernels``, computed a few experts at a time, into the memory that they were loaded into.
+
+The engine lays out all experts of a layer at once. Its temporaries take nine times the loaded weights. The result lies
+in a piece of a temporary's memory, and the rest of that memory fits no later tensor: a hole.
+
+Experts are a batch dimension of the layout, so parts have the same bytes as the whole. Each part is written over the
+experts that it was made from, as soon as the part is complete. A laid-out expert of gpt-oss is 2 % larger than a loaded
+one, because its rows are padded. Therefore :func:`create_with_room` creates the weights at the end of memory
+that the whole result fits into. Large memory is then neither allocated nor freed while a layer is laid
+out, so no hole can arise, whatever the allocator's settings are.
+
+The engine's own function computes every part. Run on the ``meta`` device for all experts, the same function returns
+the shapes and strides of the one-shot result. If parts cannot give that result, the engine's one-shot result remains.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_moe_patches.changes.fp4_weights import repack
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import around, best_effort
+
+WEIGHTS = repack.WEIGHTS
+PARTS = 40
+"""Parts of a layer's experts. A part's temporaries take ten times its weights, so those of 40 parts take a quarter of a
+tensor, which is less than a quarter of the layer."""
+WARPS = 8
+"""Argument with which the engine calls its function. It decides the size of the scales, and not of the weights."""
+_ALIGNMENT = 512
+"""Bytes to which PyTorch's allocator aligns memory."""
+
+
+class Layout(NamedTuple):
+    """Result of the engine's function for all experts, without memory, and how it is made in parts.
+
+    :param result: tensors of the engine's result, whose data are on the ``meta`` device.
+    :param step: experts of a part.
+    """
+
+    result: Any
+    step: int
+
+    @property
+    def tensors(self) -> list[Any]:
+        """``triton_kernels`` tensors of the result: weights, then scales."""
+        return _tensors(self.result)
+
+
+def _tensors(result: Any) -> list[Any]:
+    return [value for value in result if hasattr(value, "storage")]
+
+
+def _without_memory(tensor: Any) -> Any:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
+    """Layout of a layer's experts; ``None``: parts do not give the engine's one-shot result.
+
+    :param swizzle: the engine's ``_swizzle_mxfp4``.
+    :param weight: packed weights [experts, rows, columns / 2].
+    :param scale: their scales [experts, rows, columns / 32].
+    """
+    experts, loaded = len(weight), (_without_memory(weight), _without_memory(scale))
+    step = max(1, experts // PARTS)
+    result = swizzle(*loaded, *args)
+    part = swizzle(*(tensor[:step] for tensor in loaded), *args)
+    of_result, of_part = _tensors(result), _tensors(part)
+    if len(of_result) != len(loaded) or len(of_part) != len(loaded):
+        return None
+    for whole, piece in zip(of_result, of_part, strict=True):
+        data, its = whole.storage.data, piece.storage.data
+        same = (data.dtype, data.shape[1:], data.stride()) == (its.dtype, its.shape[1:], its.stride())
+        if not same or (len(data), len(its)) != (experts, step) or not _is_dense(data):
+            return None
+        if any(data.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in loaded):
+            return None  # a view of the loaded tensor takes no memory
+    return Layout(result, step)
+
+
+def _is_dense(data: Any) -> bool:
+    """Whether experts lie one behind the other, without gaps."""
+    expert = data[0]
+    return bool(data.stride(0) == expert.numel() and data.untyped_storage().nbytes() == data.nbytes)
+
+
+# --- Room for the result ---------------------------------------------------------------------------------------------
+
+
+def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
+    """Create the parameters of a layer, with weights at the end of memory into which their layout fits.
+
+    They are created without memory first. Weights that are moved afterwards would leave a hole, because the allocator
+    puts biases into the same segment.
+
+    :param swizzle: the engine's ``_swizzle_mxfp4``.
+    :param create: the engine's ``create_weights``, which sets all of them to zero.
+    :returns: result of ``create``.
+    """
+    if torch.get_default_device().type == "meta":
+        return create()
+    with torch.device("meta"):
+        result = create()
+    for name, parameter in [*layer._parameters.items()]:
+        if parameter is not None and parameter.is_meta:
+            memory = torch.zeros(_bytes_with_room(swizzle, layer, name), dtype=torch.uint8)
+            data = memory[len(memory) - parameter.nbytes :].view(parameter.dtype).view(parameter.shape)
+            created = torch.nn.Parameter(data, requires_grad=False)
+            vars(created).update(vars(parameter))
+            setattr(layer, name, created)
+    return result
+
+
+def _bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
+    """Bytes of a parameter's memory: its own, and those that its layout needs besides."""
+    own = int(layer._parameters[name].nbytes)
+    if name not in WEIGHTS:
+        return own
+    layout = layout_of(swizzle, layer._parameters[name], layer._parameters[f"{name}_scale"], WARPS)
+    missing = 0 if layout is None else max(0, layout.tensors[0].storage.data.nbytes - own)
+    return own + -(-missing // _ALIGNMENT) * _ALIGNMENT
+
+
+def free_cached_memory() -> None:
+    """Return the allocator's unused segments to the driver, so that the next large tensor gets a segment of its own.
+
+    A tensor that is cut out of a larger free block keeps the rest of that block from being returned.
+    """
+    torch.cuda.empty_cache()
+
+
+# --- The conversion --------------------------------------------------------------------------------------------------
+
+_held: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_held_weights", default=None)
+"""Storages of weights, of the layer that is being laid out, that something besides the layer holds."""
+
+
+@contextmanager
+def laying_out(layer: Any) -> Iterator[None]:
+    """Block in which the engine lays out a layer, after which nothing reads the weights as they were loaded."""
+    loaded = all(layer._parameters.get(name) is not None for name in WEIGHTS)
+    token = _held.set(repack.held_storages(layer) if loaded else None)
+    try:
+        yield
+    finally:
+        _held.reset(token)
+
+
+@around
+def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
+    """``_swizzle_mxfp4``, run for ``w13`` and for ``w2`` of each loaded layer."""
+    swizzle, layout = functools.partial(original, **kwargs), None
+    with best_effort("the layout of MXFP4 experts in parts"):
+        layout = layout_of(swizzle, weight, scale, *args)
+    if layout is None:
+        return original(weight, scale, *args, **kwargs)
+    held = _held.get()
+    may_overwrite = held is not None and weight.untyped_storage()._cdata not in held
+    _use_memory(layout, weight if may_overwrite else None, weight.device)
+    for begin in range(0, len(weight), layout.step):
+        experts = slice(begin, begin + layout.step)
+        part = _tensors(swizzle(weight[experts], scale[experts], *args))
+        for whole, piece in zip(layout.tensors, part, strict=True):
+            whole.storage.data[experts].copy_(piece.storage.data)
+        del part, piece
+    return layout.result
+
+
+def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
+    """Give the tensors of a layout memory, to be written expert by expert.
+
+    :param loaded: weights over which their layout may be written; ``None``: none.
+    """
+    for tensor in layout.tensors:
+        data, memory = tensor.storage.data, None
+        if tensor is layout.tensors[0] and loaded is not None:
+            memory = _memory_of(loaded, data)
+        if memory is None:
+            free_cached_memory()
+            memory = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=device)
+        tensor.storage.data = memory
+
+
+def _memory_of(weight: Any, data: Any) -> Any:
+    """Tensor like ``data`` in the memory of a loaded weight; ``None``: ``data`` does not fit.
+
+    It begins where the memory begins. Experts are written from the first on, and none that was not read is written
+    over, because the last one ends where the loaded one ends or before.
+    """
+    begin = weight.storage_offset() * weight.element_size()
+    if not weight.is_contiguous() or data.dtype != weight.dtype or data.nbytes > begin + weight.nbytes:
+        return None
+    return weight.data.as_strided(data.shape, data.stride(), 0)
+
+
+# --- Who reads the loaded weights ------------------------------------------------------------------------------------
+
+
+def require_last_use(process: Any, swizzle: str) -> None:
+    """:raises engine.Unsupported: once ``swizzle`` has run, something else may read the weights as they were loaded.
+
+    :param process: the engine's ``process_weights_after_loading``.
+    :param swizzle: the name of the function that lays out experts.
+    """
+    (definition,) = ast.parse(engine.source(process)).body
+    engine.require(isinstance(definition, ast.FunctionDef), f"{process.__name__} is no plain function")
+    statements = definition.body  # type: ignore[attr-defined]
+    places = [place for place, statement in enumerate(statements) if _calls(statement, swizzle)]
+    engine.require(len(places) == 1, f"{process.__name__} does not call {swizzle} in one place")
+    branch = statements[places[0]]
+    engine.require(
+        isinstance(branch, ast.If) and not any(_calls(statement, swizzle) for statement in branch.orelse),
+        f"{process.__name__} calls {swizzle} outside of a branch",
+    )
+    after = [*branch.body, *statements[places[0] + 1 :]]
+    calls = [call for statement in after for call in _calls(statement, swizzle)]
+    read = [
+        node.attr
+        for statement in after
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in WEIGHTS
+    ]
+    laid_out = [ast.unparse(call.args[0]) for call in calls if call.args]
+    engine.require(
+        read == [*WEIGHTS] and laid_out == [f"layer.{name}" for name in WEIGHTS],
+        f"{process.__name__} reads {', '.join(read) or 'no weights'} for {swizzle}",
+    )
+
+
+def _calls(statement: ast.AST, name: str) -> list[ast.Call]:
+    return [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
