@@ -25,13 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_moe_patches.changes.fp4_weights import repack
+from sglang_moe_patches.changes.fp4_weights.sizes import PARTS
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import around, best_effort
 
 WEIGHTS = repack.WEIGHTS
-PARTS = 40
-"""Parts of a layer's experts. A part's temporaries take ten times its weights, so those of 40 parts take a quarter of a
-tensor, which is less than a quarter of the layer."""
 WARPS = 8
 """Argument with which the engine calls its function. It decides the size of the scales, and not of the weights."""
 _ALIGNMENT = 512
