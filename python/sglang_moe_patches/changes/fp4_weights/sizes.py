@@ -52,9 +52,9 @@ def loading_bytes(
 ) -> Loading:
     """Memory that loading takes on one rank, stock or with fp4-weights.
 
-    ``doctor`` adds ``kept`` to the weights before it sizes the KV cache. It says that a server does not load if less than
-    ``least`` is free beside the weights. The format decides, and not the runner alone: ``triton_kernel`` runs BF16
-    experts as well, for which all figures are zero.
+    ``doctor`` adds ``kept`` to the weights before it sizes the KV cache. If less than ``least`` is free beside the
+    weights, ``doctor`` says that the model does not load. The format decides, and not the runner alone:
+    ``triton_kernel`` runs BF16 experts as well, for which all figures are zero.
 
     :param runner: the resolved ``--moe-runner-backend``.
     :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``.
