@@ -377,7 +377,9 @@ def _probe_layout() -> Install | None:
     swizzle = engine.require_unpatched(mxfp4, _SWIZZLE_MXFP4)
     engine.require_parameters(swizzle, ["quant_tensor", "scale", "num_warps"], exactly=True)
     method = engine.require_unpatched(mxfp4, method_name)
-    engine.require(engine.sets(method.__init__, "use_triton_kernels"), f"{method_name} has no use_triton_kernels")
+    engine.require(
+        engine.sets_attribute(method.__init__, "use_triton_kernels"), f"{method_name} has no use_triton_kernels"
+    )
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
     engine.require(
