@@ -25,19 +25,17 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import growth, machine, output, plugins, processes, served, servers, taken
+from common import dummy_servers, growth, machine, neighbour, output, plugins, processes, servers
 from common.client import Client
-from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.servers.server import Server
 
 from memory import serving
 
-MB, MIB = 1e6, 1 << 20
+MB = 1e6
 WHOLE = "BENCHMARK_WHOLE_LAYOUT"
 """Variable of a server that lays out all experts of a layer at once, as fp4-weights did before."""
 SERVERS = {
@@ -49,8 +47,6 @@ SERVERS = {
 """Servers of this benchmark, each with the server of ``memory/serving`` that has the same variables."""
 DEFAULT = ("stock", "before", "new")
 _SAYS = "benchmark: loading: "
-BALLAST_S = 120
-"""Seconds within which the other process must have taken its memory."""
 
 
 # --- Within the server -----------------------------------------------------------------------------------------------
@@ -125,20 +121,20 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     own, log = variables(name, options, work), work / f"{name}.log"
     Path(own["HOME"]).mkdir(parents=True, exist_ok=True)
     arguments = serving.server_arguments(options, model, SERVERS[name])
-    progress = processes.saying(name, 20)
+    progress = processes.print_progress(name, 20)
     server = Server(name, arguments, own, log, timeout=serving.STARTUP_S, progress=progress)
     found: dict[str, Any] = {}
     try:
         with server:
-            info = Client(server.url).info()
+            client = Client(server.url)
+            info = client.info()
             found |= {"startup_s": round(server.startup_s, 1), "tokens": info["max_total_num_tokens"]}
             found["fraction"] = serving.fraction_in_force(info)
-            said = growth.said(server.log_text())
-            sized = growth.growth(said)
-            found["growth"] = None if sized is None else sized._asdict()
+            sizing = growth.read_growth(client.metrics()) if serving.kind_of(SERVERS[name]).grows else None
+            found["growth"] = None if sizing is None else sizing._asdict()
             answers = servers.answer_all(server, options.longest, serving.ANSWER_TOKENS, logprobs=True)
             found["answers"], found["logprobs"] = servers.digests(answers), servers.digests(answers, "logprobs")
-            found["said"] = growth.said(server.log_text())
+            found["said"] = growth.kv_sizing_lines(server.log_text())
     except Exception as error:
         found["failed"] = failure(log.read_text() if log.exists() else "", error)
     return loaded(log.read_text() if log.exists() else "") | found
@@ -154,22 +150,6 @@ def failure(log: str, error: Exception) -> str:
     """Why a server did not start: the last line of its log that names an error."""
     named = [line for line in log.splitlines() if "Error" in line or "Not enough memory" in line]
     return (named[-1] if named else f"{type(error).__name__}: {error}").strip()[-300:]
-
-
-@contextmanager
-def ballast(leave_mib: int | None) -> Iterator[None]:
-    """Block in which another process leaves this many MiB of each GPU free; ``None``: there is no such process."""
-    if leave_mib is None:
-        yield
-        return
-    with taken.taker(leave_mib * MIB) as took:
-        deadline = time.monotonic() + BALLAST_S
-        while not took:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"loading: the other process took no memory within {BALLAST_S} s")
-            time.sleep(0.25)
-        print(f"  another process holds {took[0] / MB:,.0f} MB", flush=True)
-        yield
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
@@ -193,8 +173,8 @@ def tables(results: Sequence[output.Result]) -> str:
 def run_label(result: output.Result) -> str:
     """What was served, on which GPU, and what another process left of its memory."""
     left = result["figures"]["leave_free"]
-    parts = [served.run_label(result), machine.gpu_model(result["conditions"])]
-    return ", ".join([*filter(None, parts), *([] if left is None else [f"{left:,} MiB free"])])
+    parts = [dummy_servers.run_label(result), machine.gpu_model(result["conditions"])]
+    return ", ".join([*filter(None, parts), *([f"{left:,} MiB free"] if left else [])])
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
@@ -229,10 +209,10 @@ def _alike(results: Sequence[output.Result], figures: dict[str, Any], name: str)
 def main() -> None:
     quick = {"chunk": 64, "context": 320, "requests": 4, "longest": 60, "servers": ["stock", "new"]}
     parser = output.parser(__doc__, quick=quick, logs=True)
-    served.add_options(parser)
+    dummy_servers.add_options(parser)
     parser.set_defaults(model="gpt-oss-120b-mxfp4", shard=1, layers=36, context=131_072, chunk=8192, requests=0)
     parser.add_argument(
-        "--leave-free", type=int, metavar="MIB", help="another process leaves this much of each GPU free"
+        "--leave-free", type=int, default=0, metavar="MIB", help="another process leaves this much of each GPU free"
     )
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest question")
     parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
@@ -243,14 +223,14 @@ def main() -> None:
         machine.require_gpu("loading", "--quick runs without one")
     options.take, options.input, options.output = 0, (options.longest,), serving.ANSWER_TOKENS
     named = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "leave_free", "longest", "arguments")
-    figures = served.described(options, named)
-    figures["servers"] = serving.earlier(options.json, figures)
+    figures = dummy_servers.describe_options(options, named)
+    figures["servers"] = serving.load_servers(options.json, figures)
     with tempfile.TemporaryDirectory(prefix="loading-") as folder:
         work = (options.work or Path(folder)).absolute()
         work.mkdir(parents=True, exist_ok=True)
         model = serving.write_model(work / "model", options)
         try:
-            with ballast(options.leave_free if has_gpu() else None):
+            with neighbour.leave_free(options.leave_free):
                 for name in options.servers:
                     figures["servers"][name] = found = serve(name, options, work, model)
                     print(f"{name}: {json.dumps({key: found[key] for key in found if key != 'said'})}", flush=True)

@@ -59,8 +59,9 @@ def unread_scales(layer: Any) -> Unread:
             holds_layer = any(_reaches(value, layer) for value in _attributes(owner).values())
             engine.require(not holds_layer, f"{type(method).__name__} holds its layer")
         for owner in (method, layer):
-            replaced = sorted(_attributes(owner).keys() & _functions(type(owner)).keys())
-            engine.require(not replaced, f"{', '.join(replaced)} of a {type(owner).__name__} is set on the instance")
+            kind: Any = type(owner)
+            replaced = sorted(_attributes(owner).keys() & _functions(kind).keys())
+            engine.require(not replaced, f"{', '.join(replaced)} of a {kind.__name__} is set on the instance")
         read = attributes_read(method, layer)
     except engine.Unsupported as error:
         return Unread({}, str(error))
