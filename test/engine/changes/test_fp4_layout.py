@@ -1,0 +1,247 @@
+"""fp4-weights lays out MXFP4 experts for ``triton_kernels`` in parts: the engine's own result, and no holes.
+
+The engine's functions and ``triton_kernels``' layouts are the real ones. Layouts are Hopper's. Whole layers run on the
+``meta`` device, and a model of PyTorch's allocator counts their memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import linecache
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import installed
+from sglang_moe_patches.changes import fp4_weights
+from sglang_moe_patches.changes.fp4_weights import in_parts, sizes
+from sglang_moe_patches.core import engine as engine_code
+from sglang_moe_patches.core.patch import Status, probe
+from sglang_moe_patches.lab.allocations import Allocator, Recorder
+from test_fp4_unread_scales import Config, as_on_hopper
+
+pytestmark = pytest.mark.every_release
+
+SHAPES = {
+    "gpt-oss": (3, 2880, 2880),
+    "gpt-oss, one rank of two": (5, 2880, 1472),
+    "DeepSeek-V4": (2, 4096, 2048),
+    "odd": (7, 192, 320),
+    "one expert": (1, 128, 64),
+}
+"""Experts, hidden size and intermediate size."""
+
+
+@pytest.fixture
+def mxfp4(engine, monkeypatch):
+    """The engine's module for MXFP4, on a Hopper GPU."""
+    from sglang.srt.layers.quantization import mxfp4
+
+    as_on_hopper(monkeypatch)
+    monkeypatch.setattr(mxfp4, "_is_cpu", False, raising=False)
+    monkeypatch.setattr(mxfp4, "has_triton_kernels", True, raising=False)
+    return mxfp4
+
+
+def make_layer(engine, mxfp4, experts, hidden, intermediate):
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+
+    method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
+    with engine.arguments(moe_runner_backend="triton_kernel"):
+        layer = FusedMoE(
+            experts, hidden, intermediate, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
+        )
+    runs_on = MoeRunnerBackend.TRITON_KERNELS
+    layer.quant_method.runner = SimpleNamespace(runner_backend=runs_on, config=layer.moe_runner_config)
+    return layer
+
+
+def load(layer):
+    """Fill a layer with the same random bytes each time."""
+    for place, (name, parameter) in enumerate(layer.named_parameters()):
+        generator = torch.Generator().manual_seed(place)
+        if "bias" not in name:
+            parameter.data.random_(0, 256, generator=generator)
+    return {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+
+
+def laid_out(layer):
+    """Tensors of ``triton_kernels`` that a forward pass reads, with their layouts."""
+    method = layer.quant_method
+    configs = (method.w13_precision_config, method.w2_precision_config)
+    scales = [getattr(config, "weight_scale", None) or config.b_mx_scale for config in configs]
+    return [method.w13_weight_triton_tensor, method.w2_weight_triton_tensor, *scales]
+
+
+@pytest.mark.parametrize("parts", [1, 3, sizes.PARTS])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monkeypatch, shape, parts):
+    if parts == 1 and shape[1] > 2000:
+        pytest.skip("a small shape shows it")
+
+    def process():
+        layer = make_layer(engine, mxfp4, *shape)
+        assert not any(parameter.any() for parameter in layer.parameters())
+        load(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+        return laid_out(layer)
+
+    stock = process()
+    monkeypatch.setattr(in_parts, "PARTS", parts)
+    calls = count_parts(monkeypatch)
+    with installed(fp4_weights.CHANGE):
+        ours = process()
+    assert max(calls) == max(1, shape[0] // parts)
+    assert sum(calls) == 2 * shape[0]
+    for mine, its in zip(ours, stock, strict=True):
+        assert (mine.dtype, list(mine.shape)) == (its.dtype, list(its.shape))
+        mine, its = mine.storage, its.storage
+        assert vars(mine.layout) == vars(its.layout)
+        assert (mine.data.dtype, mine.data.shape, mine.data.stride()) == (
+            its.data.dtype,
+            its.data.shape,
+            its.data.stride(),
+        )
+        assert torch.equal(mine.data, its.data)
+
+
+def count_parts(monkeypatch):
+    """Number of experts of each call in which ``triton_kernels`` lays out weights that have memory."""
+    calls, tensor = [], importlib.import_module("triton_kernels.tensor")
+    convert = tensor.convert_layout
+
+    def convert_layout(value, *args, **kwargs):
+        data = value.storage.data
+        if data.device.type == "cpu" and value.dtype == tensor.FP4:
+            calls.append(len(data))
+        return convert(value, *args, **kwargs)
+
+    monkeypatch.setattr(tensor, "convert_layout", convert_layout)
+    return calls
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into(engine, mxfp4, shape):
+    with installed(fp4_weights.CHANGE):
+        layer = make_layer(engine, mxfp4, *shape)
+        memory = [layer._parameters[name].untyped_storage()._cdata for name in in_parts.WEIGHTS]
+        load(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+    data = [tensor.storage.data for tensor in laid_out(layer)[:2]]
+    assert [tensor.untyped_storage()._cdata for tensor in data] == memory
+    assert all(tensor.untyped_storage().nbytes() - tensor.nbytes < 512 for tensor in data)
+
+
+@pytest.mark.parametrize("name", in_parts.WEIGHTS)
+def test_weights_that_something_else_holds_are_not_written_over(engine, mxfp4, name):
+    with installed(fp4_weights.CHANGE):
+        layer = make_layer(engine, mxfp4, *SHAPES["odd"])
+        load(layer)
+        other = layer._parameters[name].data
+        before = other.clone()
+        layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(other, before)
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def record(engine, mxfp4, monkeypatch, layers, shape):
+    """Memory events of a model's layers on the ``meta`` device: their creation, then the layout of each one."""
+    recorder, marks = Recorder("meta"), []
+
+    def unrecorded(function):
+        def call(*args):
+            with recorder.paused():
+                return function(*args)
+
+        return call
+
+    plan, create = in_parts.layout_of, in_parts.create_with_room
+    monkeypatch.setattr(in_parts, "layout_of", unrecorded(plan))
+    monkeypatch.setattr(
+        in_parts, "create_with_room", lambda swizzle, make, layer: create(swizzle, unrecorded(make), layer)
+    )
+    with recorder, torch.device("meta"), monkeypatch.context() as patch:
+        patch.setattr(torch, "get_default_device", lambda: torch.device("cpu"))
+        model = []
+        for _ in range(layers):
+            model.append((make_layer(engine, mxfp4, *shape), torch.empty(30 << 20, dtype=torch.uint8)))
+        marks.append(len(recorder.events))
+        for layer, _ in model:
+            layer.quant_method.process_weights_after_loading(layer)
+            marks.append(len(recorder.events))
+        torch.cuda.empty_cache()
+    events = recorder.events
+    return [events[: marks[0]], events[marks[0] : marks[1]], events[marks[1] :]]
+
+
+def measure(created, first, others):
+    """Allocator after all layers, and the most that the layout of the first one allocated and reserved."""
+    allocator = Allocator()
+    allocator.run(created)
+    allocated, reserved = allocator.allocated, allocator.reserved
+    allocator.peak_allocated, allocator.peak_reserved = allocated, reserved
+    allocator.run(first)
+    transient = allocator.peak_allocated - allocated, allocator.peak_reserved - reserved
+    allocator.run(others)
+    return allocator, transient
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp):
+    experts, hidden, intermediate = 128, 2880, {1: 2880, 4: 768}[tp]
+    shape, layers = (experts, hidden, intermediate), 4
+    weights = experts * 3 * intermediate * hidden // 2 * 17 // 16
+    stock, transient = measure(*record(engine, mxfp4, monkeypatch, layers, shape))
+    assert stock.holes > 0.05 * stock.allocated
+    assert transient[0] > 5 * weights
+    with installed(fp4_weights.CHANGE):
+        ours, transient = measure(*record(engine, mxfp4, monkeypatch, layers, shape))
+    assert ours.holes < 0.02 * ours.allocated + (20 << 20)
+    assert max(transient) < weights / 4
+    how = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
+    reckoned = sizes.loading_bytes("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
+    assert transient[0] <= reckoned.transient * 1.05
+    assert ours.holes <= reckoned.holes
+
+
+# --- Code of the engine that is not known ----------------------------------------------------------------------------
+
+NEWER = {
+    "del layer.w13_weight": "reads w13_weight, w2_weight, w13_weight",
+    "del layer.w2_weight": "reads w13_weight, w2_weight, w2_weight",
+}
+
+
+@pytest.mark.parametrize("statement", NEWER)
+def test_a_release_that_reads_loaded_weights_again_is_left_alone(mxfp4, monkeypatch, tmp_path, statement):
+    function = mxfp4.Mxfp4MoEMethod.process_weights_after_loading
+    in_parts.require_last_use(function, fp4_weights._SWIZZLE_MXFP4)
+    lines = inspect.getsource(function).splitlines()
+    place = next(n for n, line in enumerate(lines) if line.strip() == statement)
+    indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+    name = statement.removeprefix("del ")
+    lines.insert(place, f"{indent}keep({name})")
+    source = textwrap.dedent("\n".join(lines)) + "\n"
+    path = tmp_path / "newer.py"
+    path.write_text(source)
+    linecache.checkcache(str(path))
+    found = {}
+    exec(compile(source, str(path), "exec"), function.__globals__, found)
+    with pytest.raises(engine_code.Unsupported, match=NEWER[statement]):
+        in_parts.require_last_use(found[function.__name__], fp4_weights._SWIZZLE_MXFP4)
+
+
+@pytest.mark.parametrize("name", [fp4_weights._SWIZZLE_MXFP4, "create_weights"])
+def test_a_function_that_somebody_else_wrapped_is_left_alone(mxfp4, monkeypatch, name):
+    owner = mxfp4 if hasattr(mxfp4, name) else mxfp4.Mxfp4MoEMethod
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs)))
+    plan = probe(fp4_weights.CHANGE)
+    assert plan.status is Status.UNSUPPORTED
+    assert name in plan.reason
