@@ -108,7 +108,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("and name not in read", ""),
             ("name in _unsettled(kind)", "False"),
             ("and not _said_elsewhere(type(method), type(layer), name)", ""),
-            ("any(value is layer for owner in", "any(False for owner in"),
+            ("engine.require(not holds_layer,", "engine.require(True,"),
+            ("engine.require(not replaced,", "engine.require(True,"),
+            ("return function, *arguments, *keywords.values()", "return ()"),
             ('not hasattr(function, "__wrapped__")', "True"),
             ("not isinstance(called, FunctionType | property)", "True"),
             ("isinstance(vars(layer).get(attribute), dict)", "False"),
@@ -149,6 +151,28 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_release_that_stacks_no_list_is_left_alone": [
             ('if engine.mentions(helper or prepare, _REPACK, "stack"):', "if True:")
         ],
+    },
+    OURS + "changes/fp4_weights/in_parts.py": {
+        "test_parts_have_the_bits_shapes_and_strides_of_the_whole": [
+            ("range(0, len(weight), layout.step)", "range(0, len(weight), max(1, layout.step - 1))"),  # parts overlap
+            ("range(0, len(weight), layout.step)", "range(0, len(weight) - layout.step, layout.step)"),  # no last part
+            ("torch.empty_strided(data.shape, data.stride(), dtype", "torch.empty(data.shape, dtype"),  # other strides
+            ("as_strided(data.shape, data.stride(), 0)", "as_strided(data.shape, data.contiguous().stride(), 0)"),
+        ],
+        "test_weights_whose_memory_has_no_room_are_laid_out_elsewhere": [
+            ("data.nbytes > begin + weight.nbytes", "False"),
+        ],
+        "test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into": [
+            ("missing = 0 if layout is None else", "missing = 0 if True else"),
+            ("memory = _memory_of(loaded, data)", "memory = None"),
+        ],
+        "test_weights_that_something_else_holds_are_not_written_over": [
+            ("weight.untyped_storage()._cdata not in held", "True")
+        ],
+        "test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights": [
+            ("step = max(1, experts // PARTS)", "step = experts"),
+        ],
+        "test_a_release_that_reads_loaded_weights_again_is_left_alone": [("read == [*WEIGHTS] and ", "")],
     },
     OURS + "changes/fp4_weights/repack.py": {
         "test_experts_are_repacked_where_they_were_with_the_same_bits": [

@@ -136,6 +136,21 @@ def test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into(engine, m
     assert all(tensor.untyped_storage().nbytes() - tensor.nbytes < 512 for tensor in data)
 
 
+def test_weights_whose_memory_has_no_room_are_laid_out_elsewhere(engine, mxfp4):
+    def process():
+        layer = make_layer(engine, mxfp4, *SHAPES["odd"])
+        load(layer)
+        for name in in_parts.WEIGHTS:
+            layer._parameters[name].data = layer._parameters[name].data.clone()
+        layer.quant_method.process_weights_after_loading(layer)
+        return [tensor.storage.data for tensor in laid_out(layer)]
+
+    stock = process()
+    with installed(fp4_weights.CHANGE):
+        ours = process()
+    assert all(torch.equal(mine, its) for mine, its in zip(ours, stock, strict=True))
+
+
 @pytest.mark.parametrize("name", in_parts.WEIGHTS)
 def test_weights_that_something_else_holds_are_not_written_over(engine, mxfp4, name):
     with installed(fp4_weights.CHANGE):

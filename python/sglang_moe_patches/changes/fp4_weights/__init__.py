@@ -1,44 +1,48 @@
-"""fp4-weights: FP4 experts are laid out for their kernels in place, and no layer keeps scales nobody reads.
+"""fp4-weights: FP4 experts are laid out in the memory that they were loaded into, and keep no scales that nothing reads.
 
 Why
-    The engine shuffles through thousands of allocations and more than a second copy of the layer. ``create_weights``
-    allocates swizzled block scales that neither TRT-LLM nor Marlin ever reads; with Marlin they stay for good. So do
-    MXFP4's scales behind ``triton_kernels`` (gpt-oss), and the unpacked ones behind Marlin (DeepSeek-V4). For Marlin
-    the engine repacks a layer's experts into a list and a stack, beside the loaded ones.
+    The engine lays out NVFP4 experts for TRT-LLM through thousands of allocations and more than a second copy of the
+    layer. MXFP4's layout for ``triton_kernels`` takes nearly six times a layer's weights, and leaves holes in the
+    allocator. For Marlin the engine repacks a layer's experts into a list and a stack, beside the loaded ones.
+    ``create_weights`` allocates swizzled block scales that neither TRT-LLM nor Marlin reads; with Marlin they stay
+    allocated. So do MXFP4's scales with ``triton_kernels`` (gpt-oss), and the unpacked ones with Marlin (DeepSeek-V4).
 
 Hook points
-    * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and where it was imported by name.
-      :mod:`.shuffle` writes into the tensors that came in. ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies
-      each result into the parameter it was made from, which costs nothing: ``Tensor.copy_`` returns at once when source
-      and destination are the same view of the same storage. Where the engine pads the intermediate size first, the
-      padded tensors are fresh ones, which are shuffled in place and rebound.
-    * ``swizzle_blockscale``, only while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend: a
-      placeholder of one byte per expert (:func:`_placeholder`). Releases from 0.5.13 on need none of it.
-    * ``create_moe_runner``, in which the engine decides, right after ``create_weights``, whether Marlin runs a layer:
-      such a placeholder replaces its scales.
-    * ``process_weights_after_loading`` of MXFP4's methods: after it, what :mod:`.unread` proves that the method's
-      ``apply`` never reads is replaced by such a placeholder, which takes a weight update as stock's parameter does.
-      What is given up moves what lies behind the scales that are read. On Hopper ``triton_kernels`` reads up to 64
-      bytes of it, so there zeros are put (:func:`put_zeros_behind_scales`).
+    * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and in every module that imported it by
+      name. :mod:`.shuffle` writes into its arguments. ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each
+      result into the parameter that it was made from. This copy is free, because ``Tensor.copy_`` returns at once if
+      source and destination are the same view of one storage. If the engine pads the intermediate size first, the
+      padded tensors are new ones. They are shuffled in place, and become the parameters.
+    * ``swizzle_blockscale``, while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend. It
+      returns a placeholder of one byte per expert (:func:`_placeholder`). Releases from 0.5.13 on do not need it.
+    * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer. Placeholders then replace the
+      layer's swizzled scales.
+    * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
+      memory that is large enough for the result from the start.
+    * ``process_weights_after_loading`` of MXFP4's methods. Afterwards placeholders replace the scales that the method's
+      ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update as stock's parameter does. Freed
+      scales move the memory behind the scales that are read. On Hopper ``triton_kernels`` reads up to 64 bytes of it,
+      so zeros are put there (:func:`put_zeros_behind_scales`).
     * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
       :mod:`.repack` writes each expert over the one that it was made from.
 
 Skipped
-    with runners other than TRT-LLM's, Marlin's and ``triton_kernel``; the NVFP4 part where FlashInfer is not installed.
+    with runners other than TRT-LLM's, Marlin's and ``triton_kernel``. The NVFP4 part is skipped without FlashInfer.
 
 Costs
-    Nothing in a forward. A reload writes raw weights into the same parameters and prepares them again.
+    Nothing in a forward pass. Loading returns unused segments to the driver around each layer's layout.
 
 Upstream
-    sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
-    the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
-    Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales behind Marlin are deleted after the repack
-    in 0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, beside the loaded ones. #36456
-    pads the scales that ``triton_kernels`` reads on Hopper: in 0.5.23, not yet in 0.5.17.
+    sglang preallocates the outputs of the shuffle from release 0.5.13 on: no fragmentation, but still a second copy of
+    the layer, and slower. It frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
+    Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales are deleted after Marlin's repack in
+    0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, beside the loaded ones. #36456 pads
+    the scales that ``triton_kernels`` reads on Hopper: in 0.5.23, not yet in 0.5.17. vllm#41268 and vllm#45179 are the
+    same holes in vLLM; TensorRT-LLM#16125 is the same transient.
 
 Remove when
-    the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM, nor
-    keeps them for Marlin, deletes MXFP4's scales behind ``triton_kernels``, and repacks for Marlin without a list.
+    the engine lays out experts in place, or within a bounded scratch, does not allocate the placeholders for TRT-LLM
+    and Marlin, deletes MXFP4's scales with ``triton_kernels``, and repacks for Marlin without a list.
 """
 
 from __future__ import annotations
