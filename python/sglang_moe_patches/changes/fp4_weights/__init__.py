@@ -1,4 +1,4 @@
-"""fp4-weights: FP4 experts are laid out in the memory that they were loaded into, and keep no scales that nothing reads.
+"""fp4-weights: FP4 experts are laid out where they were loaded, and keep no scales that nothing reads.
 
 Why
     The engine lays out NVFP4 experts for TRT-LLM through thousands of allocations and more than a second copy of the
@@ -86,25 +86,26 @@ _SWIZZLE_MXFP4 = "_swizzle_mxfp4"
 _FILLS = ("empty", "ones", "full", "tensor", "rand", "arange")
 """Functions of PyTorch that create tensors of other values than zero."""
 _HOPPER_SCALES = "HOPPER_SCALE"
-"""What ``triton_kernels`` calls its layout of scales on Hopper."""
+"""Name of ``triton_kernels``' layout of scales on Hopper."""
 _SCALE_BYTES_AT_ONCE = 128
-"""Bytes of a row of swizzled scales, 32 for each 32 weights, that it reads at once: its tiles are of 128 weights."""
+"""Bytes of a row of swizzled scales that ``triton_kernels`` reads at once, those of a tile of 128 weights."""
 
-# Set while create_weights runs for a backend whose swizzled block scales nobody reads. A ContextVar, so that another
-# thread that swizzles block scales at the same moment gets real ones.
+# Is true while create_weights runs for a backend that reads no swizzled block scales. It is a ContextVar, so that
+# another thread, which swizzles block scales at the same moment, gets real scales.
 _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
 
 
 def _placeholder(scale: Any) -> Any:
-    """In the place of swizzled block scales that nobody reads: a byte for each expert.
+    """Return a tensor of one byte for each expert, which replaces scales that nothing reads.
 
-    Not none: the engine's weight offloader cannot map zero bytes, and divides the first dimension by the ranks.
+    ``None`` would not do: the engine's weight offloader cannot map zero bytes, and divides the first dimension by the
+    number of ranks.
     """
     return scale.detach().new_zeros((scale.shape[0], 1, 1))
 
 
 def drop_swizzled_scales(layer: Any) -> int:
-    """Put placeholders where a layer has swizzled block scales; ``None``, where the engine makes none, stays.
+    """Replace a layer's swizzled block scales by placeholders. If the engine created none, ``None`` stays.
 
     :param layer: a ``FusedMoE`` layer whose weights were created.
     :returns: bytes that were freed.
@@ -122,10 +123,10 @@ def drop_swizzled_scales(layer: Any) -> int:
 
 
 def give_up_unread_scales(layer: Any) -> int:
-    """Put placeholders where a layer has scales that its method never reads (:func:`.unread.unread_scales`).
+    """Replace the scales of a layer that its method never reads by placeholders (:func:`.unread.unread_scales`).
 
     :param layer: a ``FusedMoE`` layer whose weights were processed.
-    :returns: bytes of memory that nothing holds any more: a scale whose storage is read by another name does not count.
+    :returns: bytes of memory that nothing holds any more. A scale does not count if its storage has another user.
     """
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -139,7 +140,7 @@ def give_up_unread_scales(layer: Any) -> int:
 
 
 def _taking_updates(scale: Any) -> Any:
-    """A placeholder for a scale, into which a weight update loads as into the scale, checks and errors included."""
+    """Return a placeholder that accepts weight updates as the scale does, with the same checks and errors."""
     import torch
 
     placeholder = torch.nn.Parameter(_placeholder(scale), requires_grad=False)
@@ -157,14 +158,14 @@ def _taking_updates(scale: Any) -> Any:
 
 
 def put_zeros_behind_scales(method: Any) -> None:
-    """Have ``triton_kernels`` read zeros, and not another tensor, behind the scales of a layer's last expert.
+    """Put zeros behind the scales of a layer's last expert, where ``triton_kernels`` would read another tensor.
 
-    On Hopper it reads the scales of 128 weights at once, without a mask. Where a row is no multiple of that (gpt-oss'
-    2,880), the last row of all goes on in whatever memory comes next. A byte of 255 there is a NaN, which the limit of
-    gpt-oss' SwiGLU turns into an ordinary number (triton-lang/triton#10772, sglang#36456).
+    On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
+    multiple of 128 (gpt-oss: 2,880), the kernel reads memory behind the last row. A byte of 255 there is a NaN. The
+    limit of gpt-oss's SwiGLU turns the NaN into an ordinary number (triton-lang/triton#10772, sglang#36456).
 
     :param method: the quantization method of a layer whose weights were processed. Its swizzled scales
-        [experts, bytes of a row, rows] stay what they are, and move.
+        [experts, bytes of a row, rows] move, and their values stay the same.
     """
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
@@ -236,8 +237,8 @@ def _wrap_swizzle(original: Any, scale: Any) -> Any:
 
 @around
 def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    # The condition of `process_weights_after_loading`: on anything else that method swizzles the block scales
-    # itself and compares shapes with the placeholder, which then has to be the engine's.
+    # This is the condition of `process_weights_after_loading`. Otherwise that method swizzles the block scales itself,
+    # and compares their shape with the placeholder, which then has to be the engine's.
     modelopt = sys.modules[_MODELOPT]
     token = _no_swizzled_scales.set(
         bool(getattr(self, "enable_flashinfer_trtllm_moe", False))
@@ -254,7 +255,10 @@ def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _probe_shuffle() -> Install:
-    """:raises engine.Unsupported: the engine does not shuffle weights by the function that is replaced."""
+    """Find the function that shuffles NVFP4 experts for TRT-LLM.
+
+    :raises engine.Unsupported: the engine does not shuffle weights by this function.
+    """
     from sglang_moe_patches.changes.fp4_weights import shuffle
 
     utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
@@ -281,7 +285,7 @@ def _probe_shuffle() -> Install:
     def install(patcher: Patcher) -> None:
         engine_function = getattr(utils, _FUNCTION)
         patcher.wrap(utils, _FUNCTION, _wrap_prepare)
-        # Importing `utils` runs the quantization package, which imports the function by name before we get here.
+        # Importing `utils` runs the quantization package, and the package imports the function by name.
         by_name = sys.modules.get(_COMPRESSED_TENSORS)
         if by_name is not None and getattr(by_name, _FUNCTION, None) is engine_function:
             patcher.replace(by_name, _FUNCTION, getattr(utils, _FUNCTION))
@@ -290,7 +294,10 @@ def _probe_shuffle() -> Install:
 
 
 def _probe_placeholders() -> Install:
-    """:raises engine.Unsupported: where the swizzled block scales are made, or whether they are read, is not known."""
+    """Find the function that creates swizzled block scales.
+
+    :raises engine.Unsupported: the engine creates them elsewhere, or may read them.
+    """
     modelopt = engine.module(_MODELOPT)
     method = engine.require_unpatched(modelopt, _METHOD)
     create_weights = engine.require_unpatched(method, "create_weights")
@@ -312,9 +319,10 @@ def _probe_placeholders() -> Install:
 
 
 def _probe_marlin() -> Install | None:
-    """:returns: ``None`` where the engine runs no NVFP4 experts by Marlin.
+    """Find the function in which the engine decides for Marlin.
 
-    :raises engine.Unsupported: what Marlin reads, or where the engine decides for it, is not known.
+    :returns: ``None`` if the engine runs no NVFP4 experts by Marlin.
+    :raises engine.Unsupported: the function is not known, or Marlin may read the swizzled scales.
     """
     method = engine.require_unpatched(engine.module(_MODELOPT), _METHOD)
     process = engine.require_unpatched(method, "process_weights_after_loading")
@@ -341,7 +349,7 @@ def _probe_marlin() -> Install | None:
 
 
 def _serves_by_marlin_alone() -> bool:
-    """Whether this is a GPU on which the engine, asked itself, has no other kernels for NVFP4."""
+    """Return whether Marlin is the engine's only kernel for NVFP4 on this GPU, by the engine's own function."""
     modelopt = engine.module(_MODELOPT)
     if not engine.get(modelopt, "is_cuda")():
         return False
@@ -351,7 +359,10 @@ def _serves_by_marlin_alone() -> bool:
 
 
 def _probe_unread() -> Install | None:
-    """:returns: ``None`` where the engine has none of the methods."""
+    """Find the methods for MXFP4 experts.
+
+    :returns: ``None`` if the engine has none of them.
+    """
     methods = [
         engine.require_unpatched(engine.module(module), name)
         for module, name in _MXFP4_METHODS
@@ -368,7 +379,9 @@ def _probe_unread() -> Install | None:
 
 
 def _probe_layout() -> Install | None:
-    """:returns: ``None`` if the engine lays out no MXFP4 experts for ``triton_kernels``.
+    """Find the function that lays out MXFP4 experts for ``triton_kernels``.
+
+    :returns: ``None`` if the engine has no such function.
 
     :raises engine.Unsupported: the function that lays out experts, or the place of its calls, is not known.
     """
@@ -400,9 +413,10 @@ def _probe_layout() -> Install | None:
 
 
 def _probe_repack() -> Install | None:
-    """:returns: ``None`` where the engine repacks no FP4 experts for Marlin, or does it without a list of all of them.
+    """Find the functions that repack FP4 experts for Marlin.
 
-    :raises engine.Unsupported: who reads the weights that are repacked is not known.
+    :returns: ``None`` if the engine has none, or repacks experts without a list of all of them.
+    :raises engine.Unsupported: loaded weights may be read after the repack.
     """
     from sglang_moe_patches.changes.fp4_weights import repack
 

@@ -188,10 +188,10 @@ def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _memory_of(weight: Any, data: Any) -> Any:
-    """Tensor like ``data`` in the memory of a loaded weight; ``None``: ``data`` does not fit.
+    """Return a tensor like ``data`` in the memory of a loaded weight; ``None``: ``data`` does not fit.
 
-    It begins where the memory begins. Experts are written from the first on, and none that was not read is written
-    over, because the last one ends where the loaded one ends or before.
+    The tensor begins where the memory begins, and ends where the loaded weight ends, or before. Parts are written from
+    the first expert on, so no part reaches an expert that was not read yet.
     """
     begin = weight.storage_offset() * weight.element_size()
     if not weight.is_contiguous() or data.dtype != weight.dtype or data.nbytes > begin + weight.nbytes:
@@ -203,7 +203,9 @@ def _memory_of(weight: Any, data: Any) -> Any:
 
 
 def require_last_use(process: Any, swizzle: str) -> None:
-    """:raises engine.Unsupported: once ``swizzle`` has run, something else may read the weights as they were loaded.
+    """Check that nothing reads loaded weights after their layout.
+
+    :raises engine.Unsupported: something may read them.
 
     :param process: the engine's ``process_weights_after_loading``.
     :param swizzle: the name of the function that lays out experts.

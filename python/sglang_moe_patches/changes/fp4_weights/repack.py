@@ -1,12 +1,12 @@
-"""Marlin's repack of FP4 experts, each into the memory of the expert that it was made from.
+"""Marlin's repack of FP4 experts. Each result is written over the expert that it was made from.
 
 The engine repacks expert by expert into a list and stacks the list, while it still holds the weights that were loaded.
-A repacked expert has as many bytes as before. Here it is written there as soon as its kernel is through, and the stack
-of all of them is the memory of the loaded weights.
+A repacked expert has as many bytes as before. Here the result is written over the loaded expert as soon as the kernel
+is done, and the stack of all experts is the memory of the loaded weights.
 
-That memory must be nobody else's, and nobody may read the loaded weights any more. The first is asked of the reference
-counts of each layer, the second of the engine's source (:func:`require_last_use`). Where either does not hold, the
-engine's own list and stack remain.
+Only the layer may hold this memory, and nothing may read the loaded weights any more. Reference counts decide the first
+condition for each layer, the engine's source decides the second (:func:`require_last_use`). If either condition fails,
+the engine's own list and stack remain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HARMLESS = ("hasattr", "delattr")
 
 
 def _references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """How many hold a parameter, and how many tensors its memory has."""
+    """Return the reference count of a parameter, and the use count of its memory."""
     memory = parameters[name].untyped_storage()
     return sys.getrefcount(parameters[name]), torch._C._storage_Use_Count(memory._cdata)
 
@@ -47,7 +47,7 @@ def held_storages(layer: Any) -> list[int]:
 
 
 class _Repack(TorchFunctionMode):
-    """Sees of what an expert's copy is made, which the kernel is given, and what is stacked.
+    """Observes which memory an expert's copy was made from, and which tensors are stacked.
 
     :param kept: storages that are not written over, as :func:`held_storages` returns them.
     """
@@ -70,7 +70,7 @@ class _Repack(TorchFunctionMode):
         return result
 
     def memory_of(self, copy: Any) -> Any:
-        """What a transposed ``copy`` of an expert's weights was made from; ``None``: it may not be written over."""
+        """Return the memory that a transposed ``copy`` of an expert was made from; ``None``: the memory must stay."""
         (copied, source), self._copied = self._copied, (None, None)
         if copied is not copy or copy is None:
             return None
@@ -78,7 +78,7 @@ class _Repack(TorchFunctionMode):
         return None if storage in (copy.untyped_storage()._cdata, *self._kept) else source.mT
 
     def put(self, result: Any, memory: Any) -> Any:
-        """An expert's result, written over ``memory`` where it fits."""
+        """Write an expert's result over ``memory`` if it fits, and return where it lies."""
         if not memory.is_contiguous() or (memory.dtype, memory.numel()) != (result.dtype, result.numel()):
             return result
         self._written.append(memory.view(result.shape).copy_(result))
@@ -90,7 +90,7 @@ def _are_the_same(tensors: Any, others: list[Any]) -> bool:
 
 
 def _lie_in_order(tensors: list[Any]) -> bool:
-    """Whether each begins in memory where the one before it ends."""
+    """Return whether each tensor begins in memory where the tensor before it ends."""
     return all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(tensors))
 
 
@@ -121,10 +121,12 @@ def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwa
 
 
 def require_last_use(prepare: Any, helper: Any | None) -> None:
-    """:raises engine.Unsupported: from the first repack on, something else may read the weights as they were loaded.
+    """Check that nothing reads loaded weights after the first repack.
+
+    :raises engine.Unsupported: something may read them.
 
     :param prepare: one of the engine's functions that prepare a layer.
-    :param helper: the function that repacks a layer's experts; ``None``: it is one inside ``prepare``.
+    :param helper: the function that repacks a layer's experts; ``None``: the function is inside ``prepare``.
     """
     whole = _definition(prepare)
     inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]

@@ -44,9 +44,9 @@ TILE_ROWS = 128
 SCALE_BLOCK = 16
 #: Upper bound of the plain path's scratch buffer, in bytes.
 SCRATCH_BYTES = 16 << 20
-#: What one program may hold in registers: half of a multiprocessor's register file.
+#: Bytes that one program may hold in registers: half of a multiprocessor's register file.
 MAX_PROGRAM_BYTES = 128 << 10
-#: What one thread holds. Fewer, busier threads measured faster on an H200 than 128 bytes a thread (docs/benchmarks).
+#: Bytes that one thread holds. Fewer, busier threads were faster on an H200 than 128 bytes a thread (docs/benchmarks).
 THREAD_BYTES = 256
 
 Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,8 +56,9 @@ Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotInPlace(ValueError):
-    """FlashInfer's layout is no permutation within the tensors that came in, or those are not the plain tensors that a
-    layer has. The engine's own function is for them. Nothing was touched.
+    """The layout is no permutation within the arguments, or the arguments are not the plain tensors of a layer.
+
+    The engine's own function then does the work. No tensor was changed.
     """
 
 
@@ -78,7 +79,7 @@ class RowPermutation(NamedTuple):
 
 
 def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[tuple[str, int, int], ...]:
-    """Of each tensor, in the order of the results: its argument's name, one expert's rows, and bytes of a row."""
+    """Return argument name, rows of an expert and bytes of a row of each tensor, in the order of the results."""
     gemm1_rows = (2 if is_gated else 1) * intermediate_size
     return (
         ("gemm1_weights", gemm1_rows, hidden_size // 2),
@@ -124,7 +125,7 @@ def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> to
 
 @functools.lru_cache(maxsize=64)
 def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[RowPermutation, ...] | None:
-    """Of each tensor, in the order of the results; ``None``: one is no permutation, and cannot be done in place.
+    """Return the permutation of each tensor, in the order of the results; ``None``: one tensor's layout is none.
 
     The cache keeps CPU tensors only. Device memory that was allocated while weights were loaded may be taken away and
     given back without its contents (the engine's memory saver does that between RL steps), and a stale index would
@@ -166,7 +167,7 @@ def _warps(program_bytes: int) -> int:
 
 
 def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
-    """How the row kernel permutes matrices of `rows` x `row_bytes`, or ``None`` if a program could not hold a strip.
+    """Return how the row kernel permutes `rows` x `row_bytes` matrices; ``None``: a program cannot hold a strip.
 
     The widest strip, up to 256 bytes and down to one vector load of 16, that a program can hold: on an H200 the width
     of a row access decides, more than how many programs share a multiprocessor.
@@ -311,7 +312,7 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 
 
 def _scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
-    """uint8, as many bytes as `matrices` have, but at most SCRATCH_BYTES, or the bytes that one step needs."""
+    """Return a uint8 buffer as large as `matrices`, but at most SCRATCH_BYTES, and at least the bytes of one step."""
     size = max(at_least, min(SCRATCH_BYTES, matrices.numel()))
     return torch.empty(size, dtype=torch.uint8, device=matrices.device)
 
@@ -420,7 +421,7 @@ def _warn_no_kernel(name: str, reason: str) -> None:
 
 
 def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
-    """Which tensor's sizes the layout does not allow, and why."""
+    """Return the tensor whose sizes the layout does not allow, and the reason."""
     rows_rule = f"must be a multiple of {TILE_ROWS}, the rows of one interleaved block of scales"
     if gemm1_rows % TILE_ROWS:
         return f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) {rows_rule}"

@@ -1,12 +1,13 @@
-"""Which scales of a layer's experts nothing reads once they are processed, by the source of whoever could read them.
+"""Scales of a layer that nothing reads after its weights were processed, by the source of all possible readers.
 
-The quantization method's ``apply`` is walked with the method and the layer at hand. An ``if`` is decided where its
-condition is made of settled attributes, of the engine's globals and of functions that return one expression: only the
-branch that runs is read. Any other condition counts with both branches. Functions that get the layer are read as well.
-Where the layer itself goes anywhere else, nothing is proven. Nor is it where another function of the method, or one of
-the layer outside of its loaders, has the name of a scale.
+The quantization method's ``apply`` is walked with the method and the layer at hand. An ``if`` is decided if its
+condition consists of settled attributes, the engine's globals and functions that return one expression. Then only the
+branch that runs is walked. Otherwise both branches are walked. Functions that receive the layer are walked as well.
 
-A weight update reaches a scale by its parameter's own ``weight_loader``, which stays. It is not read for that.
+Nothing is proven if the layer itself goes anywhere else. A scale is not proven unread if another function of the method
+has its name, or a function of the layer that is no loader.
+
+A weight update reaches a scale by its parameter's own ``weight_loader``, which stays. It does not read the scale.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _UNKNOWN = object()
 _EMPTY_CELL = CellType()
 """Variable of a closure that has no value yet."""
 _MEGA_MOE = "_mega_moe_weights_built"
-"""The engine sets it on a layer that DeepGEMM's mega kernel runs without the method's ``apply``."""
+"""Attribute that the engine sets on a layer that DeepGEMM's mega kernel runs without the method's ``apply``."""
 _SETUP = ("__init__", "create_weights", "create_moe_runner", "process_weights_after_loading")
 """Functions of a quantization method that run before its layer's first forward, or after a weight update."""
 _LOADERS = ("weight_loader", "weight_loader_fused")
@@ -38,8 +39,8 @@ _FORWARDS = ("forward", "forward_impl", "run_moe_core")
 class Unread(NamedTuple):
     """Scales of one layer that are not read once its weights have been processed.
 
-    :param bytes_of: the size of each by its name.
-    :param reason: why there are none; "" where there are some.
+    :param bytes_of: bytes of each scale by its name.
+    :param reason: why there is no such scale; "" if there are some.
     """
 
     bytes_of: dict[str, int]
@@ -47,7 +48,7 @@ class Unread(NamedTuple):
 
 
 def unread_scales(layer: Any) -> Unread:
-    """What fp4-weights gives up of a layer of routed experts, and why not where it gives up nothing.
+    """Return the scales of a layer that fp4-weights frees, or the reason why it frees none.
 
     :param layer: a ``FusedMoE`` layer whose weights were processed.
     """
@@ -111,9 +112,9 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def attributes_read(method: Any, layer: Any) -> set[str]:
-    """The attributes of ``layer`` that ``method.apply(layer, ...)`` may read.
+    """Return the attributes of ``layer`` that ``method.apply(layer, ...)`` may read.
 
-    :raises engine.Unsupported: the source does not show it.
+    :raises engine.Unsupported: the source does not show them.
     """
     apply = engine.require_unpatched(type(method), "apply")
     names = engine.parameters(apply)
@@ -126,7 +127,7 @@ def attributes_read(method: Any, layer: Any) -> set[str]:
 
 @functools.cache
 def _functions(owner: type) -> dict[str, FunctionType]:
-    """The functions of a class by their names, getters included, those that wrap another one looked through."""
+    """Return the functions of a class by their names, with getters. A wrapper counts as the function that it wraps."""
     found = {}
     for name in dir(owner):
         value = inspect.getattr_static(owner, name, None)
@@ -138,14 +139,14 @@ def _functions(owner: type) -> dict[str, FunctionType]:
 
 @functools.cache
 def _words(code: CodeType) -> frozenset[str]:
-    """Names and strings in a function's code, functions inside it included."""
+    """Return the names and strings in a function's code, and in the functions inside it."""
     inner = (_words(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     strings = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset({*code.co_names, *strings}.union(*inner))
 
 
 def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
-    """The functions of a class that these of its functions may call, themselves included."""
+    """Return the functions of a class that the functions ``names`` may call, and ``names`` themselves."""
     functions, found, todo = _functions(owner), set[str](), {*names}
     while todo := todo & functions.keys() - found:
         found |= todo
@@ -154,7 +155,7 @@ def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
 
 
 def _said_elsewhere(method: type, layer: type, name: str) -> bool:
-    """Whether a function that ``apply`` does not call, and that may run once weights are processed, has the name."""
+    """Return whether a function has the name that runs after processing, and that ``apply`` does not call."""
     asked_of_method = _functions(method).keys() - _reachable(method, (*_SETUP, "apply"))
     forwards = _reachable(layer, _FORWARDS)
     asked_of_layer = forwards | _functions(layer).keys() - _reachable(layer, _LOADERS)
@@ -167,7 +168,7 @@ def _said_elsewhere(method: type, layer: type, name: str) -> bool:
 
 @functools.cache
 def _unsettled(owner: type) -> frozenset[str]:
-    """The attributes that an object's own functions set after it was made and its weights were processed."""
+    """Return the attributes that functions of a class set after construction and after weights were processed."""
     functions = _functions(owner)
     return frozenset(
         instruction.argval
@@ -181,7 +182,7 @@ def _unsettled(owner: type) -> frozenset[str]:
 
 
 class _Reader:
-    """Walks one function in which the name ``subject`` means the layer."""
+    """Walk of one function in which the name ``subject`` means the layer."""
 
     def __init__(self, function: Any, known: dict[str, Any], subject: str, callers: frozenset[Any]) -> None:
         self.function, self.known, self.subject = function, known, subject
@@ -192,7 +193,7 @@ class _Reader:
         (definition,) = ast.parse(engine.source(function)).body
         engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
         self.definition: Any = definition
-        # What is bound here hides a global of that name, and is known only by an assignment or import that was walked.
+        # A name that is bound here hides a global. Its value is known only if an assignment or import was walked.
         bound = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         engine.require(not bound & {subject, "self"}, f"{function.__name__} gives its arguments other values")
         self.hidden = bound | {*function.__code__.co_varnames, *function.__code__.co_cellvars}
@@ -253,7 +254,7 @@ class _Reader:
         return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
 
     def _value(self, expression: ast.expr) -> Any:
-        """What an expression is, where that can be told by attributes that are settled, comparisons and few calls."""
+        """Return the value of an expression, if settled attributes, comparisons and few calls decide it."""
         match expression:
             case ast.Constant(value=value):
                 return value
@@ -307,7 +308,7 @@ class _Reader:
         return getattr(owner, name, default)
 
     def _returned(self, function: Any, arguments: list[Any]) -> Any:
-        """What a function returns that does nothing else."""
+        """Return the result of a function that consists of one ``return``."""
         if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
             return _UNKNOWN
         names = engine.parameters(function)
@@ -323,7 +324,7 @@ class _Reader:
         return _UNKNOWN
 
     def _note(self, tree: ast.AST) -> None:
-        """Take down what the tree reads of the layer, and follow the layer into the functions that get it."""
+        """Record the attributes that the tree reads of the layer, and walk the functions that receive the layer."""
         harmless: set[ast.AST] = set()
         for node in ast.walk(tree):
             match node:
@@ -358,7 +359,10 @@ class _Reader:
         return str(self.function.__qualname__)
 
     def _follow(self, call: ast.Call) -> set[ast.AST]:
-        """:returns: the uses of the layer as an argument of a function that was read."""
+        """Walk a function that receives the layer.
+
+        :returns: the uses of the layer among the call's arguments.
+        """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]
         if not positions and not keywords:
