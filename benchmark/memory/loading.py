@@ -5,10 +5,14 @@
     python benchmark memory/loading --json loading.json --servers new  # one of them; the others later
     python benchmark memory/loading --quick  # a tiny model, CPU: does it run?
 
-Servers start one after the other, with random weights and the engine's defaults. `stock`: SGLANG_MOE_PATCHES=none.
-`stock-zeros`: stock, but MXFP4's kernels read zeros behind a layer's scales. `before`: fp4-weights as it was before it
-laid out experts in parts, with kv-sizing. `new`: fp4-weights and kv-sizing. The KV cache of these two is counted twice:
-by the engine's rule, and grown.
+Servers start one after the other, with random weights and the engine's defaults:
+
+- `stock`: SGLANG_MOE_PATCHES=none.
+- `stock-zeros`: stock, and MXFP4's kernels read zeros behind a layer's scales.
+- `before`: kv-sizing and fp4-weights, which lays out all experts of a layer at once, as it did before.
+- `new`: kv-sizing and fp4-weights.
+
+The KV cache size of `before` and `new` is read twice: by the engine's rule, and grown.
 
 The allocator is read once the model is loaded and unused segments are returned (torch.cuda.empty_cache). Then each
 server answers eight questions. Holes are bytes that are reserved and not allocated.

@@ -74,7 +74,7 @@ def loaded(name, shape):
 
 
 def prepare(name, layer):
-    """What the engine makes of the layer, or why it does not."""
+    """Return the engine's result for a layer, or its error."""
     try:
         getattr(engine_code.module(fp4_weights._MARLIN_UTILS), name)(layer)
     except Exception as error:
@@ -91,7 +91,7 @@ def assert_same(stock, ours):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_experts_are_repacked_where_they_were_with_the_same_bits(name, alive, shape):
-    """Of all results so far none is in memory of its own when the kernel runs for the next expert."""
+    """When the kernel runs for an expert, no earlier result has memory of its own."""
     stock = prepare(name, loaded(name, shape))
     assert max(alive, default=0) >= shape[0] - 1 or isinstance(stock, str)
     alive.clear()
@@ -163,7 +163,7 @@ def test_where_a_hook_point_is_somebody_elses_it_does_nothing(name, monkeypatch)
 
 
 def newer(function, tmp_path, source):
-    """The engine's function with another source."""
+    """Return the engine's function with another source."""
     path = tmp_path / f"{function.__name__}.py"
     path.write_text(source)
     linecache.checkcache(str(path))
@@ -180,7 +180,7 @@ def repacking():
 
 
 def changed(monkeypatch, tmp_path, old, new):
-    """The release, where these functions have another text."""
+    """Change a text in these functions of the release."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     for each, function in repacking().items():
         source = inspect.getsource(function)
@@ -203,7 +203,7 @@ def test_in_another_order_they_are_stacked_by_the_engine_with_the_same_bits(name
         assert_same(stock, prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"])))
 
 
-#: What a newer release does at its end, or somewhere else, and the reason.
+#: Statements of a newer release, and the reason for each.
 NEWER = {
     "layer.workspace = w13[0]\n": "reads w13 again",
     "layer.workspace = layer.w2_weight[0]\n": "reads w2_weight again",

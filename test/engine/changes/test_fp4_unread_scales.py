@@ -1,6 +1,6 @@
-"""fp4-weights on MXFP4's own methods: scales that nothing reads are given up after loading, and no others.
+"""fp4-weights on MXFP4's own methods: scales that nothing reads are freed after loading, and no other scales.
 
-The layers are the engine's own ``FusedMoE``. What lays out their weights and runs them needs a GPU, and is replaced.
+The layers are the engine's own ``FusedMoE``. The kernels that run them need a GPU, and stand-ins replace them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAN_E8M0 = 255
 
 
 def run_experts(dispatched, quant_info):
-    """In the place of the kernels: an answer to which every byte that they are given counts."""
+    """Stand-in for the kernels. Every byte of the arguments changes its answer."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     given = dict(vars(quant_info))
@@ -42,7 +42,7 @@ def run_experts(dispatched, quant_info):
 
 
 class Config:
-    """A quantization whose method is made by the test."""
+    """Quantization whose method the test creates."""
 
     def __init__(self, method):
         self.method = method
@@ -74,13 +74,13 @@ def any_kind(request, engine, monkeypatch):
 
 @pytest.fixture(params=["triton_kernels", "deepseek_v4_on_marlin"])
 def giving(request, engine, monkeypatch):
-    """A kind that leaves scales to nobody."""
+    """Kind whose scales nothing reads."""
     found = made_kind(request.param, engine, monkeypatch)
     return found if found.names else pytest.skip("this release deletes these scales itself")
 
 
 def made_kind(name, engine, monkeypatch):
-    """A method of the engine's on the GPU that it is for, and the scales that it leaves to nobody."""
+    """Return one of the engine's methods, on its GPU, and the scales that nothing reads."""
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization import marlin_utils, mxfp4
 
@@ -109,7 +109,7 @@ def made_kind(name, engine, monkeypatch):
         if name == "deepseek_v4_on_marlin":
             fp8 = SimpleNamespace(process_weights_after_loading=lambda layer: None)
             method = lambda: module.Mxfp4MarlinMoEMethod(fp8, "experts")  # noqa: E731
-            # From 0.5.17 on the engine deletes them itself.
+            # The engine deletes them itself from 0.5.17 on.
             names = (
                 ()
                 if hasattr(module, "build_marlin_moe_quant_info")
@@ -137,7 +137,7 @@ def made_nvfp4(name, engine, monkeypatch):
     backend, runs_on = "flashinfer_trtllm", MoeRunnerBackend.FLASHINFER_TRTLLM
     names: tuple[str, ...] = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
     if name == "nvfp4_on_trtllm":
-        # From 0.5.12 on the engine frees them itself.
+        # The engine frees them itself from 0.5.12 on.
         names = () if hasattr(modelopt_quant, "alias_or_bind_derived_param") else names
     else:
         marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
@@ -175,7 +175,7 @@ def answer(layer):
 
 
 def parameters_read(layer):
-    """The names of the layer's parameters that a forward reads, seen while it runs."""
+    """Return the names of the layer's parameters that a forward pass reads, observed while it runs."""
     read = set()
     original = torch.nn.Module.__getattr__
 
@@ -221,7 +221,7 @@ def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_ki
 
 @pytest.mark.parametrize("name", ["gpt_oss_on_marlin", "deepseek_v4_on_marlin", "nvfp4_on_marlin"])
 def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypatch, name):
-    """Nothing in the engine but the layer holds what it loaded."""
+    """Only the layer holds the loaded weights."""
     any_kind = made_kind(name, engine, monkeypatch)
     with installed(fp4_weights.CHANGE):
         layer = any_kind.make()
@@ -232,7 +232,7 @@ def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypat
 
 
 def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
-    """Its kernels read 128 bytes of a row at once: of w2's scales, which have 64, 64 more behind the last row."""
+    """The kernels read 128 bytes of a row at once. A row of w2's scales has 64, so they read on behind it."""
     triton_kernels = made_kind("triton_kernels", engine, monkeypatch)
 
     def scales():
@@ -388,7 +388,7 @@ def test_an_update_ends_as_on_the_stock_server(any_kind):
 
 @pytest.fixture
 def gpt_oss(engine, monkeypatch, tmp_path):
-    """Builds a model of the engine's own with MXFP4 experts, and says what a weight update by a file comes to."""
+    """Functions that build the engine's own model with MXFP4 experts, and update its weights from a file."""
     from sglang.srt.configs import load_config
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig

@@ -82,7 +82,7 @@ SCALES = 8 * (256 * 16 + 256 * 8)  # experts x (w13: 256 rows of 16 scales, w2: 
 
 
 def scale_bytes_while_loading(engine, path):
-    """Of each layer, before the engine replaces them."""
+    """Return the bytes of each layer's swizzled scales before the engine replaces them."""
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod as Method
 
     seen, original = [], Method.process_weights_after_loading
@@ -148,7 +148,7 @@ def test_what_another_kernel_reads_stays(engine, checkpoint):
 
 
 def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch, patcher):
-    """By the engine's own look at the platform."""
+    """The engine's own check of the platform decides."""
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang_moe_patches.core.patch import Status
 

@@ -27,7 +27,7 @@ INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes"
 
 
 def interleave(scales):
-    """What the vendor's nvfp4_block_scale_interleave does to one [M, K] uint8 matrix, as a formula."""
+    """Formula of the vendor's nvfp4_block_scale_interleave for one [M, K] uint8 matrix."""
     rows, columns = scales.shape
     return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
 
@@ -332,7 +332,7 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.parametrize("kernel", ["rows", "rows with a rest", "interleave", "permute and interleave"])
 def test_compiled_kernels_load_everything_before_a_barrier_and_store_after_it(kernel, tmp_path, monkeypatch):
-    """In place is only right if no thread of a program can store before every other has loaded."""
+    """A program may store in place only after all of its threads have loaded."""
     triton = pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels are not compiled")
