@@ -22,7 +22,11 @@ from pathlib import Path
 
 from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_shuffle
 from common import equality, headlines, machine, moe_tables, output, verdicts
+<<<<<<< HEAD
 from memory import scheduler_turn, segments, serving
+=======
+from memory import loading, segments, serving
+>>>>>>> 67277868 (gpt-oss-120b on an H200: loading as predicted, 0.3 % in holes; fewer KV tokens than predicted, because forwards need more)
 from tiny_moe import mutations
 from whole import engine_suite, launcher_cost, models, peak_memory, recipes, room, soak, triton_server
 
@@ -156,6 +160,7 @@ SECTIONS = {
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": Section(SERVING, serving.tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.tables),
+    "loading": Section(under("loading", "gpt-oss-120b", "gpt-oss-120b-as-h100"), loading.tables),
     "serving-recipes": Section(SERVING_RECIPES, serving.tables),
     "penalties": section_of_one("serving/qwen3-30b-penalties", serving.peak_table),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),

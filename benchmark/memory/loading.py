@@ -1,6 +1,6 @@
 """GPU memory of a server that has loaded FP4 experts: allocated, reserved, in holes, at its peak; and its KV tokens.
 
-    python benchmark memory/loading --json loading.json  # gpt-oss-120b, MXFP4, whole: stock, before, new
+    python benchmark memory/loading --json loading.json  # gpt-oss-120b, MXFP4, whole
     python benchmark memory/loading --leave-free 80943 --json h100.json -- --mem-fraction-static 0.83  # as on an H100
     python benchmark memory/loading --json loading.json --servers new  # one of them; the others later
     python benchmark memory/loading --quick  # a tiny model, CPU: does it run?
@@ -9,10 +9,10 @@ Servers start one after the other, with random weights and the engine's defaults
 
 - `stock`: SGLANG_MOE_PATCHES=none.
 - `stock-zeros`: stock, and MXFP4's kernels read zeros behind a layer's scales.
-- `before`: kv-sizing and fp4-weights, which lays out all experts of a layer at once, as it did before.
-- `new`: kv-sizing and fp4-weights.
-
-The KV cache size of `before` and `new` is read twice: by the engine's rule, and grown.
+- `before`: fp4-weights, which lays out all experts of a layer at once, as it did before.
+- `new`: fp4-weights.
+- `before-grown`, `new-grown`: the same with kv-sizing. Their KV cache size is read twice: by the engine's rule, and
+  grown.
 
 The allocator is read once the model is loaded and unused segments are returned (torch.cuda.empty_cache). Then each
 server answers eight questions. Holes are bytes that are reserved and not allocated.
@@ -45,11 +45,13 @@ WHOLE = "BENCHMARK_WHOLE_LAYOUT"
 SERVERS = {
     "stock": "stock",
     "stock-zeros": serving.ZEROS,
-    "before": "fp4-weights+kv-sizing",
-    "new": "fp4-weights+kv-sizing",
+    "before": "fp4-weights",
+    "new": "fp4-weights",
+    "before-grown": "fp4-weights+kv-sizing",
+    "new-grown": "fp4-weights+kv-sizing",
 }
 """Servers of this benchmark, each with the server of ``memory/serving`` that has the same variables."""
-DEFAULT = ("stock", "before", "new")
+DEFAULT = ("stock", "stock-zeros", "before", "new")
 _SAYS = "benchmark: loading: "
 
 
@@ -117,7 +119,7 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
     if not folder.exists():
         plugins.write(folder, "benchmark_loading", "memory.loading:register")
     own["PYTHONPATH"] = os.pathsep.join([str(folder), own["PYTHONPATH"]])
-    return own | ({WHOLE: "1"} if name == "before" else {})
+    return own | ({WHOLE: "1"} if name.startswith("before") else {})
 
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
@@ -158,44 +160,47 @@ def failure(log: str, error: Exception) -> str:
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
-HEADER = (
-    *("run", "server", "allocated MB", "reserved MB", "in holes MB", "of allocated", "peak reserved MB", "load s"),
-    *("KV tokens by the rule", "grown", "answers", "log-probabilities"),
-)
+MEMORY = ("server", "allocated MB", "reserved MB", "in holes MB", "peak reserved MB", "loading s")
+TOKENS = ("server", "KV tokens by the rule", "grown", "answers as stock-zeros'", "log-probabilities as stock-zeros'")
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """A row for each server."""
-    rows = []
+    """For each run, a table of memory, and a table of KV tokens and answers."""
+    parts = []
     for result in results:
         figures = result["figures"]
-        for place, (name, one) in enumerate(figures["servers"].items()):
-            rows.append(('"' if place else run_label(result), name, *_cells(one), *_alike(results, figures, name)))
-    return output.table(HEADER, rows, left=2)
+        servers_of_run = figures["servers"].items()
+        memory = [(name, *_memory_cells(found)) for name, found in servers_of_run]
+        tokens = [(name, *_token_cells(found), *_alike(results, figures, name)) for name, found in servers_of_run]
+        parts += [f"{run_label(result)}\n", output.table(MEMORY, memory), output.table(TOKENS, tokens)]
+    return "\n".join(parts)
 
 
 def run_label(result: output.Result) -> str:
-    """What was served, on which GPU, and what another process left of its memory."""
-    left = result["figures"]["leave_free"]
+    """Describe a run: model, GPU, CUDA graphs, and the memory that another process left."""
+    figures = result["figures"]
     parts = [dummy_servers.run_label(result), machine.gpu_model(result["conditions"])]
-    return ", ".join([*filter(None, parts), *([f"{left:,} MiB free"] if left else [])])
+    parts += ["no CUDA graphs"] * ("--disable-cuda-graph" in figures["arguments"])
+    parts += [f"{figures['leave_free']:,} MiB free"] * bool(figures["leave_free"])
+    return ", ".join(filter(None, parts))
 
 
-def _cells(one: dict[str, Any]) -> list[str]:
-    cells = [""] * 6
-    if "reserved" in one:
-        holes = one["reserved"] - one["allocated"]
-        sizes = [f"{size / MB:,.0f}" for size in (one["allocated"], one["reserved"], holes)]
-        cells = [
-            *sizes,
-            f"{holes / one['allocated']:.1%}",
-            f"{one['peak_reserved'] / MB:,.0f}",
-            f"{one['seconds']:.0f}",
-        ]
-    if "failed" in one:
-        return [*cells, "does not start", ""]
-    sized = one["growth"]
-    return [*cells, f"{sized['rule_tokens'] if sized else one['tokens']:,}", f"{sized['tokens']:,}" if sized else ""]
+def _memory_cells(found: dict[str, Any]) -> list[str]:
+    if "reserved" not in found:
+        return [""] * 5
+    holes = found["reserved"] - found["allocated"]
+    share = f"{holes / MB:,.0f} ({holes / found['allocated']:.1%})"
+    sizes = [f"{found[name] / MB:,.0f}" for name in ("allocated", "reserved", "peak_reserved")]
+    return [*sizes[:2], share, sizes[2], f"{found['seconds']:.0f}"]
+
+
+def _token_cells(found: dict[str, Any]) -> list[str]:
+    if "failed" in found:
+        return ["does not start", ""]
+    growth_of = found["growth"]
+    if growth_of is None:
+        return [f"{found['tokens']:,}", ""]
+    return [f"{growth_of['rule_tokens']:,}", f"{growth_of['tokens']:,}"]
 
 
 def _alike(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
