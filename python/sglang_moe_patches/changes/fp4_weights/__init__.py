@@ -399,15 +399,16 @@ def _probe_layout() -> Install | None:
     )
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
-    engine.require(
-        engine.mentions(create_weights, "zeros") and not any(engine.mentions(create_weights, name) for name in _FILLS),
-        f"{method_name} creates weights that are not zero",
+    # Weights with other values than zero keep the engine's memory, and their layout gets memory of its own.
+    creates_zeros = engine.mentions(create_weights, "zeros") and not any(
+        engine.mentions(create_weights, name) for name in _FILLS
     )
     in_parts.require_last_use(engine.require_unpatched(method, "process_weights_after_loading"), _SWIZZLE_MXFP4)
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(mxfp4, _SWIZZLE_MXFP4, in_parts.wrap_swizzle)
-        patcher.wrap(method, "create_weights", around(functools.partial(_wrap_create_mxfp4_weights, swizzle)))
+        if creates_zeros:
+            patcher.wrap(method, "create_weights", around(functools.partial(_wrap_create_mxfp4_weights, swizzle)))
 
     return install
 
