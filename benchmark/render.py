@@ -22,11 +22,7 @@ from pathlib import Path
 
 from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_shuffle
 from common import equality, headlines, machine, moe_tables, output, verdicts
-<<<<<<< HEAD
-from memory import scheduler_turn, segments, serving
-=======
-from memory import loading, segments, serving
->>>>>>> 67277868 (gpt-oss-120b on an H200: loading as predicted, 0.3 % in holes; fewer KV tokens than predicted, because forwards need more)
+from memory import loading, scheduler_turn, segments, serving
 from tiny_moe import mutations
 from whole import engine_suite, launcher_cost, models, peak_memory, recipes, room, soak, triton_server
 
