@@ -50,7 +50,7 @@ SERVERS = {
     "before-grown": "fp4-weights+kv-sizing",
     "new-grown": "fp4-weights+kv-sizing",
 }
-"""Servers of this benchmark, each with the server of ``memory/serving`` that has the same variables."""
+"""Servers of this benchmark, each with the server of ``benchmark/memory/serving.py`` that has the same variables."""
 DEFAULT = ("stock", "stock-zeros", "before", "new")
 _SAYS = "benchmark: loading: "
 

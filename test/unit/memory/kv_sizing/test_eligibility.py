@@ -36,7 +36,7 @@ def test_the_margin_is_asked_for_in_megabytes_and_not_too_small():
 
 def test_the_page_says_the_margin():
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
-    assert f"a *margin*: {int(eligibility.KV_MARGIN.default):,} MB" in page
+    assert f"*margin* of {int(eligibility.KV_MARGIN.default):,} MB" in page
 
 
 def test_a_given_fraction_is_left_alone_unless_always_is_asked_for():
