@@ -46,6 +46,18 @@ def mxfp4(engine, monkeypatch):
     return mxfp4
 
 
+def has_room(mxfp4):
+    """Return whether this release's weights are created with room for their layout."""
+    return fp4_weights._creates_only_zeros(mxfp4.Mxfp4MoEMethod.create_weights)
+
+
+@pytest.fixture
+def room(mxfp4):
+    """Skip releases whose weights have no room for their layout."""
+    if not has_room(mxfp4):
+        pytest.skip("this release does not create the weights as zeros")
+
+
 def make_layer(engine, mxfp4, experts, hidden, intermediate):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -85,7 +97,7 @@ def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monk
 
     def process():
         layer = make_layer(engine, mxfp4, *shape)
-        assert not any(parameter.any() for parameter in layer.parameters())
+        assert not has_room(mxfp4) or not any(parameter.any() for parameter in layer.parameters())
         load(layer)
         layer.quant_method.process_weights_after_loading(layer)
         return laid_out(layer)
@@ -125,6 +137,7 @@ def count_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.usefixtures("room")
 def test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into(engine, mxfp4, shape):
     with installed(fp4_weights.CHANGE):
         layer = make_layer(engine, mxfp4, *shape)
@@ -207,6 +220,7 @@ def measure(created, first, others):
     return allocator, transient
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp):
     experts, hidden, intermediate = 128, 2880, {1: 2880, 4: 768}[tp]

@@ -399,18 +399,26 @@ def _probe_layout() -> Install | None:
     )
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
-    # Weights with other values than zero keep the engine's memory, and their layout gets memory of its own.
-    creates_zeros = engine.mentions(create_weights, "zeros") and not any(
-        engine.mentions(create_weights, name) for name in _FILLS
-    )
+    has_room = _creates_only_zeros(create_weights)
     in_parts.require_last_use(engine.require_unpatched(method, "process_weights_after_loading"), _SWIZZLE_MXFP4)
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(mxfp4, _SWIZZLE_MXFP4, in_parts.wrap_swizzle)
-        if creates_zeros:
+        if has_room:
             patcher.wrap(method, "create_weights", around(functools.partial(_wrap_create_mxfp4_weights, swizzle)))
 
     return install
+
+
+def _creates_only_zeros(create_weights: Any) -> bool:
+    """Return whether ``create_weights`` creates every parameter as zeros.
+
+    Otherwise (0.5.23) weights keep the engine's memory, without room for their layout, and the layout gets memory of
+    its own.
+    """
+    return engine.mentions(create_weights, "zeros") and not any(
+        engine.mentions(create_weights, name) for name in _FILLS
+    )
 
 
 def _probe_repack() -> Install | None:
