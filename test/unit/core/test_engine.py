@@ -12,7 +12,7 @@ from sglang_moe_patches.core.engine import Unsupported
 
 
 def of_module(function, name):
-    """Return a copy of ``function`` that seems to be defined by the module ``name``."""
+    """Return a copy of ``function`` that seems to be defined in the module ``name``."""
     return types.FunctionType(function.__code__, {**function.__globals__, "__name__": name})
 
 
@@ -62,10 +62,10 @@ OURS = "sglang_moe_patches.changes.first"
     ids=["ours", "the engine's and PyTorch's", "another plugin's", "ours around it", "ours around a hook"],
 )
 def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers, own):
-    """``require_unpatched`` looks through known wrappers only.
+    """``require_unpatched`` removes this package's wrappers, keeps those of the engine and PyTorch, and refuses others.
 
-    :param wrappers: modules that wrap the engine's function, one after another.
-    :param own: number of wrappers that belong to the result, or the wrapper that the error names.
+    :param wrappers: modules whose wrappers surround the engine's function, from the innermost to the outermost.
+    :param own: number of inner wrappers that ``require_unpatched`` keeps, or the wrapper that its error names.
     """
     functions = [module.run]
     for name in wrappers:

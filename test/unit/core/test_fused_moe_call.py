@@ -36,7 +36,7 @@ def make_route(name, accepts=lambda how: True):
 IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""Value of ``first`` with which two changes add these routes."""
+"""Routes of two changes, each with the argument ``first`` of ``add_route``: whether the route is asked first."""
 
 
 def find_answerer(module, **how):
@@ -86,7 +86,8 @@ def test_arguments_may_be_keywords(module, by_place):
 
 
 def test_no_route_is_called_while_tracing():
-    """A traced graph must not depend on an offered buffer, and ``torch.compile`` cannot trace a ``ContextVar``."""
+    """A route may use an offered buffer, on which a traced graph must not depend. It is offered in a ``ContextVar``,
+    which ``torch.compile`` cannot trace."""
 
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
         return hidden_states * 2

@@ -1,4 +1,4 @@
-"""Tests of the log."""
+"""Tests of ``core/log.py``, which logs a message only once."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_undo_restores_attributes_in_reverse_order_and_removes_added_ones():
         ({"moe_runner_backend": "experimental_sgl_trtllm"}, True),
         ({"moe_runner_backend": "auto"}, True),
         ({"moe_runner_backend": "triton"}, False),
-        # Without speculation the engine may still name a backend for the draft model.
+        # The engine may name a backend for the draft model even if it has no draft model.
         ({"moe_runner_backend": "triton", "speculative_moe_runner_backend": "auto"}, False),
         (
             {
