@@ -1,4 +1,4 @@
-"""Tests that README and the pages of the benchmarks are rendered from their results."""
+"""Tests that README and the benchmarks' pages show the stored results, as ``benchmark/render.py`` renders them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that docs/compatibility.json agrees with doctor on the installed release."""
+"""Tests that docs/compatibility.json agrees with the output of ``doctor`` on the installed engine release."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_release_is_recorded_and_passed_its_tests():
 
 
 def test_every_release_has_a_record_of_every_released_change():
-    """A new change may be missing in the records, because its author has only the default release."""
+    """An unreleased change may be missing in the records, because its author has only the default release installed."""
     names = [change.name for change in CHANGES]
     unreleased = (pages.ROOT / "CHANGELOG.md").read_text().partition("## Unreleased")[2].partition("\n## ")[0]
     new = {name for name in names if name in unreleased}

@@ -13,13 +13,13 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
 MAX_PROSE_WORDS = 1_500
-"""Largest number of words on a page, without tables, code and generated parts. Longer pages are not read."""
+"""Largest allowed number of words on a page, without tables, code and generated parts. Nobody reads longer pages."""
 MAX_README_WORDS = 1_100
-"""Words of README.md, counted as those of any page."""
+"""Largest allowed number of words in README.md, without tables, code and generated parts."""
 MAX_FIRST_SCREEN_WORDS = 250
-"""Words of README.md before its first section, tables and code included."""
+"""Largest allowed number of words in README.md before its first section, with tables and code."""
 MAX_COLUMNS = 6
-"""Columns of a table. Wider data belongs into benchmark/results."""
+"""Largest allowed number of columns in a table. Wider tables belong in benchmark/results."""
 
 
 def prose(page: Path) -> str:
@@ -34,7 +34,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def prose_words(text: str) -> int:
-    """Words of a page with a letter in them, without tables, code and what is generated."""
+    """Count the words of a page that contain a letter, without tables, code and generated parts."""
     text = re.sub(r"<!-- (generated|figures):.*?<!-- /\1 -->|```.*?```", "", text, flags=re.DOTALL)
     lines = (line for line in text.splitlines() if not line.startswith("|"))
     return sum(1 for line in lines for token in line.split() if re.search(r"[A-Za-z]", token))

@@ -1,4 +1,5 @@
-"""Tests of the scan that finds families whose layers may offer their dead input."""
+"""Tests of ``test/tools/family_scan.py``. The scan finds model families whose layers may offer their input tensor for
+reuse, because nobody reads it any more (a *dead input*)."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_family_offers_if_every_proof_holds_and_otherwise_gives_a_reason(scan)
         dense=source.replace("get_moe_impl_class(None)", "MLP"),
     ) == {
         "a": "",
-        "reads_it_again": "",  # the layer keeps the result of the norm after attention
+        "reads_it_again": "",  # ``hidden_states`` is then the output of the norm after attention, not the input
         "not_at_first": "ALayer may read its input after the first norm",
         "keeps_it": "ALayer may read attention's input after attention",
         "loop": "AModel may keep its layers' inputs",
@@ -90,7 +91,7 @@ def test_a_family_offers_if_every_proof_holds_and_otherwise_gives_a_reason(scan)
     [
         ("", True),
         ("read=NORM_READOUT", True),
-        ("read=residual.attn_readout", True),  # the configuration decides
+        ("read=residual.attn_readout", True),  # the model's configuration decides, so it may be a plain sum
         ("read=UNFUSED_NORM_READOUT", False),
         ("update=PostNormAdd(norm)", False),
     ],

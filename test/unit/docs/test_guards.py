@@ -1,4 +1,6 @@
-"""Tests that each mutation of ``make guards`` matches one place, and that named tests exist."""
+"""Tests of references to tests. A mutation of ``make guards`` removes one guard from the code and names the test that
+must fail then. Each mutation must match one place in the code, and each test that a mutation or a page names must
+exist."""
 
 from __future__ import annotations
 

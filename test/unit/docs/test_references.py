@@ -30,7 +30,7 @@ OUR_FOLDERS = {path.split("/")[0] for path in TRACKED if "/" in path} | {
     folder for path in TRACKED if path.startswith("python/") for folder in Path(path).parts[:-1]
 }
 ENGINES = {"test/registered", "benchmark/one_batch.py"}
-"""Paths of the engine that begin like paths of this project."""
+"""Paths in the engine's repository. Their first folder has the name of a folder of this project."""
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def source(module: str) -> Path | None:
 
 
 def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return the names that the statements of a module or class bind, including branches and attributes of ``self``."""
+    """Return the names bound in the body of a module or class, including ``if`` branches and attributes of ``self``."""
     found: dict[str, ast.stmt] = {}
     for statement in body:
         match statement:
@@ -70,7 +70,7 @@ def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 
 def has(body: list[ast.stmt], names: list[str]) -> bool:
-    """Return whether a dotted name exists, looked up from the statements of a module or class."""
+    """Return whether a dotted name exists in the body of a module or class."""
     found = members(body).get(names[0])
     if found is None or len(names) == 1:
         return found is not None
@@ -87,15 +87,15 @@ def exists(name: str) -> bool:
     home = importlib.util.find_spec(parts[0])
     places = [Path(folder, *parts[1:]) for folder in (home and home.submodule_search_locations) or ()]
     if any(place.is_dir() or place.with_suffix(".py").is_file() for place in places):
-        return True  # without importing the parent packages, because the engine's import takes a minute
+        return True  # found without an import, because importing the engine takes a minute
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not a package: a module, perhaps, that has something of that name
+    except ModuleNotFoundError:  # the parent is no package, but may be a module with such an attribute
         return bool(owner) and importlib.util.find_spec(owner) is not None and hasattr(import_module(owner), attribute)
 
 
 def unknown_names(path: Path) -> list[str]:
-    """Return the references of a module that do not exist.
+    """Return the references in a module's text to names that do not exist.
 
     A reference may be relative to a class of the module, to the module or to its package, or absolute.
     """
@@ -114,7 +114,7 @@ def unknown_names(path: Path) -> list[str]:
 
 
 def unknown_paths(path: Path) -> list[str]:
-    """Return the paths in backticks that look like paths of this project and match the end of no file or folder."""
+    """Return the paths in backticks that look like paths of this project, but belong to no file or folder."""
     ours = [reference for reference in PATH.findall(path.read_text()) if reference.split("/")[0] in OUR_FOLDERS]
     return [name for name in ours if name not in ENGINES and not any(f"/{name}/" in f"/{file}/" for file in TRACKED)]
 

@@ -1,4 +1,5 @@
-"""Limits for hard sentences in folders that keep them. The tool that counts is a smoke detector: people judge prose."""
+"""Tests that few sentences of docstrings, comments and pages are long, nested or without a subject. The counter,
+``test/tools/words.py``, only shows where to look: people judge prose."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ TESTS = (
 )
 BENCHMARKS = ("benchmark",)
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
-"""Folders and files below the limits. Add a path as soon as it is below them."""
+"""Pages whose sentences must stay below ``PAGE_LIMITS``."""
 
 
 @pytest.mark.parametrize(
