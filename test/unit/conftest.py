@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import processor_time
 import pytest
 
-if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":  # with 1, engine tests run in the same session
+if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":  # if it is 1, engine tests run in this session
     for variable in [name for name in os.environ if name.startswith("SGLANG")]:
         del os.environ[variable]  # each test sets the variables that it needs
 
@@ -22,10 +22,11 @@ EVERY_RELEASE = (
     "test_reference_cutedsl.py",
     "test_reference_kernels.py",
 )
-"""Files of tests that run on every engine release. They inspect functions of the engine or FlashInfer, or compile with
-the release's torch."""
+"""Test files that run on every engine release. They inspect functions of the engine or FlashInfer, or compile with
+the release's torch. In other files the mark ``every_release`` is on the module or on single tests."""
 ONCE = ("test_the_triton_kernels_work_in_the_interpreter",)
-"""Tests in these files that run on the default release alone: half a minute of this package's own kernels."""
+"""Tests of the files in ``EVERY_RELEASE`` that nevertheless run on the default release alone. They take half a minute,
+and run only this package's own kernels."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

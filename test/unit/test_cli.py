@@ -1,4 +1,4 @@
-"""The command line: help that teaches, and one clear line with a non-zero exit for bad input."""
+"""Tests of the command line: its help, and its one-line errors and exit codes for bad input."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def data(tmp_path):
 
 
 def refused(result, *words, code=2):
-    """One line on standard error, and the exit code."""
+    """Check that a command printed one line with these words, on standard error alone, and exited with ``code``."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
@@ -69,7 +69,10 @@ def refused(result, *words, code=2):
 
 @pytest.fixture
 def regress_of(tmp_path, model, data):
-    """Runs regress with five questions, and what is asked for beside them; ``TMP`` is a folder with a ``file``."""
+    """Function that runs ``regress`` with five questions, further options and the server's arguments.
+
+    ``TMP`` in the value of an option stands for a folder that contains a file named ``file``.
+    """
     (tmp_path / "file").touch()
 
     def run_regress(more=None, *server):
@@ -91,8 +94,9 @@ def regress_of(tmp_path, model, data):
             ["5 questions cannot show a drop", "below --max-drop 3", "at least 99", "--require-identical"],
         ),
         ({"--port": "1", "--max-drop": "2"}, ["ask at least 149"]),
-        ({"--port": "1", "--max-drop": "40", "--alpha": "0.01"}, ["ask at least 10"]),  # 0.6 ** 10 is below 0.01
-        # Before a server starts: a file there used to be found out after both evaluations.
+        # If 40 % of the answers get lost, ten questions lose none with probability 0.6 ** 10, which is below 0.01.
+        ({"--port": "1", "--max-drop": "40", "--alpha": "0.01"}, ["ask at least 10"]),
+        # ``--output`` is checked before a server starts, not after both evaluations.
         ({"--output": "TMP/file"}, ["TMP/file is a file", "--output"]),
         ({"--output": "TMP/file/below"}, ["TMP/file is a file", "--output"]),
     ],
@@ -137,7 +141,7 @@ def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, 
     assert regress.default_questions(many, regress.Criterion(False, 0.05)) == 282
     assert (
         regress.default_questions(many, regress.Criterion(True, 0.05, 1.0)) == 1319
-    )  # answers are compared one by one
+    )  # all questions suffice, because identical answers are required
 
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch):
@@ -191,8 +195,8 @@ def test_what_can_be_served_is_not_refused(given):
     refusals.check_server_arguments(given)
 
 
-def test_a_file_s_setting_is_passed_over_where_the_command_in_hand_gives_it_itself(tmp_path):
-    """The command line wins over ``--config``; which flags are given there is a matter of the command."""
+def test_a_setting_in_a_config_file_is_ignored_if_the_command_sets_it_itself(tmp_path):
+    """The engine prefers its command line to its ``--config`` file. ``ours``: the command line sets the argument."""
     file = tmp_path / "server.yaml"
     file.write_text("seed: 1\nport: 30000\n")
     given = ["--config", str(file)]
@@ -205,7 +209,7 @@ def test_a_file_s_setting_is_passed_over_where_the_command_in_hand_gives_it_itse
     "name",
     ["gpt2", "deepseek-ai/DeepSeek-V3", "s3://bucket/deep/model", "gs://bucket/model", "instance://10.0.0.1:8000"],
 )
-def test_models_that_are_not_folders_are_the_engines_to_find(name):
+def test_a_model_name_that_is_no_path_is_left_to_the_engine(name):
     refusals.check_model(name)
 
 
@@ -269,7 +273,7 @@ def test_a_refusal_is_json_for_programs():
 
 
 def test_a_home_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatch):
-    """A file in the place of the folder: root may write into any folder."""
+    """A file takes the place of the folder, because root may write into any folder."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(without_gpu.machine, "has_gpu", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -286,7 +290,7 @@ def test_a_gpu_without_a_model_has_no_effect_and_doctor_says_so(monkeypatch):
     ("variable", "value", "said"),
     [
         ("SGLANG_PLUGINS", "somebody_else", "add moe_patches"),
-        # Stock would start, answer for an hour, and the patched server would be called worse.
+        # The stock server ignores the variable and could answer for an hour before the patched server fails to start.
         ("SGLANG_MOE_PATCHES", "nonsense", "SGLANG_MOE_PATCHES: "),
     ],
 )
@@ -295,7 +299,7 @@ def test_a_variable_with_which_no_patched_server_starts_is_refused(regress_of, m
     refused(regress_of(), said)
 
 
-def test_what_nobody_foresaw_is_exit_2(model, data, monkeypatch, capsys):
+def test_an_unexpected_exception_ends_with_exit_code_2(model, data, monkeypatch, capsys):
     def unforeseen(*args, **kwargs):
         raise ZeroDivisionError("what is this")
 
@@ -312,7 +316,7 @@ def test_what_nobody_foresaw_is_exit_2(model, data, monkeypatch, capsys):
 
 WITHOUT_EXTRAS = f"""
 import sys
-if "sglang_moe_patches.cli" in sys.orig_argv:  # the command alone: the engine's processes need some of them themselves
+if "sglang_moe_patches.cli" in sys.orig_argv:  # not the engine's processes: they need some of these packages
     sys.modules.update(dict.fromkeys({cli.REGRESS_EXTRA}))
 """
 
@@ -348,14 +352,14 @@ def command(*arguments, **variables):
 
 
 def test_a_terminal_and_a_locale_without_unicode_lose_letters_and_nothing_else():
-    """ASCII, as Python takes it from the C locale when it is told not to improve on it."""
+    """Python uses ASCII in the C locale if its UTF-8 mode and locale coercion are off."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     done = command("regress", "--help", **ascii_only)
     assert (done.returncode, done.stdout.isascii()) == (0, True), done.stderr
 
 
 def fake_engine(folder: Path) -> str:
-    """An installed distribution called sglang without a plugin framework."""
+    """Install a distribution called sglang without a plugin framework, and return its folder."""
     for package in ("sglang", "sglang/srt"):
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").touch()
@@ -382,7 +386,10 @@ def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):
-    """Also those that are no change's, and that regress would set; and it needs no extra."""
+    """It lists the package's own variables, too, and those that ``regress`` sets for its servers.
+
+    ``doctor`` runs here without the packages of the extra ``regress``.
+    """
     ours = {variable.name: variable.default or "4096" for _, variable in patch.variables(CHANGES)}
     ours[patch.SELECT_VARIABLE] = "none"  # importing the engine takes seconds
     wrong = {"SGLANG_MOE_PATCHES_STRIKT": "1", "SGLANG_MOE_PATCH": "none"}
@@ -395,8 +402,8 @@ def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without
     assert f"SGLANG_MOE_PATCH {hint} SGLANG_MOE_PATCHES?" in done.stdout
 
 
-def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_seam_has_changed(tmp_path):
-    """An engine without the modules that are looked at. (As it is: test_the_record_of_this_release_is_up_to_date.)"""
+def test_doctor_probes_the_selected_changes_alone_and_exits_with_1_if_one_is_unsupported(tmp_path):
+    """Every module of the engine seems to be missing. ``test_compatibility.py`` runs doctor on the engine as it is."""
     sabotage = tmp_path / "sitecustomize.py"
     sabotage.write_text("from sglang_moe_patches.core import engine\nengine.has_module = lambda name: False\n")
     done = command("doctor", "--json", PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES="output-buffer")
@@ -425,12 +432,15 @@ for variables in json.loads(sys.argv[1]):
         os._exit(0)
     os.wait()
 """
-"""What doctor finds out in each environment, with one import of the engine."""
+"""Program that prints the facts that ``doctor`` finds with each set of environment variables. It reads each set in a
+fork, so that the engine is imported only once."""
 
 
 @pytest.mark.every_release
 def test_doctor_says_what_a_server_of_this_environment_says():
-    """Without flags; what the engine has is said beside it."""
+    """A change's status is that on a server without arguments. The key ``engine`` has its status on this engine release
+    apart from the environment. ``SGLANG_PLUGINS`` can leave out this package's plugin.
+    """
     names = ["mori-input-truncation", "cutedsl-sizing"]
     here = ["not needed here", "as the engine has it"]
     expected = {"": here, "another": ["not selected", "not selected"], "another, moe_patches": here}

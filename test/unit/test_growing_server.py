@@ -1,4 +1,5 @@
-"""``growing_server.py`` fails unless the KV cache grew by both ``/metrics`` and the server's info."""
+"""Tests of the command ``growing_server.py``. It fails unless the KV cache grew according to both ``/metrics`` and the
+server's info."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_the_command_fails_if_the_kv_cache_did_not_grow(gpu, tokens, sizing, cod
     assert growing_server.main(command) == code
     assert "--enable-metrics" in started["arguments"]
     assert started["SGLANG_MOE_PATCHES_KV_SIZING"] == "auto"
-    assert (environment.SWITCH in started) == (not gpu)  # the driver has a stand-in only without a GPU
+    assert (environment.SWITCH in started) == (not gpu)  # a stand-in replaces the driver only without a GPU
     assert (folder / "plugin/tells_memory.py").exists() == (not gpu)
     overview, _, section = page.read_text().partition("</table>")
     assert f"{tokens} tokens, " + ("which did not grow." if code else "4 by the engine's rule") in overview

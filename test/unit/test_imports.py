@@ -1,4 +1,4 @@
-"""Tests of the package's floors: no file imports from a higher floor, and no imports are circular."""
+"""Tests of the package's layers, called floors: no file imports from a higher floor, and no imports are circular."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ FLOORS = (
     {"lab"},
     {"plugin", "cli"},
 )
-"""Floors of the package from the bottom up, with their modules. The engine enters by ``plugin``, the user by
-``cli``."""
+"""Floors of the package from the bottom up, each with its modules and subpackages. A module may import from its own and
+from lower floors. The engine imports ``plugin``, and the user runs ``cli``."""
 ROOMS = (
     {"without_gpu", "observers"},
     {"predict", "servers"},
     {"regress"},
     {"doctor"},
 )
-"""Floors within ``lab``, from the bottom up."""
+"""Floors within the subpackage ``lab``, from the bottom up, each with its modules and subpackages."""
 APART = {"changes": {"memory"}, "memory": {"changes"}}
-"""Wings of one floor that do not import each other."""
+"""Subpackages of one floor that must not import each other, although they are on the same floor."""
 
 Imports = Mapping[str, set[str]]
 
@@ -48,7 +48,7 @@ def _imported(path: Path, modules: set[str]) -> Iterator[str]:
             wholes = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            # What is imported from a package may be one of its modules.
+            # A name imported from a package may be a module.
             wholes = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -60,7 +60,7 @@ def _imported(path: Path, modules: set[str]) -> Iterator[str]:
 
 
 def floor(module: str) -> tuple[int, int]:
-    """The floor of a module and, in ``lab``, the room's own floor."""
+    """Return the number of a module's floor and, in ``lab``, of its floor within ``lab``."""
     wing, _, rest = module.partition(".")
     number = next(number for number, names in enumerate(FLOORS) if wing in names)
     if wing != "lab" or not rest:
@@ -69,7 +69,7 @@ def floor(module: str) -> tuple[int, int]:
 
 
 def upward(found: Imports) -> list[str]:
-    """Imports from a floor above, or from the other wing of the same floor."""
+    """Return the forbidden imports: from a higher floor, or from a subpackage in ``APART``."""
     wrong = []
     for module, others in found.items():
         for other in others:
@@ -93,7 +93,7 @@ def test_no_import_goes_up_a_floor(found: Imports) -> None:
 
 
 def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
-    TopologicalSorter(found).prepare()  # names the circle
+    TopologicalSorter(found).prepare()  # its error names the circle
 
 
 def test_upward_and_circular_imports_are_found(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Tests of the dependencies in pyproject.toml: a server needs wrapt, the command line typer and rich, all others are
-extras."""
+"""Tests of the dependencies in pyproject.toml. A server needs only wrapt, and the command line also typer and rich. All
+other dependencies belong to extras."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ plugin.register()
 
 
 def names(requirements: list[str]) -> set[str]:
-    """The packages that are required; each is imported by its own name."""
+    """Return the names with which the required packages are imported."""
     return {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in requirements}
 
 

@@ -15,7 +15,7 @@ UNKNOWN = "99.9"
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``make``, as if not called by another one."""
+    """Run ``make`` without the variables that an outer ``make`` exports."""
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ENGINE")}
     command = ["make", f"PYTHON={sys.executable}", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -32,7 +32,8 @@ def test_a_release_without_a_constraints_file_can_be_installed(target: str):
 
 
 def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fails(tmp_path: Path):
-    """A stand-in replaces the tests of each release. It prints two lines with a pause, and fails on one release."""
+    """``make test-releases`` runs a script instead of the tests. The script prints two lines with a pause between them,
+    and fails on one release."""
     tests, failing = tmp_path / "tests", releases.EVERY_TIME[-1]
     tests.write_text(
         f"#!/bin/sh\nfor word; do case $word in ENGINE=*) release=${{word#ENGINE=}};; esac; done\n"
@@ -45,7 +46,7 @@ def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fai
     assert shown == [
         line
         for release in others
-        # Its engine tests, its environment and its unit tests, each by a call of their own.
+        # Three calls for each release: engine tests, environment and unit tests.
         for line in (f"== SGLang {release}", *3 * (f"begin {release}", f"=== 1 passed on {release} in 0.2s ==="))
     ]
     assert done.returncode

@@ -65,7 +65,7 @@ def test_an_invalid_variable_ends_the_process_although_the_engine_swallows_excep
     variable, value, message, monkeypatch
 ):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(SystemExit) as ended:  # which is no Exception
+    with pytest.raises(SystemExit) as ended:  # the engine catches only Exception, and SystemExit is none
         plugin.register()
     assert message in str(ended.value)
     assert "\n" not in str(ended.value)
@@ -96,7 +96,7 @@ for missing in sys.argv[1:]:
 
 @pytest.mark.every_release
 def test_if_this_package_fails_to_import_a_strict_server_does_not_start():
-    """The engine itself logs a plugin's exception and starts without the plugin."""
+    """The engine itself would log the plugin's exception and start without the plugin."""
     missing = ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
     done = python(IN_FORKS, *missing)
     said = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Tests of the fork server for servers of tests (``test/standins/preloaded``)."""
+"""Tests of the fork server that speeds up the start of test servers (``test/standins/preloaded``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine_part import IMPORTED_BY
 def child(pipe):
     pipe.send(("torch" in sys.modules, IMPORTED_BY == os.getpid(), os.environ["SAID"], os.getppid()))
     pipe.recv()
-    # As the engine's processes: it ends with its parent, and when it fails it says so to that.
+    # Like a process of the engine, it ends with its parent, and signals a failure to its parent.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.kill(os.getppid(), signal.SIGQUIT)
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""Tests of the limit on the processor time of a test."""
+"""Tests of ``test/tools/processor_time.py``, which fails a test that takes too much processor time."""
 
 from __future__ import annotations
 
