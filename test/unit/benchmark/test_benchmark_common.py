@@ -1,4 +1,4 @@
-"""Layer sizes, cache sizes and timing of benchmark/common."""
+"""Tests of ``benchmark/common``: sizes of layers and KV caches, and timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV cache size that kv-sizing chose, read from ``/metrics``, and its log lines."""
+"""Tests of ``common.growth``, which reads from a server's ``/metrics`` and log how kv-sizing resized the KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The neighbour process that takes memory: how much it takes, and when the server is asked its questions again."""
+"""Tests of ``common.neighbour``, which lets another process take GPU memory from a running server. They check how much
+memory it takes, and when the server answers the questions again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def test_a_neighbour_leaves_less_than_half_the_margin_while_questions_are_asked(
     file, observed = tmp_path / "short", []
 
     def send_mixed(server, info, vocabulary, seconds):
-        observed.append(1000 - int(file.read_text()))  # bytes of the margin that stay free
+        observed.append(1000 - int(file.read_text()))  # free bytes of the margin, which has 1,000 bytes
         return {"errors": []}
 
     def ask():

@@ -1,4 +1,4 @@
-"""The load that overfills a KV cache: its requests, and its results."""
+"""Tests of ``common.overfill``: a load that needs more tokens than the KV cache has, and its results."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_the_end_of_the_server_is_an_error_and_earlier_answers_still_count(monke
     ("info", "ranks"),
     [
         ({"dp_size": 4}, 4),
-        ({"dp_size": 1, "attn_dp_size": 2}, 2),  # 0.5.20
-        ({"dp_size": 2, "enable_dp_attention": True}, 2),  # 0.5.19
-        ({"attn_dp_size": 2, "enable_dp_attention": True}, 2),  # 0.5.23 has both
+        ({"dp_size": 1, "attn_dp_size": 2}, 2),  # as reported by engine 0.5.20
+        ({"dp_size": 2, "enable_dp_attention": True}, 2),  # as reported by engine 0.5.19
+        ({"attn_dp_size": 2, "enable_dp_attention": True}, 2),  # engine 0.5.23 reports both
         ({"dp_size": 4, "attn_dp_size": 2, "enable_dp_attention": True}, 8),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the README says of published recipes."""
+"""Tests of the README's paragraph on published recipes, which ``benchmark/whole/recipes.py`` writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REFUSED = {"refused": "no such flag"}
 
 
 def row(gpu: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:
-    """A recipe as each release answers it."""
+    """Return the results of one recipe for ``gpu``, with one answer for each engine release."""
     return [{"recipe": {"gpu": gpu}, "found": answer} for answer in answers]
 
 

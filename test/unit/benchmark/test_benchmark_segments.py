@@ -1,4 +1,5 @@
-"""benchmark/common/allocator_trace.py: slack and growth from a server's lines."""
+"""Tests of ``common.allocator_trace``, which computes slack and growth from a server's memory figures per forward
+pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random weights and settings of the benchmarks' servers."""
+"""Tests of the random weights and the settings of the servers that the benchmarks start."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_drawn_weights_have_the_tensors_of_a_checkpoint_on_disk(tmp_path, name, 
 
 
 FORMATS: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
-    # compressed-tensors, as Kimi-K2.5: [out, in / 8] int32, and a scale for each group of 32 inputs.
+    # Format of Kimi-K2.5 (compressed-tensors): int32 [outputs, inputs / 8], and a scale for each 32 inputs.
     "marlin": {
         "weight_packed": (torch.int32, (256, 32)),
         "weight_scale": (torch.bfloat16, (256, 8)),
         "weight_shape": (torch.int32, (2,)),
     },
-    # FP8 in blocks, as DeepSeek-V3: e4m3 weights, and a float32 scale for each block of 128 x 128.
+    # Format of DeepSeek-V3 (FP8 in blocks): e4m3 weights, and a float32 scale for each block of 128 x 128.
     "triton": {"weight": (torch.float8_e4m3fn, (256, 256)), "weight_scale_inv": (torch.float32, (2, 2))},
 }
 

@@ -1,4 +1,5 @@
-"""benchmark/memory/serving.py: the client's command, the servers' environments, the results and the tables."""
+"""Tests of ``benchmark/memory/serving.py``: the client's command, the servers' environments, the results and the
+tables."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 
 def options(monkeypatch, *arguments: str):
-    """Parse a command line. The program ends after that, because there is no GPU."""
+    """Return the parsed options of the benchmark. The benchmark then exits, because it finds no GPU."""
     parsed = []
     monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", *arguments])
     monkeypatch.setattr(serving.output, "parse", lambda parser: parsed.append(parser.parse_args()) or parsed[0])
@@ -56,7 +57,7 @@ def test_the_clients_command_has_the_lengths_of_the_options(monkeypatch, tmp_pat
     ("changed", "missing"),
     [
         ({}, ""),
-        # Counted by the client in a load on an H100 without a failed request.
+        # The client counted five tokens too few in a load on an H100 in which no request failed.
         ({"total_output_tokens": 120 * 256 - 5}, ""),
         ({"total_output_tokens": 119 * 256 + 1}, "only 30465 of 30720 new tokens were generated"),
         ({"completed": 119}, "1 requests failed"),
@@ -81,7 +82,7 @@ def test_the_vision_model_is_not_divided_among_ranks():
 def test_mxfp4_weights_are_drawn_at_their_creation_and_keep_the_size_of_activations():
     values = torch.tensor(
         [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    )  # values of the E2M1 codes
+    )  # values of the 16 codes of E2M1, the 4-bit format
 
     class Method:
         def create_moe_runner(self, layer, columns):
@@ -174,7 +175,7 @@ def test_kv_sizing_is_always_on_with_a_given_fraction(monkeypatch, tmp_path):
 
 
 def measured(*, grew: bool = False, **more):
-    """Figures of one server, as ``serving.serve`` returns them."""
+    """Return a server's figures as ``serving.serve`` returns them. ``grew``: kv-sizing has enlarged its KV cache."""
     loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
     started = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
     sizing = Growth(1235, 987, 4_990_000_000)._asdict() if grew else None
@@ -206,7 +207,7 @@ def test_a_failed_server_is_named_and_the_figures_of_other_servers_are_kept(grow
     servers = {"stock": measured(), "grown": grown, "grown-again": measured(grew=True)}
 
     def serve(name, options, work, model):
-        if name == "grown-again":  # the result of the first server is already written
+        if name == "grown-again":  # the figures of the first server are already written
             assert "stock" in json.loads(path.read_text())["figures"]["servers"]
         if isinstance(servers[name], Exception):
             raise servers[name]

@@ -1,4 +1,5 @@
-"""Bytes at a server's memory peak by function, from a record in PyTorch's format."""
+"""Tests of ``common.snapshot``, which computes how many bytes each function held at a server's memory peak. It reads
+PyTorch's record of allocations."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ def free(address):
 
 
 TRACE = [
-    *free(9),  # was allocated before the record began
+    *free(9),  # freed memory that was allocated before the record began
     {"action": "segment_alloc", "addr": 1, "size": 1000},
     *(alloc(1, 10), alloc(2, 70, SAMPLER), *free(2)),
-    *(alloc(2, 30, SAMPLER), alloc(3, 50, SAMPLER), alloc(4, 5)),  # the peak: 95 bytes
+    *(alloc(2, 30, SAMPLER), alloc(3, 50, SAMPLER), alloc(4, 5)),  # the peak: 10 + 30 + 50 + 5 = 95 bytes
     *(*free(3), *free(4), alloc(5, 51)),
 ]
 
@@ -41,7 +42,7 @@ TRACE = [
 def test_bytes_at_the_peak_are_grouped_by_the_engines_innermost_function():
     expected = {"sampler.py: top_k, line 1": 80, "elsewhere": 15}
     assert snapshot.bytes_at_peak([[alloc(7, 94)], TRACE, []]) == expected
-    assert list(snapshot.bytes_at_peak([TRACE])) == list(expected)  # the largest first
+    assert list(snapshot.bytes_at_peak([TRACE])) == list(expected)  # sorted from the largest to the smallest
     assert snapshot.bytes_at_peak([[]]) == {}
 
 

@@ -1,4 +1,4 @@
-"""Bar charts: the text of the drawing, its bars, and what cannot be drawn."""
+"""Tests of ``common.charts``: the bars and texts of a bar chart, and data that cannot be drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmark/whole/engine_suite.py: the selection of the engine's tests, and the comparison of their outcomes."""
+"""Tests of ``benchmark/whole/engine_suite.py``, which selects tests of the engine and compares their outcomes."""
 
 from __future__ import annotations
 

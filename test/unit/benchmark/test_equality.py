@@ -1,4 +1,5 @@
-"""The comparison of generated texts: real changes count, and last bits of another processor do not."""
+"""Tests of ``common.equality``, which compares generated pages and plots. Numbers may differ in their last digits,
+because processors round differently."""
 
 from __future__ import annotations
 

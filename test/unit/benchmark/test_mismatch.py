@@ -1,4 +1,5 @@
-"""test/tools/mismatch.py: differences between answers, and whether the changes or the engine cause them."""
+"""Tests of ``test/tools/mismatch.py``. It tells whether this package or the engine causes differences between
+answers."""
 
 from __future__ import annotations
 

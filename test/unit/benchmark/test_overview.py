@@ -1,4 +1,4 @@
-"""README's table and the charts of the summary page, from stored results."""
+"""Tests of ``common.overview``, which draws README's table and the summary page's charts from stored results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = list(ROWS)[:3]
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """Function that stores one result a commit, and returns what loads a result."""
+    """Function that stores one result for each given commit, and returns the function that loads a result."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
 
     def write(*commits, stock=STOCK):

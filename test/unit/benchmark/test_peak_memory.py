@@ -1,4 +1,4 @@
-"""benchmark/whole/peak_memory.py: the figures of a server's record."""
+"""Test of ``benchmark/whole/peak_memory.py``: an incomplete record of a server's forward passes is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tiny model: its word problems, its network, and the checkpoint in the repository."""
+"""Tests of ``benchmark/tiny_moe``, a small MoE model: its word problems, its network, and the checkpoint in this
+repository."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def draw_problems(count: int, *, test: bool, seed: int = 3) -> list[problems.Pro
 
 
 def without_words(text: str) -> str:
-    """Replace every name, thing, holder and pronoun with an underscore."""
+    """Replace the words that a template fills in (names, things, pronouns) with underscores."""
     return re.sub(r"[A-Za-z]+", lambda word: "_" if word[0] in WORDS else word[0], text)
 
 
@@ -56,7 +57,7 @@ def test_no_test_problem_is_a_training_problem_with_other_names():
 
 
 def test_training_rows_have_the_format_of_the_engines_evaluation():
-    """Only answers count in the loss, and the target after each answer is the end token."""
+    """The loss counts only the tokens of answers. The target after each answer is the end token."""
     from sglang.test.few_shot_gsm8k import get_few_shot_examples, get_one_example
     from tokenizers import Tokenizer
 
@@ -124,14 +125,15 @@ def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped):
 
 @pytest.mark.product
 def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped):
-    """They are only nearly equal, because processors round sums of products differently."""
+    """A new calibration gives only nearly the same scales, because processors round sums of products differently."""
     made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
     for name in (name for name in shipped if name.endswith(".input_scale")):
         torch.testing.assert_close(made[name], shipped[name], rtol=1e-4, atol=0)
 
 
 def test_verdicts_in_the_result_follow_from_its_counts_by_the_current_rule():
-    """The result has measured counts. Its verdicts must be those of today's ``regress``."""
+    """The stored result has measured counts of lost and gained answers. ``regress`` must still derive its verdicts from
+    them."""
     figures = output.load(mutations.RESULT)["figures"]
     count = figures["questions"]
     right = round(count * figures["stock"])
