@@ -1,4 +1,5 @@
-"""Decisions of cutedsl-sizing as functions of plain values, and its wrapper without an engine."""
+"""Tests of the change cutedsl-sizing, without an engine. It makes CuteDSL's MoE buffers large enough for every forward
+pass, and splits a larger forward pass."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_unknown_limits_add_nothing(limits):
 def test_tokens_of_a_draft_step_and_of_the_buffers():
     assert other_tokens_per_request(1, 3, multi_layer=False) == 4
     assert other_tokens_per_request(8, 3, multi_layer=False) == 8
-    # Layer i of n extends by n + 1 + i tokens, as in the engine's graph runner: 5, 6, 7, 8 for n = 4.
+    # In the engine's graph runner, layer i of a draft model with n layers has n + 1 + i tokens of each request. For
+    # n = 4 these are 5, 6, 7 and 8.
     assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
     # The buffers have room for the tokens of all gathered ranks, or for the tokens that the dispatcher accepts.
     assert [wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]
@@ -108,7 +110,9 @@ def test_the_fewest_slices_cover_every_row_once(tokens, size):
 
 
 class Wrapper:
-    """Stand-in for FlashInfer's wrapper, which refuses forward passes that do not fit. It writes no output."""
+    """Stand-in for FlashInfer's CuteDslMoEWrapper. It refuses more tokens than its buffers have room for, and computes
+    nothing.
+    """
 
     max_num_tokens, hidden_size, output_dtype = 4, 3, torch.float32
 

@@ -1,4 +1,5 @@
-"""deferred-shared-experts: which layers defer, the stand-in for the output, and runners that preserve their input."""
+"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts: layers to
+which it applies, the stand-in for the shared experts' output, and runners that preserve their input."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_any_other_use_of_the_stand_in_is_an_error_with_advice(use):
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
-    """The layer is traced as a whole, as piecewise CUDA graphs do. A graph break would end the server."""
+    """Piecewise CUDA graphs trace the layer as a whole, as this test does. A graph break would end the server."""
     is_compiling = torch.compiler.is_compiling
 
     class Layer(torch.nn.Module):
@@ -104,7 +105,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
 
 
 class Experts:
-    """Layer in the state after the engine's constructor."""
+    """Stand-in for the engine's MoE layer. Its constructor sets the attributes that the change reads."""
 
     def __init__(self):
         self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
@@ -113,7 +114,7 @@ class Experts:
 
 
 class OtherExperts:
-    """Layer whose constructor sets other attributes."""
+    """MoE layer without the attributes that the change reads."""
 
     def __init__(self):
         self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
@@ -136,13 +137,15 @@ def test_no_kernel_overwrites_the_input_of_deferred_shared_experts(kind, leaves_
 
 @dataclasses.dataclass
 class Config:
-    """Configuration of a runner."""
+    """Stand-in for the configuration of an MoE runner. ``inplace``: the runner may write its output into its input."""
 
     inplace: bool = True
 
 
 def test_a_runner_is_out_of_place_only_in_contexts_that_ask_for_it():
-    """Forward passes in many contexts read one configuration. While a graph is traced, no context changes it."""
+    """Forward passes in several contexts read the same configuration. Only contexts that ask for it read ``inplace`` as
+    False.
+    """
     waiting = ContextVar("waiting", default=False)
     config, other = Config(), Config()
     runners.disable_inplace_while(config, waiting.get)
@@ -202,7 +205,8 @@ def with_runner(name):
 
 
 def with_runner_named(name):
-    """Object with a runner of this name: a quantization method, its scheme, or the scheme's kernel."""
+    """Return an object with a runner of this name. The tests use it as a quantization method, its scheme, or the
+    scheme's kernel."""
     return UnknownMethod(runner=with_runner(name))
 
 
@@ -220,7 +224,7 @@ def with_runner_named(name):
         (experts(Fp8MoEMethod(runner=with_runner("deep_gemm"))), "cutlass", False),
         (experts(KTEPWrapperMethod(runner=with_runner("triton"))), "auto", False),
         (experts(UnknownMethod(), trtllm=True), "flashinfer_trtllm", True),
-        # Runners of a foreign quantization method: any object, a function, or a backend given as text.
+        # An unknown method may have anything as its runner: any object, a function, or a backend that is a text.
         (experts(UnknownMethod(runner=object())), "triton", False),
         (experts(Fp8MoEMethod(runner=print)), "cutlass", False),
         (experts(UnknownMethod(runner=SimpleNamespace(runner_backend="triton"))), "triton", False),

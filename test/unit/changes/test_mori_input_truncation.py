@@ -1,4 +1,5 @@
-"""Decisions of mori-input-truncation as functions of plain values, and its wrappers without an engine."""
+"""Tests of the change mori-input-truncation, without an engine. MoRI is an all-to-all backend. Its dispatch returns a
+receive buffer of fixed size, and the change cuts off rows at its end that no rank can have sent."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ CASES = cases(5_000)
 
 
 class Dispatched(NamedTuple):
-    """Named tuple with the fields of the engine's two dispatch outputs."""
+    """Stand-in for both of the engine's classes for the output of a MoRI dispatch. It has the same fields."""
 
     hidden_states: torch.Tensor
     hidden_states_scale: torch.Tensor | None
@@ -46,7 +47,12 @@ class Dispatched(NamedTuple):
 
 
 def dp_buffer(counts=None, local=None, total=None):
-    """State of ``dp_attention`` during a forward pass."""
+    """Stand-in for the state of the engine's module ``dp_attention`` during a forward pass.
+
+    :param counts: tokens of each data-parallel rank.
+    :param local: rows of this rank's buffer.
+    :param total: rows of the gathered buffer.
+    """
     return SimpleNamespace(_global_num_tokens=counts, _local_dp_buffer_len=local, _global_dp_buffer_len=total)
 
 
@@ -57,7 +63,7 @@ def dp_buffer(counts=None, local=None, total=None):
     ("variable", "text", "value"),
     [
         *((LIMIT, text, int(text or 0)) for text in ("", "0", "1", "4096", " 32 ", "1_000", "+8")),
-        # The engine starts with SGLANG_MORI_RECV_BOUND=true, so that a patched server must start with it, too.
+        # A stock server starts with SGLANG_MORI_RECV_BOUND=true. So a patched server must start with it, too.
         *((BOUND, text, False) for text in ("", "0", "False", "n")),
         *((BOUND, text, True) for text in ("1", "true", "True", "yes", "Y")),
     ],
@@ -77,7 +83,7 @@ def test_accepted_values(variable, text, value):
     ],
 )
 def test_other_values_are_refused_by_name_on_servers_with_mori(variable, text, expected, monkeypatch):
-    """The engine itself starts with such a value."""
+    """A stock server would start with such a value."""
     change = mori_input_truncation.CHANGE
     check_environment([change], {variable.name: text})
     monkeypatch.setenv(variable.name, text)
@@ -117,21 +123,21 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
     [
         (8, [8, 4, 0, 2], Layout(4), 14),
         (0, [8, 0, 0, 2], Layout(4, dp_rank=1), 10),
-        # Two data-parallel ranks of four attention-TP ranks. Each rank sends its share, which this rank's own rows
-        # show.
+        # Two data-parallel ranks have four attention-TP ranks each. The ranks send either a quarter of their batch or
+        # all of it. The number of rows that this rank sends shows which.
         (4, [16, 8], Layout(8, attn_tp=4), 24),
         (16, [16, 8], Layout(8, attn_tp=4), 96),
         (5, [16, 8], Layout(8, attn_tp=4), 96),
-        # An idle rank cannot see how the other ranks split their rows.
+        # A rank without rows cannot tell whether the other ranks send a share, so it assumes whole batches.
         (0, [16, 0], Layout(8, attn_tp=4, dp_rank=1), 64),
-        # Context parallelism may split unevenly.
+        # Context parallelism may split a batch unevenly.
         (4, [8, 8], Layout(4, attn_cp=2), 32),
-        # One data-parallel rank: all ranks have the same batch.
+        # With one data-parallel rank, all ranks have the same batch.
         (4, [32], Layout(8, attn_tp=8), 32),
         (32, [32], Layout(8, attn_tp=8), 256),
         (4, None, Layout(8, attn_tp=8), 40),
         (4, None, Layout(1), 4),
-        # Not provable.
+        # No bound can be proved.
         (8, None, Layout(4), None),
         (4, None, Layout(4, attn_cp=4), None),
         (8, [8], Layout(4), None),
@@ -148,13 +154,13 @@ def test_bound(sent, counts, layout, bound):
     ("arguments", "overlap", "rows"),
     [
         (([3, 0, 5], 0, 8, 3), False, (3, 0, 5)),
-        (([3, 0, 5], 0, 8, 3), True, (3, 0, 5)),  # a whole batch, although sub-batches are possible
-        (([3], 3, 3, 3), False, None),  # nothing is gathered: only this rank's own count
+        (([3, 0, 5], 0, 8, 3), True, (3, 0, 5)),  # the counts are of the whole batch, although two-batch overlap is on
+        (([3], 3, 3, 3), False, None),  # without gathering, only this rank's count is known
         (([3], 3, 3, 1), False, (3,)),
-        ((None, 4, 12, 3), False, (4, 4, 4)),  # capture of a graph that all ranks replay together
-        ((None, 4, 4, 3), False, None),  # capture of a graph that each rank chooses by itself
+        ((None, 4, 12, 3), False, (4, 4, 4)),  # a graph is captured that all ranks replay together
+        ((None, 4, 4, 3), False, None),  # a graph is captured that each rank replays by itself
         ((None, 4, None, 3), False, None),
-        ((None, 4, 12, 3), True, None),  # possibly a sub-batch
+        ((None, 4, 12, 3), True, None),  # it may be a sub-batch of two-batch overlap
         ((None, 0, 0, 3), False, None),  # an empty sub-batch
         ((None, 4, None, 1), True, (4,)),
         ((None, None, None, 1), False, None),
@@ -197,7 +203,8 @@ def test_rows_are_never_below_a_bound_nor_beyond_the_buffer(bound, limit, buffer
 
 
 class Case:
-    """Random forward pass of a random layout, padded, scattered and announced as the engine does it."""
+    """Random forward pass on ranks in a random layout. The batches are padded, split among ranks and counted as in the
+    engine."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -206,8 +213,8 @@ class Case:
         self.ranks = self.dp_ranks * self.shards
         counts = [draw.choice([0, draw.randint(0, 8), 8]) for _ in range(self.dp_ranks)]
         counts = [-(-n // self.shards) * self.shards for n in counts]
-        # Ways in which the counts are known: equal padding, own padding, a graph's size, only this rank's count, a
-        # sub-batch.
+        # Kind of counts that a rank knows. In this order: all ranks are padded alike; each has its own padding; the
+        # size of a captured graph; only this rank's count; only its graph's size; only its sub-batch's; none.
         self.kind = draw.choice(["max_len", "sum_len", "graph", "own_count", "own_graph", "sub_batch", "nothing"])
         self.two_batch_overlap = self.kind == "sub_batch" or draw.random() < 0.1
         used = list(counts)
@@ -216,10 +223,10 @@ class Case:
         elif self.kind == "graph":
             counts = [max(counts) + self.shards * draw.randint(1, 2)] * self.dp_ranks
         self.counts, scattered = counts, draw.random() < 0.8
-        # A captured graph keeps the shapes of its capture. Padding rows then go to no rank, or to any rank.
+        # In a captured graph, a batch has padding rows. They go to no rank, or to any rank.
         tp = self.attn_tp if scattered else 1
         used_rows, self.sent = ([n[rank // self.shards] // tp for rank in range(self.ranks)] for n in (used, counts))
-        if self.kind == "nothing" and scattered:  # not padded: the ranks' shares differ by one row
+        if self.kind == "nothing" and scattered:  # without padding, the shares of ranks differ by one row
             shares = torch.empty(max(counts) + draw.randint(0, 3)).tensor_split(self.attn_tp)
             self.sent = used_rows = [len(shares[rank % self.attn_tp]) for rank in range(self.ranks)]
         experts_per_rank, top_k = draw.randint(1, 3), draw.randint(1, 3)
@@ -303,9 +310,9 @@ DYNAMIC_CHUNKS = {"limit": 0, "recv_bound": True, "unreliable_reason": "--enable
 @pytest.mark.parametrize(
     ("policy", "counts", "sent", "rows", "said"),
     [
-        (NO_ASSERTIONS, [4], 4, 64, "is not applied"),  # an exceeded limit would not be detected
+        (NO_ASSERTIONS, [4], 4, 64, "is not applied"),  # this PyTorch would not detect an exceeded limit
         (Policy(Layout(4), 0, True), [4], 4, 64, "is unknown"),
-        # Counts that may be wrong on this server are not used. This rank's own count is used.
+        # With this argument the counts of other ranks may be wrong and are not used. This rank's own count is.
         (Policy(Layout(4), **DYNAMIC_CHUNKS), [4, 0, 0, 0], 4, 64, "is unknown"),
         (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS), [4], 1, 4, ""),
         (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS, has_stale_counts=True), [4], 1, 8, ""),
@@ -328,7 +335,8 @@ def test_nothing_is_cut_with_internode_kernels(caplog):
 
 
 def test_no_forward_reads_the_device(monkeypatch):
-    """Every function that would wait for a GPU fails here. The received count is only compared on the device."""
+    """Every tensor method that would wait for the device fails in this test. The received count may only be compared on
+    the device."""
     whole = buffers()
     compared = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: compared.append(condition))
@@ -376,7 +384,7 @@ def test_a_row_is_sent_to_a_rank_once_for_all_its_experts():
     assert received[0].rows.shape == (6, 2)
     assert received[0].rows[2:].isnan().all()
     assert received[0].weights[2:].isnan().all()
-    assert (received[1].ids[1:] == 4).all()  # valid-looking
+    assert (received[1].ids[1:] == 4).all()  # rows that were not received have ids that look valid
     combined = network.combine([r.rows for r in received], received)
     assert torch.equal(combined[0][:2], torch.stack([rows[0], 2 * rows[1]]))
     assert combined[0][2].isnan().all()

@@ -1,4 +1,4 @@
-"""Environment variables and stub driver for engine processes on a machine without a GPU."""
+"""Tests of ``lab/without_gpu.py``: environment variables and a stub driver with which the engine runs without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_moe_reference import environment
 def test_the_users_own_processor_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     monkeypatch.setattr(without_gpu, "stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
-    assert environment.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # excludes AMX, the next level
+    assert environment.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # the next higher level has AMX
     settings = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3", "TORCHDYNAMO_DISABLE": "0"}
     assert environment.variables(settings).items() >= settings.items()
 

@@ -1,4 +1,5 @@
-"""Counting what the changes do, and the sentences about it in a report."""
+"""Tests of ``lab/observers/counting.py``, which counts how often each change acts, and of a report's sentences about
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ OURS = "sglang_moe_patches."
 
 @pytest.mark.parametrize("count", {count.name: count for change in CHANGES for count in change.counts}.values())
 def test_every_counted_function_of_this_package_exists(count: Count) -> None:
-    """A missing function would be skipped, and a report would say that the change did nothing."""
+    """The tally skips a missing function. A report would then say that the change did nothing."""
     if count.module.startswith(OURS):
         assert counting.find_owner(count) is not None
 
@@ -34,7 +35,7 @@ def test_different_counts_have_different_names() -> None:
 
 
 class FusedMoE:
-    """Stand-in for the engine's layer. ``work`` stands for the changes' functions that run inside the layer."""
+    """Stand-in for the engine's MoE layer. ``work`` stands for the functions of changes that run inside the layer."""
 
     def __init__(self, layer_id: int, work: Any = lambda: None) -> None:
         self.layer_id, self.work = layer_id, work
@@ -75,7 +76,9 @@ def test_a_buffer_offered_before_a_layer_counts_for_that_layer(tally: counting.T
 
     def take_buffer() -> None:
         assert channel.take_scratch((5,), torch.float32, buffer.device) is not None
-        assert channel.take_output((5, 64), torch.float32, buffer.device) is None  # taken already
+        assert (
+            channel.take_output((5, 64), torch.float32, buffer.device) is None
+        )  # ``take_scratch`` has already taken it
 
     FusedMoE(7, take_buffer).run_moe_core(dispatch_output(5))
     channel.replace_offer(before)
@@ -110,8 +113,8 @@ def test_acts_during_a_graph_capture_are_counted_separately(
 def test_the_largest_input_of_all_layers_is_recorded(tally: counting.Tally) -> None:
     for tokens in (5, 70, 9):
         FusedMoE(1).run_moe_core(dispatch_output(tokens))
-    FusedMoE(1).run_moe_core(dispatch_output=dispatch_output(8))  # the engine passes it by keyword
-    FusedMoE(1).run_moe_core(SimpleNamespace(hidden_states=None))  # another dispatcher has another output
+    FusedMoE(1).run_moe_core(dispatch_output=dispatch_output(8))  # the engine passes the argument by keyword
+    FusedMoE(1).run_moe_core(SimpleNamespace(hidden_states=None))  # the output of another dispatcher has other fields
     assert tally.acted.largest == MoeInput(70, 8, 64, 2)
     assert tally.acted.largest.bytes == 70 * 8 * 64 * 2
 

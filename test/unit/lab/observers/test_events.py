@@ -1,4 +1,4 @@
-"""The records of a server's processes: writing, reading and merging them."""
+"""Tests of ``lab/observers/events.py``, which writes, reads and merges the records of a server's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The observer in a model process: memory figures, acts of the changes, and errors while observing."""
+"""Tests of the observer in an engine process that runs the model. It records memory figures and how often each change
+acts. An error in it ends no forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def make_observer(tmp_path):
 
 
 def run_forward(observer, tokens, *outputs, extra_bytes=0):
-    """Run one forward pass. When its kernels start, ``extra_bytes`` more bytes are alive than at its start."""
+    """Run one forward pass, which starts a kernel for each of ``outputs``.
+
+    Tensors of ``extra_bytes`` bytes are allocated before the kernels start.
+    """
     observer.start_forward(tokens, cuda=False)
     extra = torch.zeros(extra_bytes, dtype=torch.uint8)
     for make_output in outputs:
@@ -40,7 +44,7 @@ def test_allocations_are_counted_by_object_not_by_address(tmp_path):
     assert observer.memory.output_buffers == 5
     shared = torch.empty(64, 64)
     observer = make_observer(tmp_path)
-    for _ in range(2):  # in the next forward pass the storage counts again, as one buffer
+    for _ in range(2):  # each forward pass counts the storage as one buffer
         run_forward(observer, 1, *[lambda: shared.detach()] * 5)
     assert (observer.memory.output_buffers, observer.memory.moe_layers) == (1, 5)
 
@@ -59,7 +63,7 @@ def test_live_bytes_belong_to_the_largest_forward_pass(tmp_path):
 
 
 class Wrapper:
-    """Stand-in for FlashInfer's CuteDslMoEWrapper, with buffers in the same attributes."""
+    """Stand-in for FlashInfer's CuteDslMoEWrapper. It has its buffers in the same attributes."""
 
     def __init__(self, sort: torch.Tensor) -> None:
         self._moe_sort_buffers = {"a": sort, "size": 3}
@@ -82,7 +86,7 @@ def test_the_rank_that_used_the_most_memory_is_reported_but_never_an_idle_proces
     assert collect(tmp_path) is None
     for pid, live, count in ((3, 99, 0), (1, 10, 3), (2, 30, 3)):
         write(Process((), Memory("cpu", live_at_kernel_bytes=live, forwards=count)), tmp_path / f"{pid}.json")
-        assert collect(tmp_path).memory.live_at_kernel_bytes == live  # the first process ran no forward pass
+        assert collect(tmp_path).memory.live_at_kernel_bytes == live  # process 3 ran no forward pass
 
 
 # --- In a process of the engine ---------------------------------------------------------------------------------------
@@ -160,14 +164,16 @@ def process(unobserved):
 def test_a_kernel_is_observed_in_every_way_in_which_the_engine_calls_it(process, name):
     output = torch.empty(3, 4)
     call = getattr(process.kernels, name)
-    process.layers = lambda x: call(hidden_states=x, do_finalize=False)  # a later kernel writes the output
+    process.layers = lambda x: call(
+        hidden_states=x, do_finalize=False
+    )  # the kernel writes no output, because a later kernel does
     found = process.forward()
     assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (1, None, "")
 
     def layers(hidden_states):
         for _ in range(3):
             assert call(hidden_states=hidden_states, output=output)[0] is output
-        call(hidden_states=hidden_states)  # allocates its output
+        call(hidden_states=hidden_states)  # the kernel allocates its output
         call(hidden_states=hidden_states, output=None)
 
     process.layers = layers
@@ -177,7 +183,7 @@ def test_a_kernel_is_observed_in_every_way_in_which_the_engine_calls_it(process,
 
 def test_capturing_a_graph_does_not_count_as_a_forward_pass(process):
     process.forward()
-    for _ in range(9):  # a capture calls the model, not the model runner
+    for _ in range(9):  # a graph capture calls the model directly, not ``ModelRunner.forward``
         process.kernels.trtllm_fp4_block_scale_moe(hidden_states=torch.empty(3, 4), do_finalize=False)
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x, output=x)
     assert process.forward().memory.moe_layers == 1
@@ -187,7 +193,7 @@ def test_bytes_of_a_kv_token_are_recorded_if_there_is_one_kind_of_kv_cache(proce
     process.runner.token_to_kv_pool, process.runner.max_total_num_tokens = SimpleNamespace(mem_usage=2.0), 1 << 20
     assert process.forward().memory.cache_token_bytes == 2048
     process.runner.is_draft_worker = True
-    assert process.forward().memory.cache_token_bytes == 2048  # a draft model's cache does not count
+    assert process.forward().memory.cache_token_bytes == 2048  # the KV cache of a draft model does not count
 
     class HybridLinearKVPool:
         mem_usage = 2.0
@@ -213,7 +219,7 @@ def test_a_runner_without_observed_kernels_counts_as_one_kernel_with_unknown_out
 
 
 def test_the_record_is_written_when_a_change_does_something_new(process, monkeypatch):
-    """It is not written in every forward pass, because a server may run a million of them."""
+    """The record is not written after every forward pass, because a server may run a million of them."""
     process.forward(9)
     writes = []
     monkeypatch.setattr(forwards.events, "write", lambda process, path: writes.append(process.acted))
@@ -307,7 +313,8 @@ def set_gpu_memory(process, monkeypatch):
 
 
 def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_memory):
-    """Reserved bytes and the peak of allocated bytes both count from the start of the first forward pass."""
+    """Both the reserved bytes and the peak of allocated bytes are growth since the start of the first forward pass: 100
+    bytes were reserved then, and 50 allocated. Their difference is the slack."""
     set_gpu_memory([700, 500, 900], reserved_after=[1000, 1000, 1400])
     figures_of = [process.forward(10).memory for _ in range(3)]
     assert [(figures.reserved_bytes, figures.slack_bytes) for figures in figures_of] == [
@@ -319,10 +326,10 @@ def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_
 
 
 def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kernels(process, set_gpu_memory):
-    """No observed kernel runs with Triton's runner, for example."""
+    """The observer watches no kernel of some runners, such as Triton's. It then reads the allocator's peak."""
     set_gpu_memory([700, 500, 900, 100])
     figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
-    # The smaller peak of the two forward passes with 10 tokens counts.
+    # Of two forward passes with 10 tokens, the one with the smaller peak is recorded.
     assert [(figures.tokens, figures.peak_forward_bytes) for figures in figures_of] == [
         (10, 650),
         (10, 450),

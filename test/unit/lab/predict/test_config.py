@@ -1,4 +1,4 @@
-"""The sizes in a model's config.json, and where it is looked for."""
+"""Tests of ``lab/predict/config.py``, which finds a model's config.json and reads the model's sizes from it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_model_whose_layers_alternate_has_a_dense_one_first():
     assert (model.dense_layers, model.intermediate, model.moe_intermediate) == (1, 16384, 8192)
 
 
-#: Of transformers' configuration classes, whose defaults are the published models'.
+#: Configurations of the published models, which are the defaults of transformers' configuration classes.
 ERNIE = {
     **{"hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4},
     **{"intermediate_size": 12288, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64},

@@ -1,4 +1,4 @@
-"""The memory that a forward should need, against every one that was measured (the results on the pages)."""
+"""Compare the predicted memory of a forward pass with every measurement in the results that the pages show."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from sglang_moe_patches.lab.predict.forward import Acting, Runner
 from whole import peak_memory
 
 WITHIN = 0.01
-#: What the formulas leave out of a runner: the sorted ids and their padding, seen to be up to this.
+#: Bytes by which a runner's measured memory may differ. The formulas leave out the sorted expert ids and their padding,
+#: which took up to this much.
 SMALL = 1.5e6
-#: Releases without an output buffer of their own: what "stock" is predicted for.
+#: Releases without an output buffer of the engine's own. Stock servers of later releases free attention's inputs early.
 WITHOUT_BUFFER = ("0.5.11", "0.5.12", "0.5.12.post1")
 
-#: Results with the memory of a forward, or of a runner.
+#: Folders of results that have the measured memory of a forward pass, or of a runner.
 WITH_MEMORY = ("peak-memory", "triton-server", "moe-workspace", "moe-workspace-marlin")
-#: The others, and why nothing in them can be compared with a prediction.
+#: The other folders of results, each with the reason why it has no memory figure of a forward pass to compare.
 WITHOUT = {
     "cutedsl-memory": "computed by FlashInfer's own wrapper, nothing was measured",
     "engine-suite": "outcomes of SGLang's own tests",
@@ -37,7 +38,7 @@ WITHOUT = {
     "soak": "the largest of minutes of mixed batches, aborts and flushes",
     "weight-shuffle": "loading, not a forward",
 }
-#: Measurements in these that are not what the formulas are of, and why.
+#: Results whose patched servers are not compared, each with the reason.
 EXCEPT = {
     "triton-server/moe-workspace-eager": "patched: columns before the dead input was their memory",
     "triton-server/moe-workspace-graphs": "patched: the same",
@@ -60,20 +61,20 @@ def test_every_result_is_compared_or_named_with_the_reason():
 
 
 @pytest.mark.parametrize("name", results("peak-memory"))
-def test_a_forwards_memory_was_as_its_sizes_say(name):
+def test_predicted_memory_of_a_forward_pass_agrees_with_the_measurement(name):
     result = output.load(name)
     found = result["figures"]
     assert result["conditions"]["engine"] in WITHOUT_BUFFER
     for server, figures in found["memory"].items():
         predicted = peak_memory.predict_result(result, server)
-        # On 0.5.11 no buffer of a decode was given back.
+        # On 0.5.11 a prefill did not free attention's buffer of the decode before it.
         held = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0
         assert predicted.live + held == near(figures["live_at_kernel_bytes"]), server
         assert predicted.peak + held == near(figures["peak_forward_bytes"]), server
 
 
 @pytest.mark.parametrize("name", results("triton-server"))
-def test_whole_servers_needed_what_their_sizes_say(name):
+def test_predicted_peak_of_a_whole_server_agrees_with_the_measurement(name):
     result = output.load(name)
     words = shlex.split(result["command"])
     option = dict(zip(words, [*words[1:], ""], strict=True))
@@ -82,7 +83,7 @@ def test_whole_servers_needed_what_their_sizes_say(name):
     newer = result["conditions"]["engine"] not in WITHOUT_BUFFER and model.q_lora_rank is not None
     stock = Acting(inputs_dropped=newer)
     for server, figures in result["figures"].items():
-        # activation-segments changes nothing that a forward's tensors tell.
+        # activation-segments changes no tensor of a forward pass.
         patched = server.startswith("patched") and option.get("--changes") != "activation-segments"
         if patched and name in EXCEPT:
             continue
@@ -104,10 +105,13 @@ def cells_of(benchmark):
 
 
 @pytest.mark.parametrize("name", [*cells_of("moe-workspace"), *cells_of("moe-workspace-marlin")])
-def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
-    """By itself, in the ranges that it ran in: Triton with nothing on offer, Marlin with its output given or not, and
-    scales for as many weights as each checkpoint has them. Not of DeepSeek-V3 at TP=8 in FP8 on an H200, where a tuned
-    configuration pads rows: there up to 45 MB more."""
+def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypatch):
+    """The runner ran outside a server, in column slices of the measured width. Triton had no offered buffer, Marlin had
+    one in some measurements. Marlin's scales have the group size of the measured weights.
+
+    DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. A tuned configuration pads rows there, and takes up to 45 MB
+    more.
+    """
     runner = "marlin" if name.startswith("moe-workspace-marlin/") else "triton"
     for cell in output.load(name)["figures"]["cells"]:
         kind = (cell["model"], cell["layout"], cell.get("weights"))
@@ -130,7 +134,12 @@ def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
     ("model", "runner", "tp", "where"),
     [
         ("qwen3-235b", "triton", 4, forward.MOE),
-        ("kimi-k2.5", "triton", 4, "attention"),  # by the allocator's history: its output projection's output is alive
+        (
+            "kimi-k2.5",
+            "triton",
+            4,
+            "attention",
+        ),  # PyTorch's record of allocations shows it: the output projection's output is alive
         ("kimi-k2.5", "flashinfer_trtllm_routed", 1, "the first layer's MLP"),
         ("deepseek-v3", "flashinfer_trtllm_routed", 1, "attention"),
         ("glm-4.5", "triton", 4, "the router"),
@@ -164,7 +173,9 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 
 
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
-    """Qwen3-235B at TP=4: a byte for each element, and a float32 scale for every 128 of them; or one for a row."""
+    """Qwen3-235B at TP=4: the quantized input of the second GEMM has a byte for each of its 384 columns. It also has a
+    float32 scale for each 128 columns (FP8 in blocks) or for each row.
+    """
     plain, blocks, by_rows = (
         forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting())
         for quantization in (None, forward.BLOCKS, "rows")

@@ -1,4 +1,5 @@
-"""Effects of changes in a server, its memory, and the parts that are not known."""
+"""Tests of ``lab/predict/model_report.py``, the report of ``doctor --model``: effects of the changes on a server, the
+server's memory, and parts of it that cannot be predicted."""
 
 from __future__ import annotations
 
@@ -64,11 +65,11 @@ SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
         (QWEN, False, {"moe-workspace": CUT}, Acting(), Acting(columns=256)),
         (QWEN, False, {"moe-workspace": SCRATCH}, Acting(), Acting(dead_input=True)),
         (QWEN | TRTLLM, False, {"output-buffer": OUTPUT}, Acting(), Acting(dead_input=True)),
-        # Told to leave its input alone, Triton writes into the dead input, whatever the size.
+        # deferred-shared-experts takes Triton out of place. Triton then writes its output into any dead input.
         ({}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True, dead_input=True)),
         ({"family": ""}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
         ({"runner": "marlin"}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
-        # The engine itself has it leave its input alone.
+        # The engine itself runs Triton out of place.
         (
             QWEN | {"in_place": False},
             True,
@@ -77,7 +78,7 @@ SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
             Acting(dead_input=True, out_of_place=True),
         ),
         ({"in_place": False}, True, DECIDED, Acting(), EVERYTHING),
-        # Effects that the engine has by itself.
+        # Newer releases have some of the effects without this package.
         (NEWER, True, {"deferred-shared-experts": LAST}, Acting(True), Acting(True, True, True)),
         (NEWER | TRTLLM, True, {}, *[Acting(True, True)] * 2),
         (NEWER | TRTLLM | {"format": "NVFP4"}, True, {}, *[Acting(True, True, True)] * 2),
@@ -101,7 +102,8 @@ def test_what_trtllms_kernels_are_given_goes_by_the_format(runner, method, block
     parts = advise(layer=layer, decided={})["stock"]["parts"]
     tokens, hidden = 16384, 7168
     assert parts["inputs"] == int(tokens * hidden * input_bytes)
-    # Residual, the layer's input and the MoE input; the shared experts' output; and the kernel's.
+    # Four tensors: the residual, the layer's input, the MoE input and the shared experts' output. The kernel's output
+    # is one more.
     assert parts["hidden"] == (4 + outputs) * 2 * tokens * hidden
 
 
@@ -139,8 +141,10 @@ def test_each_change_says_what_it_does_here_or_why_not():
     assert marlin["stock"] == marlin["patched"]
 
 
-def test_what_is_asked_for_is_predicted_of_marlin():
-    """Kimi-K2.5 in INT4 at TP=8: a range of 1,024 columns and its weights, the output in the dead input."""
+def test_marlins_workspace_is_predicted_without_and_with_column_slices():
+    """Kimi-K2.5 in INT4 at TP=8. The patched server runs slices of 1,024 columns, copies their weights, and writes its
+    output into the dead input.
+    """
     found = advise(
         layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
     )
@@ -184,8 +188,8 @@ def test_nvfp4s_weights_are_those_of_nvfp4_checkpoints(method, acts):
 
 
 @pytest.mark.parametrize(("runner", "freed"), [("triton_kernel", "3,583 MB"), ("marlin", ""), ("flashinfer_mxfp4", "")])
-def test_of_gpt_oss_what_was_freed_by_hand_on_a_gpu_is_given_up(runner, freed):
-    """1,194 + 597 MB of 18 of its 36 layers."""
+def test_bytes_that_fp4_weights_frees_of_gpt_oss_agree_with_a_measurement(runner, freed):
+    """Freeing the weights by hand on a GPU released 1,194 + 597 MB in 18 layers of gpt-oss, so 3,583 MB in all 36."""
     sizes = replace(MODELS["kimi-k2.5"], **GPT_OSS)
     layer = LAYER | {"runner": runner, "method": "Mxfp4MoEMethod", "experts": 128, "top_k": 4, "intermediate": 2880}
     row = row_of("fp4-weights", model_report.advise(ModelSizes(sizes), asked(layer, tp_size=1)))
@@ -275,7 +279,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(error, said, monkeypatch):
     assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"sglang-moe-patches: {said}\n")
 
 
-def test_programs_are_told_all_that_is_known(monkeypatch):
+def test_the_json_output_has_the_whole_report(monkeypatch):
     report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5"}
     monkeypatch.setattr(model_report, "examine", lambda *asked: report)
     done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--json"])

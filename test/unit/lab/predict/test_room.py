@@ -1,4 +1,5 @@
-"""The room beside weights and KV cache, the need, and the verdict."""
+"""Tests of ``lab/predict/room.py``. The room is the GPU memory that weights and KV cache leave free. The verdict
+compares it with the memory that forward passes and CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -18,11 +19,19 @@ from whole import room as benchmark
     ("fraction", "verdict", "short_of"),
     [
         (0.90, room.STARTS, []),
-        (0.947, room.LITTLE_ROOM, [room.MIXED_LOAD]),  # 7.95 GB: less than 2 + 5 + 1
-        (0.96, room.LITTLE_ROOM, [room.PREFILL]),  # 6 GB: less than 2 + 5
-        (0.97, room.LITTLE_ROOM, [room.PREFILL, room.PENALTIES]),  # 4.5 GB: less than 2 + 3
-        (0.99, room.DOES_NOT_START, [room.GRAPHS]),  # 1.5 GB
-        (0.59, room.DOES_NOT_START, []),  # less than the weights
+        (
+            0.947,
+            room.LITTLE_ROOM,
+            [room.MIXED_LOAD],
+        ),  # 7.95 GB of room: less than 2 for graphs + 5 for a prefill + 1 that the allocator keeps
+        (0.96, room.LITTLE_ROOM, [room.PREFILL]),  # 6 GB of room: less than 2 for graphs + 5 for a prefill
+        (
+            0.97,
+            room.LITTLE_ROOM,
+            [room.PREFILL, room.PENALTIES],
+        ),  # 4.5 GB of room: also less than 2 for graphs + 3 for penalties
+        (0.99, room.DOES_NOT_START, [room.GRAPHS]),  # 1.5 GB of room: less than 2 for graphs
+        (0.59, room.DOES_NOT_START, []),  # the fraction is smaller than the weights
     ],
 )
 def test_the_verdict_compares_room_and_need(fraction: float, verdict: str, short_of: list[str]) -> None:
@@ -35,10 +44,10 @@ def test_a_need_that_is_not_known_leaves_the_verdict_open() -> None:
 
 
 def test_the_range_of_fractions_begins_at_the_weights_and_leaves_need_and_margin() -> None:
-    """2,000 MB stay free beside a need of 8 GB."""
+    """The highest fraction leaves the need of 8 GB and a margin of 2,000 MB."""
     found = Room(FIT, NEED)
     assert found.fit.least_fraction == 0.6
-    assert found.highest_fraction == 0.93  # 140 of 150 GB are 0.9333
+    assert found.highest_fraction == 0.93  # 140 of 150 GB are 0.9333, rounded down
     assert found.tokens_at(0.93) == pytest.approx((0.93 * 150 - 90) * GB / 100_000, abs=1)
     assert Room(replace(FIT, weights=141 * GB), NEED).highest_fraction is None
     assert Room(replace(FIT, images=15 * GB), NEED).highest_fraction == 0.83
@@ -76,7 +85,7 @@ def test_a_draft_has_weights_and_graphs_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("cache_gb", "requests"),
-    [(9, 512), (74, 2048)],  # as Qwen3-30B was measured on an H100 and on an H200
+    [(9, 512), (74, 2048)],  # requests that Qwen3-30B's server admitted on an H100 and on an H200
 )
 def test_kv_sizing_admits_as_many_requests_as_were_measured(cache_gb: int, requests: int) -> None:
     decodes, forwards = Decodes(151_936, 256, 0, 0), Forwards(48, 472_000_000, 8192, ("piecewise", 8192))
@@ -105,7 +114,7 @@ def test_mxfp4_alone_leaves_memory_when_it_is_loaded(layer: dict[str, Any] | Non
 
 
 def test_an_error_without_words_says_where_it_was_raised() -> None:
-    """A KV cache that is not known has a reason."""
+    """The report gives such a text as the reason why the KV cache is not known."""
     with pytest.raises(KeyError) as caught:
         raise KeyError
     assert "in test_an_error_without_words_says_where_it_was_raised" in engine_pools.describe_error(caught.value)
@@ -113,11 +122,11 @@ def test_an_error_without_words_says_where_it_was_raised() -> None:
 
 @pytest.mark.parametrize("release", ["0.5.12.post1", "0.5.17"])
 def test_the_need_of_four_of_five_measured_servers_is_predicted(release: str) -> None:
-    """Every server in benchmark/results/serving that measured its need."""
+    """The servers are all those in benchmark/results/serving that measured the memory that they need."""
     result = output.load(f"room/{release}")
     measured = {(name, kind): server for name, kind, _, server in benchmark.measured_servers(release)}
     answers = {(answer["result"], answer["server"]): answer for answer in result["figures"]["servers"]}
     assert answers.keys() == measured.keys()
     errors = [abs(benchmark.compare(answers[key], server)[1]) for key, server in measured.items()]
-    # All but one of five, at least: 0.5.17 has four servers.
+    # One error for each five servers is allowed, and at least one, because 0.5.17 has four servers.
     assert sum(error > room.NEED_ERROR for error in errors) <= max(1, len(errors) // 5)

@@ -1,4 +1,5 @@
-"""The report of ``doctor --model`` on a terminal: the first line, the rows of its tables, values to copy."""
+"""Tests of the report of ``doctor --model`` on a terminal: its first line, the rows of its tables, and values to
+copy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Report = dict[str, Any]
 
 
 def report_of(stock: Room, patched: Room | None = None) -> Report:
-    """A report with these rooms."""
+    """Return a report on a stock and a patched server with this free memory."""
     rooms = {"stock": stock, "patched": patched or stock}
     fits = {name: engine_pools.describe(each.fit) for name, each in rooms.items()}
     named = {"model": "a/b", "gpu": "h200", "engine": "0.5", "fit": fits["patched"], "stock_fit": fits["stock"]}
@@ -130,7 +131,7 @@ def test_the_intermediate_size_is_that_of_the_config(padded: int, said: str) -> 
 
 
 def recorded_reasons() -> set[str]:
-    """Reasons of every release's changes and of every published recipe."""
+    """Return the reasons stored for each release's changes and for each published recipe."""
     releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
     reasons = {reason for release in releases for _, reason in release["changes"].values()}
     for file in (ROOT / "benchmark/results/recipes").glob("*.json"):

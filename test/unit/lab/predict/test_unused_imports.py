@@ -1,4 +1,5 @@
-"""Packages that an engine query leaves out, and what is asked again with them."""
+"""Tests of ``lab/predict/unused_imports.py``. ``doctor`` asks the engine in a process that does not import some slow
+packages. If that query finds no layer, refuses the model or fails, it is repeated with all packages."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ LAYER, NO_LAYER = {"layer": {"runner": "triton"}}, {"layer": None, "unknown": "T
         ),
     ],
 )
-def test_what_may_have_used_a_package_is_asked_again(answers, expected, monkeypatch):
+def test_a_query_that_may_need_an_unused_package_is_repeated_with_all_packages(answers, expected, monkeypatch):
     asked = []
 
     def run_query(question, environ):

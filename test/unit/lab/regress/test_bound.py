@@ -1,4 +1,6 @@
-"""The confidence interval of the drop in accuracy, checked against all tables and against simulated runs."""
+"""Tests of ``lab/regress/bound.py``, the confidence interval of the drop in accuracy. They enumerate all possible
+numbers of losses and gains (tables), and simulate runs. A *loss* is an answer that only the stock server gets right, a
+*gain* one that only the patched server gets right."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ THREE = MAX_DROP / 100
 
 
 def score(n: int, losses: int, gains: int, drop: float) -> float:
-    """Score statistic by its definition: a numerical search finds the most likely rate of gains."""
+    """Compute the score statistic from its definition, with a numerical search for the most likely rate of gains."""
 
     def negative_log_likelihood(rate):
         parts = ((losses, rate + drop), (gains, rate), (n - losses - gains, 1 - 2 * rate - drop))
@@ -30,7 +32,7 @@ def score(n: int, losses: int, gains: int, drop: float) -> float:
 
 
 def probability(n: int, losses: int, gains: int, loss: float, gain: float) -> float:
-    """Probability of one table, if ``loss`` and ``gain`` are the true rates."""
+    """Probability of exactly these losses and gains in ``n`` questions, if ``loss`` and ``gain`` are the true rates."""
     rest = n - losses - gains
     return comb(n, losses) * comb(n - losses, gains) * loss**losses * gain**gains * (1 - loss - gain) ** rest
 
@@ -53,7 +55,7 @@ def is_no_worse(n: int, losses: int, gains: int, drop: float = THREE) -> bool:
 
 @pytest.mark.parametrize(("n", "drop"), [(100, THREE), (282, THREE), (127, 0.05)])
 def test_a_worse_server_is_called_no_worse_with_a_probability_below_alpha(n, drop):
-    """This holds for few differing answers, too, where Tango's interval and 1.64 standard errors fail."""
+    """This holds even if few answers differ. Tango's interval and 1.64 standard errors exceed alpha then."""
     passing, losses = [], 0
     for gains in range(26):  # more gains allow more losses
         while is_no_worse(n, losses, gains, drop):
@@ -72,8 +74,8 @@ def test_simulated_runs_get_each_verdict_as_often_as_the_formulas_say():
         verdicts = {"no worse": 0, "worse": 0}
         for _ in range(runs):
             numbers = [draw.randrange(2000) for _ in range(n)]
-            losses = sum(number < 30 + 2000 * drop for number in numbers)  # 1.5 %, and the drop
-            gains = sum(number >= 1970 for number in numbers)  # 1.5 %
+            losses = sum(number < 30 + 2000 * drop for number in numbers)  # rate of losses: 1.5 % plus the drop
+            gains = sum(number >= 1970 for number in numbers)  # rate of gains: 1.5 %
             worse = losses > gains and mcnemar(losses, gains)[1] < ALPHA
             verdicts["worse" if worse else "no worse"] += worse or is_no_worse(n, losses, gains)
         shares[drop] = {verdict: count / runs for verdict, count in verdicts.items()}
@@ -89,7 +91,7 @@ def test_number_of_questions_for_a_drop(drop, questions):
     assert bound.questions_for(drop, ALPHA) == questions
     assert (questions > GSM8K) == (drop == 0.01)
     power = bound.pass_probability(questions, drop, ALPHA, bound.CHURN / 2, bound.CHURN / 2)
-    assert bound.POWER - 0.02 <= power <= bound.POWER + 0.1  # the probability jumps from one table to the next
+    assert bound.POWER - 0.02 <= power <= bound.POWER + 0.1  # the tables are discrete, so the probability jumps
 
 
 def test_the_bound_without_losses_and_gains_is_binomial():

@@ -1,4 +1,5 @@
-"""The comparison of a stock and a patched run: verdicts, their limits, and the JSON report."""
+"""Tests of ``lab/regress/compare.py``, which compares a stock and a patched run: verdicts, their limits, and the JSON
+report."""
 
 import dataclasses
 import json
@@ -90,7 +91,8 @@ def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost,
 
 
 def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
-    """5 lost and 4 gained of 200 are not significant, but they are compatible with a drop of 3 points."""
+    """With 5 lost and 4 gained of 200 answers, for example, the drop is not significant. A true drop of 3 points is
+    still possible, so the run is inconclusive (code 2)."""
     for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 2), (4, 0, 2), (6, 0, 1), (3, 9, 0)):
         found = compare_counts(losses, gains, 200 - losses - gains)
         assert (found.exit_code, found.conclusive) == (code, code != 2), (losses, gains)
@@ -103,7 +105,9 @@ def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
 
 
 def test_number_of_questions_needed_with_the_observed_losses_and_gains():
-    assert compare_counts(4, 0, 196).questions_needed > 282  # more answers differ than expected
+    assert (
+        compare_counts(4, 0, 196).questions_needed > 282
+    )  # more than the usual 282, because more answers differ than expected
     assert compare_counts(0, 0, 50).questions_needed == 99
     assert compare_counts(3, 0, 97).questions_needed is None
 

@@ -1,4 +1,5 @@
-"""The command ``regress`` with real processes and a stand-in for the engine (``engine_for_regress``)."""
+"""Tests of the command ``regress`` with real processes. A stand-in replaces the engine
+(``test/standins/engine_for_regress``)."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ from sglang_moe_patches.lab.servers.server import Server
 
 STANDIN = ROOT / "test/standins/engine_for_regress"
 FAMILY = 6
-"""Number of processes of a run: ``regress``, supervisor, server, worker, daemon and resource tracker."""
+"""Number of processes while a server runs: ``regress``, supervisor, server, worker, daemon and resource tracker."""
 QUESTIONS = 100
-"""Number of questions. If all answers are equal, it suffices to show a drop below 3 points."""
+"""Number of questions of a run. If no answer differs, 99 questions suffice for the verdict *no worse*."""
 
 
 class Regression:
-    """A ``regress`` command with a model, questions, a folder for its report, and the stand-in on PYTHONPATH.
+    """A ``regress`` command with a model, questions and a folder for its report. It starts stand-ins for the engine.
 
-    The stand-in creates a file in ``folder`` for each event.
+    A stand-in creates a file in ``folder`` for each event.
     """
 
     def __init__(self, tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ class Regression:
         )
         self.arguments = ["regress", "--model", str(model), "--output", str(self.output)]
         self.arguments += ["--data-path", str(data), "--num-questions", str(QUESTIONS)]
-        # Outside tmp_path, because the path of a socket must be short.
+        # This folder is not in tmp_path, because the path of a socket must be short.
         self.temporary = Path(tempfile.mkdtemp(prefix="t"))
 
     def command(self, *more: str) -> list[str]:
@@ -66,13 +67,13 @@ class Regression:
             "STANDIN_FOLDER": str(self.folder),
             "STANDIN": ",".join(faults),
             "MARKER": self.marker,
-            # Nothing listens on this port: requests to servers on this machine must not use the proxy.
+            # Nobody listens at this address. Requests to servers on this machine must not use a proxy.
             "HTTP_PROXY": "http://127.0.0.1:9",
             "TMPDIR": str(self.temporary),
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Running processes that the command started."""
+        """Return the running processes that the command started."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -92,7 +93,7 @@ class Regression:
         assert left == []
 
     def server_files(self) -> list[Path]:
-        """Shared memory and temporary files that the servers created."""
+        """Return the paths of shared memory and temporary files that the servers created."""
         return [Path(line) for name in self.folder.glob("has-*") for line in name.read_text().splitlines()]
 
     def check_nothing_left(self, servers: int) -> None:
@@ -128,7 +129,7 @@ class Regression:
 @pytest.fixture
 def regression(tmp_path):
     regression = Regression(tmp_path)
-    tempfile.tempdir = None  # so that a command in this process reads TMPDIR again
+    tempfile.tempdir = None  # Python then reads TMPDIR again when it needs a temporary folder
     with regression.no_process_left():
         yield regression
     tempfile.tempdir = None
@@ -187,12 +188,13 @@ def test_durations_are_formatted_with_a_fitting_unit(seconds, text):
 def is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two calls
+    except psutil.NoSuchProcess:  # the process ended between the two calls
         return False
 
 
 def start_until(stage: str, regression: Regression) -> subprocess.Popen[str]:
-    """Start ``regress`` and wait until its server is starting, or until it answers questions."""
+    """Start ``regress``. Wait until its server answers questions (``stage`` *evaluating*), else until all processes of
+    the starting server run."""
     process = regression.start("slow answers" if stage == "evaluating" else "never ready")
     if stage == "evaluating":
         wait_until(lambda: regression.has_event("evaluating"), process)
@@ -218,7 +220,7 @@ def test_two_signals_leave_no_process_and_no_report(regression, stage, number):
     process.send_signal(number)
     time.sleep(0.002)
     process.send_signal(number)
-    while stage == "ending" and any(map(is_running, others)):  # a signal at every moment while the servers end
+    while stage == "ending" and any(map(is_running, others)):  # signals arrive at many moments while the servers end
         process.send_signal(number)
         time.sleep(0.002)
     _, message = process.communicate()
@@ -232,7 +234,7 @@ def test_a_server_that_ignores_sigterm_is_ended_and_leaves_nothing(regression, t
     environment = {**os.environ, **regression.environment("deaf"), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
     with Server("x", [], environment, tmp_path / "log"):
         assert all(path.exists() for path in regression.server_files())
-        # One process left the session and lost its parent.
+        # One process of the server has a session of its own, and its parent has ended.
         assert len({os.getsid(process.pid) for process in regression.processes()}) == 2
         assert len(regression.processes()) == FAMILY - 1
     assert not regression.has_event("asked-to-end-patched")
@@ -258,7 +260,7 @@ def test_a_killed_regress_leaves_no_server_file_and_keeps_logs_and_answers(regre
 
 
 def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
-    """The command creates the shared memory, and a process outside its family maps it, too."""
+    """The supervised command creates shared memory. Another process, which is none of its descendants, maps it, too."""
     path = Path("/dev/shm") / f"standin-{uuid.uuid4().hex}"
     script = f"import mmap, time; f = open({str(path)!r}, 'w+b'); f.truncate(99); m = mmap.mmap(f.fileno(), 99)"
     script += "; print(flush=True); time.sleep(3600)"
@@ -372,7 +374,7 @@ for index, used in enumerate(Path({file!r}).read_text().split()):
 
 @pytest.fixture
 def used_memory_file(regression, tmp_path, monkeypatch):
-    """File with the MiB in use on each GPU, which a stand-in for ``nvidia-smi`` reads."""
+    """File that holds the used MiB of each GPU. A stand-in for ``nvidia-smi`` prints these numbers."""
     file = regression.folder / "used"
     file.write_text("300 200")
     tool = tmp_path / "bin" / "nvidia-smi"

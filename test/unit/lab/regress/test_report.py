@@ -1,4 +1,4 @@
-"""The report of a comparison: the table on the terminal and the HTML page."""
+"""Tests of ``lab/regress/report.py``, the report of ``regress``: a table on the terminal and an HTML page."""
 
 import dataclasses
 import io
@@ -52,7 +52,7 @@ def one_difference(text: str = HOSTILE, question: str = "q3", tokens: tuple[int,
 
 
 class Page(HTMLParser):
-    """Parser that checks that tags nest, and collects the tags and the text."""
+    """HTML parser that checks that tags nest, and collects all tags and the text."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -89,7 +89,8 @@ def line_with(table: str, label: str) -> str:
 
 
 GPU = Memory("cuda", 3_027_700_000, None, 16384, 40, reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)
-"""Figures of a server with the Triton runner, whose kernels and output buffers are not observed."""
+"""Memory figures of a server with the Triton runner. They have no number of output buffers, because the observer does
+not watch this runner's kernels."""
 
 
 def test_the_table_has_every_figure():
@@ -123,7 +124,8 @@ def test_verdict_and_reasons_stand_below_the_table():
 
 
 def too_few_right(**changes) -> Comparison:
-    """Comparison in which too few answers are right for a significant drop, and identical answers are not required."""
+    """Comparison of two servers with 4 right answers each, too few to show a significant drop. Answers need not be
+    identical."""
     stock = run("stock", **{"right": 4, **changes})
     return compare(stock, dataclasses.replace(stock, name="patched"), require_identical=False)
 
@@ -143,7 +145,8 @@ def test_a_run_that_cannot_show_a_drop_says_so_and_what_to_change():
 
 
 def with_losses(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
-    """Comparison of ``count`` questions that both servers answer correctly except for the losses and gains."""
+    """Comparison of two servers that answer ``count`` questions. Both are right, except that only the stock server is
+    right in ``losses`` answers, and only the patched server in ``gains`` answers."""
     right = answers(count, count)
 
     def run_with_wrong_answers(name, first, number):
@@ -174,7 +177,7 @@ def test_an_inconclusive_run_says_how_many_questions_are_needed():
 def compare_memory(**changes) -> Comparison:
     """Comparison of two servers with identical answers.
 
-    :param changes: (stock's figure, patched's figure) by the attribute of ``Memory``.
+    :param changes: attributes of ``Memory``, each with the stock and the patched server's figure.
     """
     runs = [
         run(name, memory=Memory("cuda", **{field: values[side] for field, values in changes.items()}))
@@ -267,12 +270,15 @@ def test_saved_memory_is_shown_in_tokens_of_kv_cache():
         return compare(run("stock", memory=stock), run("patched", memory=patched), require_identical=False)
 
     comparison = compare_memories(memory(3_028_000_000), memory(1_168_000_000))
-    # 1.86 GB at 70,272 bytes a token.
+    # The saved 1.86 GB, at 70,272 bytes for each KV token.
     assert "26,468" in line_with(terminal(comparison), "KV tokens that fit into the saved memory")
     assert "SGLANG_MOE_PATCHES_KV_SIZING=auto" in "".join(report.notes(comparison))
     for stock, patched in (
         (memory(1_168_000_000), memory(3_028_000_000)),  # nothing saved
-        (memory(3_028_000_000), memory(1_168_000_000, tokens=8192)),  # a forward pass of another size
+        (
+            memory(3_028_000_000),
+            memory(1_168_000_000, tokens=8192),
+        ),  # the patched server's largest forward pass has fewer tokens
         (memory(3_028_000_000), memory(1_168_000_000, cache=None)),
         (memory(None), memory(None)),
         (memory(3_028_000_000), None),
