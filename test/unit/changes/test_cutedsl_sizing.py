@@ -62,8 +62,8 @@ def test_unknown_limits_add_nothing(limits):
 def test_tokens_of_a_draft_step_and_of_the_buffers():
     assert other_tokens_per_request(1, 3, multi_layer=False) == 4
     assert other_tokens_per_request(8, 3, multi_layer=False) == 8
-    # In the engine's graph runner, layer i of a draft model with n layers has n + 1 + i tokens of each request. For
-    # n = 4 these are 5, 6, 7 and 8.
+    # Layer i of a draft model with n layers has n + 1 + i tokens of each request in the engine's graph runner. These
+    # are 5, 6, 7 and 8 for n = 4.
     assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
     # The buffers have room for the tokens of all gathered ranks, or for the tokens that the dispatcher accepts.
     assert [wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]

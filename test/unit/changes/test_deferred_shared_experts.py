@@ -1,5 +1,5 @@
-"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts: layers to
-which it applies, the stand-in for the shared experts' output, and runners that preserve their input."""
+"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts. They check
+the layers in which it acts, the stand-in for the shared experts' output, and runners that preserve their input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the change moe-workspace, which computes the experts' outputs in column slices: the width of a slice,
-tensors that are not cut, and the engine's code in Triton's interpreter."""
+"""Tests of the change moe-workspace, which computes the experts' outputs in column slices. They check the width of a
+slice, tensors that are not cut, and the engine's code in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -319,7 +319,8 @@ def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, 
 
 
 def test_nothing_is_advised_where_a_cut_saves_nothing():
-    """In Mixtral the intermediate size of an expert is larger than the hidden size."""
+    """Mixtral's intermediate size is larger than its hidden size, so the slices of its second GEMM save no memory at
+    the peak."""
     assert column_slices.advise(LayerShape(8192, 8, 4096, 7168), TritonGemm(TUNED), slice_width) == ""
 
 
@@ -431,8 +432,8 @@ def run_narrow_slices():
 
 @pytest.mark.parametrize(("own", "slices"), [(True, 1), (False, 2)])
 def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(own, slices):
-    """Some activations return a tensor of their own instead (``own`` is False). The limit has room for the uncut tensor
-    alone. With the activation in additional memory the tensor is therefore cut.
+    """The activation's output normally lies in the dead input (``own``). Some activations return a tensor of their own.
+    The limit has room for the uncut tensor alone, so the tensor is cut if the activation takes additional memory.
     """
     deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations

@@ -1,5 +1,6 @@
 """Tests of the change mori-input-truncation, without an engine. MoRI is an all-to-all backend. Its dispatch returns a
-receive buffer of fixed size, and the change cuts off rows at its end that no rank can have sent."""
+receive buffer of fixed size. The change lets the MoE kernel compute only its first rows, which are all that can have
+arrived."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
         (0, [16, 0], Layout(8, attn_tp=4, dp_rank=1), 64),
         # Context parallelism may split a batch unevenly.
         (4, [8, 8], Layout(4, attn_cp=2), 32),
-        # With one data-parallel rank, all ranks have the same batch.
+        # All ranks have the same batch, because there is one data-parallel rank.
         (4, [32], Layout(8, attn_tp=8), 32),
         (32, [32], Layout(8, attn_tp=8), 256),
         (4, None, Layout(8, attn_tp=8), 40),
@@ -213,8 +214,8 @@ class Case:
         self.ranks = self.dp_ranks * self.shards
         counts = [draw.choice([0, draw.randint(0, 8), 8]) for _ in range(self.dp_ranks)]
         counts = [-(-n // self.shards) * self.shards for n in counts]
-        # Kind of counts that a rank knows. In this order: all ranks are padded alike; each has its own padding; the
-        # size of a captured graph; only this rank's count; only its graph's size; only its sub-batch's; none.
+        # Counts that a rank knows. They are those of all ranks, padded alike ("max_len") or separately ("sum_len"), or
+        # the size of a graph that all ranks replay ("graph"). The other kinds are this rank's count alone, or none.
         self.kind = draw.choice(["max_len", "sum_len", "graph", "own_count", "own_graph", "sub_batch", "nothing"])
         self.two_batch_overlap = self.kind == "sub_batch" or draw.random() < 0.1
         used = list(counts)
@@ -223,7 +224,7 @@ class Case:
         elif self.kind == "graph":
             counts = [max(counts) + self.shards * draw.randint(1, 2)] * self.dp_ranks
         self.counts, scattered = counts, draw.random() < 0.8
-        # In a captured graph, a batch has padding rows. They go to no rank, or to any rank.
+        # A batch in a captured graph has padding rows. They go to no rank, or to any rank.
         tp = self.attn_tp if scattered else 1
         used_rows, self.sent = ([n[rank // self.shards] // tp for rank in range(self.ranks)] for n in (used, counts))
         if self.kind == "nothing" and scattered:  # without padding, the shares of ranks differ by one row
@@ -312,7 +313,7 @@ DYNAMIC_CHUNKS = {"limit": 0, "recv_bound": True, "unreliable_reason": "--enable
     [
         (NO_ASSERTIONS, [4], 4, 64, "is not applied"),  # this PyTorch would not detect an exceeded limit
         (Policy(Layout(4), 0, True), [4], 4, 64, "is unknown"),
-        # With this argument the counts of other ranks may be wrong and are not used. This rank's own count is.
+        # This argument makes the counts of other ranks unreliable. Only this rank's own count is used.
         (Policy(Layout(4), **DYNAMIC_CHUNKS), [4, 0, 0, 0], 4, 64, "is unknown"),
         (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS), [4], 1, 4, ""),
         (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS, has_stale_counts=True), [4], 1, 8, ""),

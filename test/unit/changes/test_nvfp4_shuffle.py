@@ -1,4 +1,5 @@
-"""fp4-weights: shuffled as by the engine's own function, in place, nothing touched when refused; dead scales go."""
+"""Tests of the change fp4-weights. It shuffles the rows of NVFP4 weights in place, with the same result as the engine's
+function, and changes nothing if it refuses an input. It also frees scales that Marlin never reads."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes"
 
 
 def interleave(scales):
-    """Formula of the vendor's nvfp4_block_scale_interleave for one [M, K] uint8 matrix."""
+    """Reorder one [M, K] uint8 matrix as FlashInfer's nvfp4_block_scale_interleave does."""
     rows, columns = scales.shape
     return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """The engine's modules, with the one vendor kernel that the shuffle calls replaced by its formula."""
+    """The engine's modules. ``interleave`` replaces the only FlashInfer kernel that the engine's shuffle calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         utils = pytest.importorskip(
@@ -55,7 +56,7 @@ def engine():
 
 @pytest.fixture
 def applied(engine, patcher):
-    """The change applied to the engine in this process."""
+    """The engine's modules after the change was applied to them."""
     fp4_weights.CHANGE.plan().install(patcher)
     return engine
 
@@ -65,7 +66,9 @@ def clone(tensors):
 
 
 def random_shapes(count, seed):
-    """(experts, hidden, intermediate, is_gated): 1 to 512 experts, half of them not a multiple of the alignment."""
+    """Yield random sizes of a layer: (experts, hidden, intermediate, is_gated). There are 1 to 512 experts. Half of the
+    intermediate sizes are no multiple of the alignment, so that the engine pads them.
+    """
     rng = random.Random(seed)
     for _ in range(count):
         is_gated = rng.random() < 0.6
@@ -73,7 +76,7 @@ def random_shapes(count, seed):
         hidden = 128 * rng.randint(1, 4 if experts <= 16 else 1)
         unit = 64 if is_gated else 128
         intermediate = unit * rng.randint(1, 5 if experts <= 16 else 1)
-        if rng.random() < 0.5:  # the engine pads these: to 16 when gated, to 128 when not
+        if rng.random() < 0.5:  # the engine pads to a multiple of 16 with a gate, and of 128 without
             intermediate -= rng.choice([2, 8, 14]) if is_gated else rng.randrange(16, 128, 16)
         yield experts, hidden, intermediate, is_gated
 
@@ -83,7 +86,7 @@ def test_bit_identical_to_the_engine_on_random_shapes(engine, chunk):
     padded = 0
     for number, (experts, hidden, intermediate, is_gated) in enumerate(random_shapes(40, seed=chunk)):
         w13, w2, s13, s2 = random_layer(experts, hidden, intermediate, is_gated, seed=number)
-        # Later releases also say which hidden size they aligned to; here it is the given one.
+        # Later releases also return an aligned hidden size (``_``). It equals ``hidden`` here.
         w13, s13, w2, s2, aligned, *_ = engine.runner._align_fp4_moe_weights(
             w13, s13, w2, s2, is_gated, 16 if is_gated else 128
         )
@@ -124,7 +127,7 @@ def test_any_amount_of_scratch_gives_the_same_and_no_second_copy(engine, monkeyp
     monkeypatch.setattr(shuffle, "SCRATCH_BYTES", scratch_bytes)
     got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, is_gated)
     assert differences(got, expected) == []
-    assert 0 < max(sizes) <= max(scratch_bytes, 128 * hidden // 16)  # at least a tile
+    assert 0 < max(sizes) <= max(scratch_bytes, 128 * hidden // 16)  # the scratch holds at least one tile
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
@@ -190,7 +193,7 @@ def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("kind", ["sliced", "transposed", "expanded"])
 def test_views_are_left_to_the_engines_own_function(kind, index):
-    """It copies what it is given, whatever its strides."""
+    """The engine's function copies its inputs, so it accepts any strides. The change works in place and does not."""
     layer = list(random_layer(2, 256, 128))
     tensor = layer[index]
     views = {
@@ -209,10 +212,13 @@ def test_views_are_left_to_the_engines_own_function(kind, index):
 
 
 def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
-    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())  # should FlashInfer allow what the layout does not
+    monkeypatch.setattr(
+        shuffle, "row_permutations", lambda *_: ()
+    )  # as if FlashInfer itself did not refuse these sizes
     with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(*random_layer(2, 256, 32), 256, 32, 2)
-    # 160 = 2.5 blocks of four scales: without a gate its rows are refused first, so ask the rule itself.
+    # 160 columns have 2.5 groups of four scales. A layer of this size is refused for its rows first, so the test calls
+    # the rule directly.
     assert "multiple of 4" in shuffle._layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
     assert shuffle._layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
 
@@ -234,7 +240,7 @@ def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
 
 
 def test_a_kernel_that_cannot_run_falls_back(engine, monkeypatch, caplog):
-    """On CPU tensors every launch fails: the result must be right all the same, operation by operation."""
+    """The launch of a Triton kernel fails on CPU tensors. PyTorch operations must then give the same result."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter runs the kernels on the CPU")
     monkeypatch.setattr(shuffle, "uses_triton", lambda device: True)
@@ -283,7 +289,9 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
             assert block <= shuffle.MAX_PROGRAM_BYTES
             assert config.strip_bytes >= 16
             assert config.strip_bytes & (config.strip_bytes - 1) == 0
-            assert block <= config.num_warps * 32 * 256  # at most 64 data registers a thread: no spills
+            assert (
+                block <= config.num_warps * 32 * 256
+            )  # at most 256 bytes (64 registers) a thread, so that none are spilled
     assert shuffle.row_kernel_config(256, 30, tiled) is None
 
 
@@ -306,7 +314,7 @@ for hidden, intermediate, is_gated in ((128, 64, True), (256, 192, True), (384, 
     for which, (plain, by_kernels) in enumerate(zip(*shuffled)):
         assert torch.equal(plain, by_kernels), (hidden, intermediate, which)
 assert shuffle._warn_no_kernel.cache_info().currsize == 0, "a kernel did not run"
-narrow = shuffle.RowKernelConfig(384, 64, 4)  # rows and columns that fill no power of two
+narrow = shuffle.RowKernelConfig(384, 64, 4)  # numbers of rows and columns that are no powers of two
 matrices = torch.randint(0, 256, (3, 384, 96), dtype=torch.uint8)
 index = torch.randperm(384)
 expected = matrices[:, index]
@@ -365,10 +373,10 @@ def test_compiled_kernels_load_everything_before_a_barrier_and_store_after_it(ke
     assert loads
     assert stores
     assert any(max(loads) < barrier < min(stores) for barrier in barriers)
-    # Sixteen bytes at a time, or the memory speed is not reached.
+    # Loads and stores must be 16 bytes wide to reach the speed of the memory.
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
-    assert "ld.global.nc" not in ptx  # a cached read-only load must not be used on memory that is written
+    assert "ld.global.nc" not in ptx  # a load through the read-only cache is wrong for memory that the kernel writes
 
 
 # --- the wiring -----------------------------------------------------------------------------------------------------
@@ -421,8 +429,9 @@ def test_placeholders_of_every_other_backend_are_untouched(applied, monkeypatch,
 
 
 @pytest.mark.usefixtures("placeholders")
-def test_swizzle_is_the_engine_s_own_for_everyone_else(applied, monkeypatch):
-    """Another thread that swizzles while create_weights runs, and everyone afterwards, get real block scales."""
+def test_swizzle_blockscale_is_replaced_only_within_create_weights(applied, monkeypatch):
+    """The change replaces ``swizzle_blockscale`` while ``create_weights`` runs, in the same thread. Another thread, and
+    later calls, must get the engine's result."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
     scale = random_layer(1, 128, 64)[2]
     expected = interleave(scale[0].view(torch.uint8)).view(1, 128, 8)
@@ -464,7 +473,9 @@ def test_a_byte_for_each_expert_stays_of_the_same_type_and_none_where_the_engine
     layer.register_parameter("w2_blockscale_swizzled", None)
     layer.w2_weight_scale = other = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
     assert fp4_weights.drop_swizzled_scales(layer) == 3 * 128 * 4 - 3
-    kept = dict(layer.named_parameters())["w13_blockscale_swizzled"]  # the weight offloader finds it by name
+    kept = dict(layer.named_parameters())[
+        "w13_blockscale_swizzled"
+    ]  # it stays a parameter, because the engine's weight offloader looks it up by name
     assert (kept.shape, kept.dtype, kept.requires_grad) == ((3, 1, 1), torch.float8_e4m3fn, False)
     assert layer.w2_blockscale_swizzled is None
     assert layer.w2_weight_scale is other

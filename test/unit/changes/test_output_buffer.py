@@ -1,4 +1,5 @@
-"""Decisions of output-buffer as functions of plain values, and its wrappers without an engine."""
+"""Tests of the change output-buffer, without an engine. The change offers a layer's dead input, a tensor that nobody
+reads any more, to MoE kernels as their output."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_a_buffer_must_be_contiguous_whole_and_not_empty():
     whole = torch.empty(4, 6)
     assert fits(whole, (4, 6), torch.float32, CPU)
     assert not fits(torch.empty(6, 4).T, (4, 6), torch.float32, CPU)
-    # A view: the rest of its base tensor may be in use.
+    # A view does not fit, because the rest of its base tensor may be in use.
     assert not fits(torch.empty(8, 6)[:4], (4, 6), torch.float32, CPU)
     assert not fits(torch.empty(25)[1:].view(4, 6), (4, 6), torch.float32, CPU)
     assert not fits(torch.empty(0, 6), (0, 6), torch.float32, CPU)
@@ -50,13 +51,13 @@ def test_a_layer_input_that_is_the_residual_is_not_offered():
     assert not may_offer(hidden, hidden)
     assert not may_offer(hidden, hidden.view(4, 3))
     assert not may_offer(hidden[:2], hidden)
-    assert not may_offer(SimpleNamespace(value=hidden), torch.empty(3, 4))  # a sum that is still owed
+    assert not may_offer(SimpleNamespace(value=hidden), torch.empty(3, 4))  # a handle of a sum that is computed later
     assert shares_storage(hidden[:1], hidden[2:])
 
 
 # --- The runner ------------------------------------------------------------------------------------------------------
 
-torch_of_the_runner = torch  # stands in for the engine module's name `torch`
+torch_of_the_runner = torch  # ``runner_of_the_engine`` uses this name in place of ``torch``
 scale = 1
 
 
@@ -65,7 +66,7 @@ class Dispatched(NamedTuple):
 
 
 def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
-    """Small copy of the engine's function: it allocates an output and writes into it."""
+    """Stand-in for the engine's TRT-LLM runner. It allocates an output and writes into it."""
     hidden = dispatch_output.hidden_states
     output = torch_of_the_runner.empty(*hidden.shape, dtype=hidden.dtype, device=hidden.device)
     torch_of_the_runner.mul(hidden, factor * scale + extra, out=output)
@@ -74,7 +75,8 @@ def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
 
 @pytest.fixture
 def run(symmetric_memory, patcher):
-    # The change replaces the name `torch`. This stand-in uses another name, so that the test keeps its own `torch`.
+    # The change replaces the name ``torch`` in the engine's module. Here it replaces ``torch_of_the_runner``, so that
+    # this test keeps its own ``torch``.
     allocator = takers.TrtllmTorch(torch, runners.SymmetricMemory(symmetric_memory))
     runner: Any = runner_of_the_engine
     into_buffer = replace_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
@@ -100,7 +102,7 @@ def test_the_offer_ends_with_its_block_also_after_an_error(run):
 
 
 def test_outputs_are_allocated_in_symmetric_memory_unless_its_context_is_entered(symmetric_memory):
-    """The engine's contexts cannot be nested."""
+    """The engine's context of symmetric memory cannot be entered twice."""
     entered = nullcontext()
     memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)
     assert memory.output_context() is not entered
@@ -116,11 +118,12 @@ def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
     asks = runners.remember_pool_addresses(lambda tensor: lookups.append(tensor) is None)
     tensors = [torch.empty(1) for _ in range(3)]
     assert all(asks(tensor) for tensor in (*tensors, tensors[2], tensors[0]))
-    assert len(lookups) == 4  # the first one twice
+    assert len(lookups) == 4  # the first address was forgotten and looked up again
 
 
 def test_addresses_outside_the_pool_are_checked_again():
-    """A rank that keeps treating the address as outside would allocate from the pool when no other rank does."""
+    """The same address may lie in the pool later. A rank that remembers it as outside the pool would then allocate from
+    the pool, although no other rank does."""
     answers = [False, False, True]
     asks = runners.remember_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)
@@ -151,7 +154,8 @@ def test_names_that_are_not_only_globals_are_detected():
 
 
 def test_offers_stay_in_their_own_context():
-    """Two forward passes run at once: in another thread, and in another context of the same thread."""
+    """Another forward pass may run at the same time, in another thread or in another context of the same thread. It
+    must not see the offer."""
     seen: list[Any] = []
 
     def elsewhere():
@@ -169,8 +173,8 @@ def test_offers_stay_in_their_own_context():
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
-    """The layer is traced as a whole, without a graph break, and like the engine's own function. The offered buffer is
-    not part of the graph.
+    """``torch.compile`` traces the patched layer as a whole, without a graph break. The graph computes the same as the
+    engine's own function, and uses no offered buffer.
     """
 
     class Layer(torch.nn.Module):
@@ -190,7 +194,8 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
 
 
 class PPMissingLayer:
-    """Stand-in for a layer of another pipeline stage, by the engine's name."""
+    """Stand-in for the engine's placeholder of a layer in another pipeline stage. The change recognizes it by its
+    name."""
 
 
 def test_a_pipeline_stage_has_only_its_own_layers():
@@ -201,7 +206,7 @@ def test_a_pipeline_stage_has_only_its_own_layers():
 
 
 class NvFp4Method(SimpleNamespace):
-    """Quantization method with NVFP4 weights, by its name."""
+    """Quantization method with NVFP4 weights. The change recognizes it by its name."""
 
 
 class Fp8Method(SimpleNamespace):
@@ -275,16 +280,16 @@ def test_a_residual_that_is_more_than_a_sum_is_detected(update, plain):
 
 
 class Handle:
-    """Layer input whose sum is computed later. The engine knows where its tensor is."""
+    """Layer input that the engine has not computed yet: a sum that is due later. ``tensor`` will hold the sum."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 class Run:
-    """Helper that runs a layer's wrapped forward once and records the offers.
+    """Helper that calls a layer's patched forward and records the offered buffer.
 
-    The forward contains an offer of the engine's own.
+    The forward contains an offer of the engine's own, which the change withholds.
     """
 
     def __init__(self, **how):
@@ -297,7 +302,7 @@ class Run:
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
     def offers(self, layer, residual=True, idle=False, hidden=None):
-        """Run a layer, and return True if its own input was offered. No other buffer may be offered."""
+        """Run a layer, and return whether the change offered the layer's input. No other buffer may be offered."""
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
@@ -355,7 +360,7 @@ def test_the_tensor_of_a_deferred_sum_is_offered():
     run = Run(tensor_of=lambda given: given.tensor)
     assert run.offers(a_layer(), hidden=hidden)
     assert not run.offers(a_layer(), hidden=hidden, residual=False)
-    assert not run.offers(a_layer(), hidden=Handle(None))  # nobody has computed it yet
+    assert not run.offers(a_layer(), hidden=Handle(None))  # the sum has no tensor yet
 
 
 def test_a_withheld_offer_can_be_traced():
@@ -369,7 +374,8 @@ def test_a_withheld_offer_can_be_traced():
 
 
 def test_the_engines_offer_is_withheld_under_every_imported_name(monkeypatch, patcher):
-    """A model's module that imports the function by name at its top would continue to offer."""
+    """A model's module may have imported the engine's function by name. It must not continue to offer its own
+    buffer."""
     modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
@@ -395,8 +401,9 @@ OFFER = "with moe_output_buffer_ctx(hidden_states_orig): return self.mlp(hidden_
 
 
 def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
-    """Return a method with the given body. It is never run. A line that begins with spaces belongs to the line
-    before it.
+    """Return the syntax tree of a method with these lines as its body. The method is never run.
+
+    A line that begins with spaces belongs to the line before it.
     """
     source = "\n".join((f"def forward(self, {parameters}):", *(f"  {line}" for line in lines)))
     (definition,) = ast.parse(source).body
@@ -410,7 +417,7 @@ def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
         (True, (PREPARE, "return self.mlp(hidden_states), residual")),
         (True, ("hidden_states_orig = hidden_states", PREPARE, OFFER)),
         (
-            True,  # the tensor of a handle
+            True,  # the input is the tensor of a handle
             (
                 "hidden_states_orig = residual_access.buffer(hidden_states)",
                 "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)",
@@ -452,7 +459,7 @@ def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hi
         {"attends": "if hidden_states.shape[0] != 0: hidden_states = self.self_attn[1](x=hidden_states)"},
         {"attends": "try: hidden_states = self.self_attn(hidden_states)\n  finally: self.clear()"},
         {"norm": "hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, None, forward_batch)"},
-        {  # a function of the module's runs the rest
+        {  # a function of the same module runs the rest of the layer
             "attends": "attended = self.linear_attn(hidden_states)",
             "norm": "hidden_states = self.attn_boundary.finish(attended)",
             "after": "return the_rest(self, hidden_states)",
@@ -506,7 +513,7 @@ def test_other_ways_to_drop_the_input_are_recognized(lets_go):
         {"attends": "if self.attends: hidden_states = self.self_attn(hidden_states)"},
         {"between": "self.last = hidden_states"},
         {"between": "self.seen.append(hidden_states)"},
-        {"norm": "pass"},  # no norm after attention
+        {"norm": "pass"},  # the proof needs a norm after attention
     ],
     ids=lambda keeps: "; ".join(keeps.values()),
 )
@@ -562,7 +569,9 @@ def test_methods_that_receive_the_tensor_are_inspected(follows, body):
     }
     methods = {name: ast.parse(f"def {name}({source}").body[0] for name, source in sources.items()}
     forward = parsed(attends="hidden_states = self.method(hidden_states)")
-    assert proofs.attention_input_dies(forward)  # of a submodule the instance is asked
+    assert proofs.attention_input_dies(
+        forward
+    )  # without the methods, ``method`` counts as a submodule, which is inspected later
     assert proofs.attention_input_dies(forward, methods.get) == follows
 
 
@@ -614,7 +623,7 @@ class ToySkip(ToyAttention):
 
 
 class ToyNorms:
-    """Norms that work in place, as the engine's kernels may."""
+    """Norms that write into their input, as the engine's kernels may."""
 
     def prepare_attn(self, x, residual):
         return x.mul_(2), residual
@@ -665,9 +674,9 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 
 
 def toy_answer(layer, patched):
-    """Output of a layer for an input of ones.
+    """Return the output of a layer for an input of ones. ``patched``: with its input offered as a dead input.
 
-    The input is dead in every toy layer, except in those that the proofs must refuse.
+    Only layers that the proofs must refuse read their input later. Their output therefore differs if it is offered.
     """
     forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
     offer.mark_offering(layer, layer, None)
@@ -782,8 +791,11 @@ KEEPING_AN_INPUT = [
     ("global hidden_states\n  for layer in self.layers:", ALONE),
     (EACH, "hidden_states = layer((kept := hidden_states), batch)", "self.captured.append(kept)"),
     ("for layer in hidden_states:", "hidden_states = layer(self.embeds, batch)"),
-    (EACH, f"{ALONE}\n  {EACH}", ALONE),  # twice
-    ("if self.layers:", "hidden_states = self.run(self.layers, hidden_states)"),  # no loop
+    (EACH, f"{ALONE}\n  {EACH}", ALONE),  # two loops over the layers, one in the other
+    (
+        "if self.layers:",
+        "hidden_states = self.run(self.layers, hidden_states)",
+    ),  # a method gets all layers, without a visible loop
 ]
 
 

@@ -1,4 +1,5 @@
-"""activation-segments: servers that use expandable segments, and times at which the switch is suspended."""
+"""Tests of the change activation-segments, which switches PyTorch's allocator to expandable segments. They check the
+servers on which it does so, and the times at which the switch is suspended."""
 
 from __future__ import annotations
 
@@ -46,13 +47,12 @@ VALUES: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("speculative_algorithm", "hicache_storage_backend", "kt_weight_path"), (None, "a")),
     **dict.fromkeys(("attn_cp_size", "dcp_size", "nnodes"), (1, 2)),
 }
-"""Values of arguments that are no switches: without the feature, and with it. Names are of the engine's
-``ServerArgs``.
-"""
+"""Values of an argument of the engine's ``ServerArgs`` without and with the feature that it selects. Arguments that are
+not listed are False and True."""
 
 
 def arguments(**more):
-    """Stand-in for the engine's ``ServerArgs`` without any feature."""
+    """Return a stand-in for the engine's ``ServerArgs``. All features are off, except for those in ``more``."""
     off = {each.argument: VALUES.get(each.argument, (False, True))[0] for each in FEATURES}
     return SimpleNamespace(**{"device": "cuda", **off, **more})
 
@@ -107,7 +107,7 @@ def test_reasons_why_a_server_is_not_switched(more, by_default, on):
 
 @pytest.fixture
 def environ(monkeypatch):
-    """Environment without any setting, with a tested PyTorch."""
+    """Environment without the change's variable and without allocator settings. The PyTorch release is a tested one."""
     for name in (NAME, *eligibility.CONFIGURATIONS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(activation_segments, "_pytorch", lambda: TESTED)
@@ -127,7 +127,7 @@ def test_a_skipped_server_is_not_probed(environ):
         found = patch.plan_for(CHANGE, {CHANGE.name}, arguments(**has))
         assert found == patch.Plan.unsupported(f"{NAME}=on, but {why}")
     environ.delenv(NAME)
-    assert CHANGE.skip(SimpleNamespace(device="cuda")) is None  # a release that has no such arguments
+    assert CHANGE.skip(SimpleNamespace(device="cuda")) is None  # a release of the engine may lack the arguments
 
 
 NOT_SETTABLE = "the settings of this PyTorch's allocator cannot be changed in a running process"
@@ -174,7 +174,7 @@ def test_doctor_without_a_server_reports_the_common_reasons(environ, variables, 
 
 
 class Settings:
-    """Stand-in for the allocator's settings. It records all settings."""
+    """Stand-in for PyTorch's function that changes the allocator's settings. It records every setting."""
 
     def __init__(self):
         self.given = []
@@ -216,7 +216,8 @@ def test_a_failing_allocator_setting_is_logged_and_not_repeated(caplog):
 
 @given(st.lists(st.sampled_from(["suspend", "resume", "turn_on", "turn_off"]), max_size=30))
 def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
-    """The switch is on after ``turn_on`` and before ``turn_off``, while it is not suspended. Before, nothing is set."""
+    """The switch is on between ``turn_on`` and ``turn_off``, except while it is suspended. Before the first ``turn_on``
+    it changes no setting of the allocator."""
     settings = Settings()
     made, wanted, holding = switch.Switch(settings), False, 0
     for number, step in enumerate(steps):
@@ -234,10 +235,11 @@ def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
 
 @pytest.fixture
 def wrapped_graph(monkeypatch, settings, active_switch):
-    """Wrapped classes: a graph whose captures record whether the switch is on, and ``torch.cuda.use_mem_pool``."""
+    """Stand-in for ``torch.cuda.CUDAGraph`` that the change has wrapped. A capture records in ``during`` whether the
+    switch is on. ``torch.cuda.use_mem_pool`` is a stand-in, too, and wrapped."""
 
     class Graph:
-        """Stand-in for ``torch.cuda.CUDAGraph``."""
+        """Unwrapped stand-in for ``torch.cuda.CUDAGraph``."""
 
         fails = ""
 
@@ -303,7 +305,7 @@ def test_the_switch_is_suspended_in_a_separate_memory_pool(wrapped_graph, settin
 
 @pytest.fixture
 def set_expandable(monkeypatch, settings, caplog):
-    """Function that sets whether new memory is in expandable segments, without a GPU."""
+    """Function that replaces the check whether the allocator makes expandable segments, which would need a GPU."""
     caplog.set_level(logging.INFO, "sglang.srt.moe_patches")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return lambda found: monkeypatch.setattr(switch, "allocates_expandable", found)
@@ -343,7 +345,7 @@ OTHER = "off: another rank cannot use expandable segments"
 def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
     settings, set_expandable, caplog, found, setting, agreed, said
 ):
-    """Every rank votes, whatever it found itself. Otherwise the other ranks would wait for it."""
+    """Every rank votes, even if it has failed. Otherwise the other ranks would wait for its vote."""
     set_expandable(found)
     told: list[bool] = []
     switch.turn_on_if_it_works(switch.Switch(settings), lambda works: told.append(works) or agreed(works))

@@ -1,4 +1,5 @@
-"""Tests of the command ``sglang-moe-reference`` and of its plugin. The product must use neither."""
+"""Tests of the command ``sglang-moe-reference`` and of its plugin, which run the engine on slow reference kernels
+without a GPU. They are test tools, and the product must use neither."""
 
 from __future__ import annotations
 
@@ -120,14 +121,14 @@ def test_nothing_is_replaced_unless_the_variable_is_set(monkeypatch, value, inst
 
 @pytest.mark.parametrize("variable", [environment.KERNELS, environment.WORKSPACE_MB])
 def test_an_invalid_value_ends_the_start(monkeypatch, variable):
-    """The engine starts without a plugin that raises an ``Exception``, so the plugin raises ``SystemExit``."""
+    """The engine ignores a plugin that raises an ``Exception``. The plugin therefore raises ``SystemExit``."""
     monkeypatch.setenv(variable.name, "yes")
     with pytest.raises(SystemExit, match=f"{variable.name}: expected"):
         environment.register()
 
 
 def test_no_file_of_the_product_names_the_reference_kernels():
-    """Otherwise a variable could make a user's server run on the reference kernels."""
+    """If the product knew the reference kernels, a variable could make a user's server run on them."""
     files = [path for path in (ROOT / "python").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     naming = [path for path in files if b"moe_reference" in path.read_bytes().lower().replace(b"-", b"_")]
     assert len(files) > 50

@@ -1,4 +1,5 @@
-"""Tests of FlashInfer's CuteDSL wrapper on the stand-ins, against a dense computation and TRT-LLM's stand-in."""
+"""Tests of FlashInfer's CuteDSL wrapper on the CPU. Stand-ins replace its kernels. Its results are compared with those
+of a simple dense computation."""
 
 import functools
 import importlib
@@ -43,7 +44,8 @@ INIT, CORE = cutedsl.ON_ONE_STREAM
 
 
 def prepare(layer: Layer) -> dict[str, torch.Tensor]:
-    """Prepare weights and scales with the engine's and FlashInfer's own functions."""
+    """Return the weights and scales of a layer as the wrapper's arguments, prepared by the engine's and FlashInfer's
+    functions."""
     interleave = engine_function("moe/moe_runner/flashinfer_cutedsl.py", "interleave_w13_halves")
     w13, w13_scale, w2, w2_scale = layer.stored
     arguments = {}
@@ -93,7 +95,7 @@ SIZES: list[dict[str, Any]] = [{}, {"experts": 3, "hidden": 384, "intermediate":
 
 @pytest.mark.parametrize("sizes", SIZES, ids=["even", "uneven"])
 @pytest.mark.parametrize("preallocated", [True, False])
-# 300 tokens on one expert each: some expert has more than one tile, whose last is not full.
+# Each of 300 tokens goes to one expert. Some expert then has several tiles of tokens, and the last tile is not full.
 @pytest.mark.parametrize(("n", "top_k"), [(33, 3), (300, 1)])
 def test_dense(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) -> None:
     layer = Layer(**sizes)
@@ -104,12 +106,12 @@ def test_dense(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) ->
 
 
 def test_the_sum_over_experts_may_be_a_separate_step() -> None:
-    """FlashInfer's deterministic mode; each expert's output is rounded first."""
+    """FlashInfer's deterministic mode rounds each expert's output, and then sums the outputs in another kernel."""
     if "use_fused_finalize" not in inspect.signature(fused_moe.CuteDslMoEWrapper).parameters:
         pytest.skip("this FlashInfer has no deterministic mode")
     layer = Layer()
     tokens, (ids, scales) = layer.tokens(33), routing(33, layer.experts, 3)
-    ids[4, 1] = -1  # nobody's: a padded slot
+    ids[4, 1] = -1  # padding: the slot has no expert
     wrapper = make_wrapper(layer, 3, use_fused_finalize=False)
     assert_close(run(wrapper, prepare(layer), tokens, ids, scales), layer.expect(tokens, ids, scales))
 
@@ -128,11 +130,11 @@ def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
 
 
 def test_expert_parallel() -> None:
-    """Two ranks, each with half of eight experts, ids global."""
+    """Two ranks have four of eight experts each. Expert ids count over all ranks."""
     tokens = Layer().tokens(12)
     ids, scales = routing(12, 8, 3)
-    ids[4, 1] = -1  # nobody's: a padded slot
-    ids[5] = torch.tensor([0, 1, 2])  # nothing for the second rank
+    ids[4, 1] = -1  # padding: the slot has no expert
+    ids[5] = torch.tensor([0, 1, 2])  # token 5 has no expert on the second rank
     for rank in range(2):
         layer = Layer(seed=rank)
         wrapper = make_wrapper(layer, 3, num_experts=8, num_local_experts=4, local_expert_offset=4 * rank)
@@ -173,7 +175,7 @@ SORTED = (
 @holds_buffers
 @pytest.mark.parametrize("name", [*OUTPUTS, *(f"out_{name}" for name in SORTED)])
 def test_a_buffer_that_is_too_small_is_an_error(name: str) -> None:
-    """The stand-ins compute in the wrapper's buffers, and never replace a buffer silently."""
+    """The stand-ins write into the wrapper's buffers. They must fail instead of allocating a larger buffer."""
     layer = Layer(experts=2)
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
     owner = vars(wrapper) if name in OUTPUTS else wrapper._moe_sort_buffers
@@ -192,8 +194,8 @@ def test_an_output_that_is_not_zeroed_changes_the_result(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("target", KERNELS)
 def test_signatures(target: str) -> None:
-    """A stand-in accepts all arguments of FlashInfer's function, with the same names, order and defaults, or as
-    options."""
+    """A stand-in has the parameters of FlashInfer's function, with the same names, order and defaults. It may take
+    keyword-only parameters as ``**options`` instead."""
     stand_in = inspect.signature(KERNELS[target]).parameters
     for position, (name, parameter) in enumerate(inspect.signature(REAL[target]).parameters.items()):
         if name not in stand_in:

@@ -1,4 +1,5 @@
-"""Tests of the MoE stand-ins against a dense computation, on weights that the engine's own code prepares."""
+"""Tests of the stand-ins for FlashInfer's TRT-LLM MoE kernels. Their results are compared with those of a simple dense
+computation. The engine's own code prepares the weights."""
 
 import ast
 import importlib.util
@@ -21,15 +22,15 @@ flashinfer = pytest.importorskip("flashinfer")
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 SWIGLU, RELU2 = 3, 6
-BFLOAT16_ROUNDOFF = 2.0**-8  # half a unit in the last of eight places, relative
+BFLOAT16_ROUNDOFF = 2.0**-8  # largest relative error of rounding to bfloat16, which has 8 significant bits
 
 
 @cache
 def engine_function(module: str, name: str) -> Callable[..., Any]:
     """Return a function of the installed engine, from a module in ``sglang/srt/layers``.
 
-    Importing its module needs the CUDA driver; the function itself needs only torch and FlashInfer, so its source is
-    compiled alone.
+    Importing the module needs the CUDA driver, but the function itself does not. Its source is therefore compiled
+    without the rest of the module.
     """
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
@@ -57,7 +58,8 @@ def dense_decode(packed: torch.Tensor, block_scale: torch.Tensor) -> np.ndarray:
 
 
 def dense_quantize(x: np.ndarray) -> np.ndarray:
-    """Quantize a vector to NVFP4 with a multiplier of 1 and back, by a search over all numbers."""
+    """Round a vector to NVFP4 with a global scale of 1, and return the rounded values. Each value and scale is found by
+    a search over all representable numbers."""
     blocks = x.reshape(-1, 16)
     scale = nearest(np.minimum(np.abs(blocks).max(1) / 6, 448.0), E4M3)[:, None]
     scaled = np.clip(blocks / np.where(scale == 0, np.inf, scale), -6, 6)
@@ -69,14 +71,16 @@ def silu_gate(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def nearest(x: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Ties go to the even number: argmin takes the first."""
+    """Return the nearest number of ``table`` for each number in ``x``. A tie goes to the number with the even code,
+    because ``argmin`` returns the first minimum."""
     even_first = np.concatenate((table[::2], table[1::2]))
     return even_first[np.abs(even_first[None] - x[:, None]).argmin(1)]
 
 
 @dataclass
 class Layer:
-    """Random experts: stored as a checkpoint has them, prepared as the engine does, and dense for comparison."""
+    """Layer of random experts in three forms: as in a checkpoint (``stored``), as the engine prepares them for the
+    kernel (``prepared``), and as float64 matrices for comparison (``dense``)."""
 
     experts: int = 4
     hidden: int = 256
@@ -91,7 +95,7 @@ class Layer:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         rows = self.intermediate * (2 if self.gated else 1)
-        # Some whole blocks much larger, so that block scales matter.
+        # Blocks of 16 values have different magnitudes, so that wrong block scales change the result.
         w13 = torch.randn(self.experts, rows, self.hidden, generator=generator) / self.hidden**0.5
         w2 = torch.randn(self.experts, self.hidden, self.intermediate, generator=generator) / self.intermediate**0.5
         w13 *= torch.rand(self.experts, rows, self.hidden // 16, generator=generator).repeat_interleave(16, -1) * 3
@@ -101,7 +105,7 @@ class Layer:
         w13_packed, w13_scale = nvfp4.quantize(w13, nvfp4.global_scale_for(w13))
         w2_packed, w2_scale = nvfp4.quantize(w2, nvfp4.global_scale_for(w2))
         self.stored = w13_packed, w13_scale, w2_packed, w2_scale
-        # Different for each expert, so that a scale taken from another expert shows.
+        # Each expert has other scales, so that a scale of another expert changes the result.
         spread = torch.rand(self.experts, generator=generator) + 0.5
         alpha1 = spread / nvfp4.global_scale_for(w13) / 448
         alpha2 = spread.flip(0) / nvfp4.global_scale_for(w2)
@@ -115,13 +119,14 @@ class Layer:
         }
         self.prepared = self.prepared_weights() | {
             "output1_scale_gate_scalar": alpha1,
-            # The engine's g1_scale_c: without a gate the GEMM's scale is in the activation's input alone.
+            # The engine's ``g1_scale_c``. Without a gate, the kernel applies the first GEMM's scale only before the
+            # activation.
             "output1_scale_scalar": alpha1 * multiplier if self.gated else torch.full_like(alpha1, multiplier),
             "output2_scale_scalar": alpha2 / multiplier,
         }
 
     def prepared_weights(self) -> dict[str, torch.Tensor]:
-        """Prepare the weights with the installed engine's own function."""
+        """Return the weights as the installed engine's own function prepares them."""
         prepare = engine_function("quantization/utils.py", "prepare_static_weights_for_trtllm_fp4_moe")
         w13, w13_scale, w2, w2_scale = self.stored
         sizes = self.hidden, self.intermediate, self.experts
@@ -134,7 +139,11 @@ class Layer:
         return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
 
     def expect_one(self, x: np.ndarray, expert: int) -> np.ndarray:
-        """Compute one expert's output for one token, float64 [hidden], from x [hidden]."""
+        """Compute one expert's output for one token with the dense weights.
+
+        :param x: the token's hidden state, [hidden].
+        :returns: float64 [hidden].
+        """
         y = self.dense["w13"][expert] @ x * self.dense["alpha1"][expert]
         gated, multiplier = self.gated, self.dense["multiplier"]
         act = silu_gate(y[: self.intermediate], y[self.intermediate :]) if gated else np.maximum(y, 0) ** 2
@@ -142,7 +151,8 @@ class Layer:
         return multiplier * self.dense["alpha2"][expert] * (self.dense["w2"][expert] @ act)
 
     def expect(self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
-        """float64 [tokens, hidden]; ids outside the layer are skipped."""
+        """Compute the layer's output with the dense weights: float64 [tokens, hidden]. Ids of experts outside the layer
+        are skipped."""
         x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
         out = np.zeros((len(x), self.hidden))
         for token in range(len(x)):
@@ -155,7 +165,8 @@ class Layer:
         return self.answer(tokens, **arguments)[0]
 
     def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
-        """Call a stand-in as the engine does, with keyword arguments. With routing logits, the kernel routes itself."""
+        """Call a stand-in with keyword arguments, as the engine does. The arguments decide which one: with
+        ``routing_logits`` the kernel chooses the experts, otherwise ``topk_ids`` names them."""
         nothing = ("routing_bias", "routed_scaling_factor", "gemm1_bias", "gemm1_alpha", "gemm1_beta")
         named: dict[str, Any] = {
             **dict.fromkeys((*nothing, "gemm1_clamp_limit", "gemm2_bias")),
@@ -180,7 +191,7 @@ def skip_without(function: str, parameter: str) -> None:
 
 
 def routing(n: int, experts: int, top_k: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 without repetition and bfloat16 weights, [n, top_k]."""
+    """Return random expert ids (int32, none twice for a token) and their bfloat16 weights, both [n, top_k]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(n, experts, generator=generator).argsort(-1)[:, :top_k].int()
     return ids, torch.rand(n, top_k, generator=generator).bfloat16()
@@ -192,7 +203,7 @@ def pack(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def assert_close(got: torch.Tensor, expected: np.ndarray) -> None:
     assert got.dtype == torch.bfloat16
-    # The rounding of the result, and float32 sums of terms that may cancel.
+    # The result is rounded to bfloat16 (rtol), and float32 sums may cancel (atol).
     np.testing.assert_allclose(
         got.double().numpy(), expected, rtol=BFLOAT16_ROUNDOFF, atol=1e-5 * np.abs(expected).max()
     )
@@ -217,24 +228,25 @@ class TestRouted:
         assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
 
     def test_expert_parallel(self) -> None:
-        """Two ranks, each with half of eight experts, ids global."""
+        """Two ranks have four of eight experts each. Expert ids count over all ranks."""
         tokens = Layer().tokens(12)
         ids, weights = routing(12, 8, 3)
-        ids[4, 1] = -1  # nobody's: a padded slot
-        ids[5] = torch.tensor([0, 1, 2])  # nothing for the second rank
+        ids[4, 1] = -1  # padding: the slot has no expert
+        ids[5] = torch.tensor([0, 1, 2])  # token 5 has no expert on the second rank
         for rank in range(2):
             layer = Layer(seed=rank)
             output = torch.full((12, 256), float("nan"), dtype=torch.bfloat16)
             arguments = {"num_experts": 8, "local_expert_offset": 4 * rank, "output": output}
             assert layer.call(tokens, topk_ids=pack(ids, weights), **arguments) is output
             assert_close(output, layer.expect(tokens, ids - 4 * rank, weights))
-        assert output[5].eq(0).all()  # not what was there before
+        assert output[5].eq(0).all()  # zeros, not the NaN that the buffer had before
 
 
 def route_by_loops(
     logits: np.ndarray, bias: np.ndarray, top_k: int, method: int, groups: int, keep: int, factor: float
 ) -> tuple[list[int], list[float]]:
-    """One token's experts and weights, by sigmoid; FlashInfer's own reference has the others (``test_routing``)."""
+    """Choose one token's experts and their weights from sigmoid scores, with plain loops. ``test_reference_oracle.py``
+    tests other routing methods against FlashInfer's own reference (``test_routing``)."""
     experts = range(len(logits))
     sigmoid = 1 / (1 + np.exp(-logits))
     score = sigmoid + bias
@@ -262,12 +274,12 @@ class TestSelfRouting:
     def test_dense(
         self, method: int, biased: bool, n_group: int | None, topk_group: int | None, factor: float | None
     ) -> None:
-        layer = Layer()  # four of eight experts
+        layer = Layer()  # has four of the eight experts
         n, top_k = 40, 3
         tokens = layer.tokens(n)
         output = torch.full((n, 256), float("nan"), dtype=torch.bfloat16)
         logits = torch.randn(n, 8, generator=torch.Generator().manual_seed(3)) * 2
-        # Large enough to change the choice, and different from the weights, which must not see it.
+        # The bias is large enough to change the chosen experts. It must not change their weights.
         bias = torch.randn(8, generator=torch.Generator().manual_seed(4)).bfloat16() if biased else None
         got = layer.call(
             tokens,
@@ -301,10 +313,14 @@ class TestSelfRouting:
 
 
 class TestLeftToBeFinalized:
-    """``do_finalize=False``, as the engine calls under graph capture from 0.5.18 on: without an output."""
+    """Calls with ``do_finalize=False``, which leave the weighted sum over experts (*finalize*) to a later kernel. From
+    0.5.18 on the engine makes such calls while it captures graphs."""
 
     def finalized(self, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor) -> np.ndarray:
-        """Finalize by hand. Return [tokens, hidden]."""
+        """Return the weighted sum over each token's experts, [tokens, hidden].
+
+        :param row_of: row of each token's expert in ``rows``, or -1 if the expert is on another rank.
+        """
         of_slots = rows.double()[row_of.long()].masked_fill((row_of < 0).unsqueeze(-1), 0)
         return (of_slots.view(*weights.shape, -1) * weights.double().unsqueeze(-1)).sum(1).numpy()
 
@@ -324,10 +340,12 @@ class TestLeftToBeFinalized:
         assert torch.equal(row_of >= 0, local)
         assert row_of[local].unique().numel() == local.sum()
         assert row_of.max() < len(rows)
-        assert not torch.equal(row_of[local], row_of[local].sort().values)  # whoever ignores the index is seen
+        assert not torch.equal(
+            row_of[local], row_of[local].sort().values
+        )  # not in order, so that ignoring the index gives a wrong sum
 
         whole = layer.call(tokens, topk_ids=topk, **parallel)
-        # Each row was rounded before the sum here, and only the sum there.
+        # Without finalizing, each row is rounded before the sum. With finalizing, only the sum is rounded.
         largest = rows[row_of[local].long()].abs().max().item()
         np.testing.assert_allclose(
             self.finalized(*answer),
@@ -349,14 +367,15 @@ class TestLeftToBeFinalized:
         logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)) * 2
         arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": 2, "routed_scaling_factor": 2.5}
         rows, weights, row_of = layer.answer(tokens, do_finalize=False, **arguments)
-        assert weights.dtype == torch.bfloat16  # whatever the logits are
+        assert weights.dtype == torch.bfloat16  # although the logits are float32
         whole = layer.call(tokens, **arguments).double().numpy()
         atol = 3 * BFLOAT16_ROUNDOFF * rows.abs().max().item()
         np.testing.assert_allclose(self.finalized(rows, weights, row_of), whole, rtol=BFLOAT16_ROUNDOFF, atol=atol)
 
 
 class TestBatchInvariance:
-    """Bit for bit: a token's answer does not depend on its neighbours, its place, or the number of threads."""
+    """A token's result has the same bits with any other tokens, at any place in the batch, and with any number of
+    threads."""
 
     @pytest.fixture
     def threads(self) -> Iterator[None]:
@@ -384,7 +403,8 @@ class TestBatchInvariance:
         assert torch.equal(some(slice(0, 70)), together)
 
     def test_exact_before_any_rounding(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """FP4 and bfloat16 hide nearly every difference in the last bit, so look before them."""
+        """Rounding to FP4 and bfloat16 hides nearly every difference in the last bit. The test therefore compares the
+        float32 values before they are quantized."""
         layer = Layer(hidden=1024)
         tokens = layer.tokens(70)
         seen: list[torch.Tensor] = []
@@ -403,7 +423,7 @@ class TestBatchInvariance:
             assert torch.equal(intermediate(slice(0, n)), together[:n]), n
 
     def test_nan_in_padding_rows_does_not_change_other_rows(self) -> None:
-        """Padding rows may have any values."""
+        """A batch may have padding rows with any values, NaN included."""
         layer = Layer()
         tokens = layer.tokens(4)
         ids, weights = routing(4, 4, 2)
@@ -438,7 +458,7 @@ OF_ANY = {"local_expert_offset", "do_finalize", "output", "enable_pdl", "tune_ma
 
 
 def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
-    """Call the kernel with valid arguments, some of which ``more`` replaces."""
+    """Call the stand-in ``name`` with valid arguments, of which ``more`` replaces some."""
     x, multiplier = torch.zeros(2, 32).bfloat16(), torch.tensor(1.0)
     if name == "fp4_quantize":
         kernels.fp4_quantize(**{"input": x, "global_scale": multiplier, **more})
@@ -468,7 +488,7 @@ NOT_DONE: list[tuple[str, dict[str, Any]]] = [
     (IDS, {"activation_type": 5}),
     (LOGITS, {"routing_method_type": 5}),
     (LOGITS, {"routing_method_type": 9}),
-    (LOGITS, {"routing_bias": torch.zeros(4)}),  # this method has none
+    (LOGITS, {"routing_bias": torch.zeros(4)}),  # the default routing method has no bias
     ("fp4_quantize", {"backend": "cutile"}),
     ("fp4_quantize", {"input": torch.zeros(2, 32)}),
     ("nvfp4_quantize", {"sfLayout": 1}),
@@ -546,4 +566,4 @@ class TestQuantize:
 def test_the_triton_kernels_work_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     ran, said = interpreted.run_tests(["test_reference_kernels_cuda.py"], timeout=600)
-    assert ran == 11, said  # not skipped
+    assert ran == 11, said  # no test was skipped

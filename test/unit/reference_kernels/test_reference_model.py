@@ -65,7 +65,7 @@ def test_tokenizer_and_config_agree(tokenizer, directory, weights):
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
     assert max(ids) < config["vocab_size"]
-    assert len(tokenizer(" eggs").input_ids) == 1  # the merges work, and not the bytes alone
+    assert len(tokenizer(" eggs").input_ids) == 1  # merges work: the word is one token, not one for each byte
     assert "assistant:" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
     )
@@ -76,7 +76,8 @@ def listed(weights: dict[str, torch.Tensor], below: str = "") -> dict[str, tuple
 
 
 def test_checkpoint_weights_match_the_shipped_model():
-    """Names, dtypes and shapes; a NextN layer has those of another layer before quantization, and its own."""
+    """Compare names, dtypes and shapes. A NextN layer is not quantized: it has the unquantized weights of an ordinary
+    layer, and four weights that only NextN has."""
     assert listed(model.checkpoint_weights(SHIPPED)) == listed(load_file(SHIPPED_MODEL))
     found = model.checkpoint_weights(dataclasses.replace(SHIPPED, nextn=True))
     width, bf16 = SHIPPED.hidden, torch.bfloat16
@@ -100,8 +101,8 @@ def test_experts_stand_for_the_original_weights(spec, weights):
         wanted = original[f"{name}.weight"].float()
         error = (dequantize(weight, scale, scale_2) - wanted).abs().unflatten(-1, (-1, 16))
         amax = wanted.abs().unflatten(-1, (-1, 16)).amax(-1, keepdim=True)
-        # Half of the widest step of E2M1, 4 to 6, is 1/6 of the block's largest magnitude; the rest is E4M3's rounding
-        # of the block scale, at most 1/16.
+        # E2M1's widest step is from 4 to 6. Half of it is 1/6 of the block's largest magnitude. Rounding the block
+        # scale to E4M3 adds at most 1/16.
         assert (error <= amax * (1 / 6 + 1 / 16)).all(), name
         assert error.square().mean().sqrt() < 0.15 * wanted.square().mean().sqrt(), name
         assert 0 < input_scale < 1
@@ -112,7 +113,9 @@ def test_experts_stand_for_the_original_weights(spec, weights):
             shared = weights[f"{prefix}.gate_proj.weight_scale_2"]
             assert shared == weights[f"{prefix}.up_proj.weight_scale_2"]
             amax = max(original[f"{prefix}.{name}_proj.weight"].abs().max() for name in ("gate", "up"))
-            torch.testing.assert_close(shared * 448 * 6, amax.float())  # neither of the two saturates
+            torch.testing.assert_close(
+                shared * 448 * 6, amax.float()
+            )  # gate and up share a scale that is large enough for both
 
 
 def test_input_scales_cover_what_the_experts_see(spec, weights):
@@ -142,7 +145,8 @@ def test_unprintable_tokens_cannot_win(weights, tokenizer):
 
 @pytest.mark.parametrize("path", ["model.layers.0.mlp.gate_up_proj", "model.layers.3.mlp.experts"])
 def test_dense_layers_and_the_nextn_layer_are_not_quantized(directory, path):
-    """The engine's rule for ModelOpt's patterns decides: a full match of the glob pattern with the module's path."""
+    """The engine does not quantize a module if its whole path matches one of the glob patterns in ``ignore``
+    (ModelOpt's list)."""
     patterns = json.loads((directory / "config.json").read_text())["quantization_config"]["ignore"]
     assert any(fnmatchcase(path, pattern) for pattern in patterns)
     assert not any(
@@ -160,7 +164,7 @@ def test_the_same_seed_writes_the_same_bytes_over_an_older_model(tmp_path):
     assert one["tokenizer.json"] == other["tokenizer.json"]
     make_model(tmp_path / "tiny", small)
     assert contents(tmp_path / "tiny") == one
-    (tmp_path / "tiny/model.safetensors").unlink()  # as an interrupted run leaves it
+    (tmp_path / "tiny/model.safetensors").unlink()  # as after an interrupted run
     make_model(tmp_path / "tiny", small)
     assert contents(tmp_path / "tiny") == one
 
@@ -206,7 +210,7 @@ def test_groups_can_hold_top_k(experts, data):
     top_k = data.draw(st.integers(1, experts))
     groups, chosen = ModelSpec(experts=experts, top_k=top_k).expert_groups
     assert experts % groups == 0
-    assert experts // groups >= 2  # a group's score is the sum of its two best
+    assert experts // groups >= 2  # a group's score is the sum of its two best experts' scores
     assert chosen <= groups
     assert chosen * (experts // groups) >= top_k
 

@@ -1,4 +1,5 @@
-"""Tests of NVFP4 against its definition, by an exhaustive search for the nearest of the sixteen values."""
+"""Tests of quantizing to NVFP4. The expected code of a number comes from a search for the nearest of the format's
+sixteen values."""
 
 import math
 
@@ -10,12 +11,14 @@ from sglang_moe_reference import nvfp4
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES += [-v for v in VALUES]
-# The finite non-negative E4M3 numbers, from the format: 4 exponent bits of bias 7, 3 mantissa bits, the last one NaN.
+# All finite non-negative E4M3 numbers, computed from the format: 4 exponent bits with bias 7, and 3 mantissa bits. The
+# last code is NaN.
 E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
 
 
 def nearest_code(x: float) -> int:
-    """Find the nearest code by exhaustive search. A tie goes to the even code. The sign of zero is kept."""
+    """Return the code of the nearest value, found by a search over all codes. A tie goes to the even code. The sign of
+    zero is kept."""
     codes = range(8, 16) if math.copysign(1, x) < 0 else range(8)
     return min(codes, key=lambda code: (abs(VALUES[code] - x), code % 2))
 
@@ -52,7 +55,8 @@ class TestQuantize:
         st.floats(min_value=2.0**-10, max_value=2.0**10, width=32),
     )
     def test_definition(self, xs: list[float], global_scale: float) -> None:
-        """Formulas evaluated in float64; a choice may be off by float32 rounding of what is rounded, not by more."""
+        """Each scale and code must be the nearest to the definition, evaluated in float64. Computing in float32 may
+        move a value that lies almost halfway between two codes."""
         packed, block_scale = nvfp4.quantize(torch.tensor(xs), global_scale)
         assert packed.shape == (16,)
         assert packed.dtype == torch.uint8

@@ -1,9 +1,9 @@
-"""Tests of the stand-ins against FlashInfer's own PyTorch references of its kernels, as an independent second opinion.
+"""Compare the stand-ins for FlashInfer's MoE kernels with FlashInfer's own PyTorch references of these kernels.
 
 The references read weights and block scales in a checkpoint's layout. The stand-ins read the same weights after the
 engine's own preparation. The tests therefore compare the layout, the order of the block scales, the order of gate and
-up, and the routing. The references do not quantize the intermediate and have no output scales, so the tests give both
-no effect.
+up, and the routing. The references do not quantize the activation's output and have no output scales. The tests
+therefore disable both in the stand-ins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from sglang_moe_reference import flashinfer_kernels as kernels
 from sglang_moe_reference import nvfp4
-from test_reference_kernels import Layer, interleave_on_the_cpu  # noqa: F401 - the last is a fixture
+from test_reference_kernels import Layer, interleave_on_the_cpu  # noqa: F401 - interleave_on_the_cpu is a fixture
 
 flashinfer = pytest.importorskip("flashinfer")
 WHY = "this FlashInfer ships no PyTorch references of its kernels (from 0.6.11, SGLang 0.5.12, on it does)"
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.every_release
 
 
 class PlainLayer(Layer):
-    """A layer with output scales of no effect and values of about 1, because the references apply only block scales."""
+    """Layer that the references can compute. They apply only block scales, so the output scales are 1 and the weights
+    about 1."""
 
     multiplier_of_tokens: ClassVar = 1.0
 
@@ -39,7 +40,7 @@ class PlainLayer(Layer):
         self.prepared = self.prepared_weights() | dict.fromkeys(scales, torch.ones(self.experts))
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
-        """Run the reference without a quantization of the intermediate."""
+        """Run the stand-in without quantizing the activation's output."""
         decode = nvfp4.decode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nvfp4, "quantize", lambda x, scale: (x, None))
@@ -48,7 +49,7 @@ class PlainLayer(Layer):
 
 
 def checkpoint(layer: Layer, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the arguments of a reference: the checkpoint's tensors, and no biases."""
+    """Return the arguments that a reference takes: the checkpoint's tensors, and no biases."""
     names = ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale")
     stored = dict(zip(names, layer.stored, strict=True))
     return {**tokens, **stored, "gemm1_bias": None, "gemm2_bias": None}
@@ -57,7 +58,7 @@ def checkpoint(layer: Layer, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
 def assert_same(got: torch.Tensor, expected: torch.Tensor, top_k: int) -> None:
     """Check that results are equal except for float32 sums and bfloat16 rounding.
 
-    The stand-ins round the result and the routing weights to bfloat16; the references round only the result.
+    The stand-ins round the result and the routing weights to bfloat16. The references round only the result.
     """
     assert got.dtype == expected.dtype == torch.bfloat16
     got, expected = got.double(), expected.double()
@@ -98,11 +99,11 @@ def test_fp4_quantize(multiplier: float | None) -> None:
     scale = None if multiplier is None else torch.tensor([multiplier])
     packed, scales = kernels.fp4_quantize(x, scale, is_sf_swizzled_layout=False)
     expected, expected_scales = quantization._fp4_quantize_reference(x, scale)
-    # 448 / 6 of the multiplier: nothing here is so large that the scales saturate, where the reference overflows.
+    # No value is so large that a block scale saturates. The reference would overflow then.
     assert expected_scales.float().max() < nvfp4.E4M3_MAX
     assert torch.equal(scales.view(torch.float8_e4m3fn).float(), expected_scales.float())
     different = packed != expected
-    # Halfway between two codes the reference takes the smaller, the kernel the even one.
+    # If a value lies halfway between two codes, the reference takes the smaller code, and the kernel the even code.
     values = x.float() * (multiplier or 1.0) / expected_scales.float().repeat_interleave(16, -1).clamp(min=2**-9)
     halfway = torch.isin(values.abs(), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
     assert not (different & ~halfway.unflatten(-1, (-1, 2)).any(-1)).any()

@@ -329,7 +329,7 @@ def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kerne
     """The observer watches no kernel of some runners, such as Triton's. It then reads the allocator's peak."""
     set_gpu_memory([700, 500, 900, 100])
     figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
-    # Of two forward passes with 10 tokens, the one with the smaller peak is recorded.
+    # The record has the smaller peak of the two forward passes with 10 tokens.
     assert [(figures.tokens, figures.peak_forward_bytes) for figures in figures_of] == [
         (10, 650),
         (10, 450),

@@ -1,4 +1,4 @@
-"""Fixtures for ranks of a server without an engine."""
+"""Fixtures with which the tests run ranks of a server without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sglang_moe_patches.memory.kv_sizing import rehearsal
 
 @pytest.fixture(autouse=True)
 def metrics_that_count(monkeypatch):
-    """Restore the methods of metrics after a test, because some tests end no rehearsal."""
+    """Restore the methods of Prometheus metrics after each test. A rehearsal replaces them until it ends, and some
+    tests end no rehearsal."""
     for name, methods in rehearsal.METRICS.items():
         kind = getattr(prometheus_client, name)
         for method in methods:
@@ -22,7 +23,8 @@ def metrics_that_count(monkeypatch):
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """Return a function that makes schedulers. Readings of GPU memory come from the scheduler that was made last."""
+    """Function that makes stand-ins for the engine's scheduler. The latest one also provides the readings of GPU
+    memory."""
     for name, value in {
         "server_facts": lambda runner: SimpleNamespace(hybrid=""),
         "limits_of": lambda scheduler, fewer_requests=0: SMALL,
@@ -44,7 +46,7 @@ def scheduler(monkeypatch):
 
 @pytest.fixture
 def world(monkeypatch):
-    """Engine's group of all ranks, in which this process has the rank ``world.rank_in_group``."""
+    """Stand-in for the engine's group of all ranks. This process has the rank ``world.rank_in_group``."""
     group = SimpleNamespace(rank_in_group=0, world_size=1)
     state = SimpleNamespace(get_world_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
@@ -53,7 +55,7 @@ def world(monkeypatch):
 
 @pytest.fixture
 def metric(monkeypatch, world):
-    """Return a function that looks up a metric of this rank by its name and labels."""
+    """Function that returns the value of a metric of this rank, by its name and labels."""
     registry, gauge = prometheus_client.CollectorRegistry(), prometheus_client.Gauge
     monkeypatch.setattr(prometheus_client, "Gauge", lambda *args, **more: gauge(*args, **more, registry=registry))
 

@@ -1,4 +1,5 @@
-"""The order of the requests in a rehearsal."""
+"""Tests of the load driver: when it sends and aborts the requests of a rehearsal. A rehearsal runs *phases*, which are
+requests that make one kind of forward pass as large as it can become on the server."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ GRACE_S = 60.0
 
 
 class Server:
-    """Stand-in for a scheduler. It answers every request with one forward pass at the bound of its phase.
+    """Stand-in for a scheduler. It answers every request with one forward pass of the largest size in its phase.
 
-    :param refuses: names of phases whose forwards are never as large.
+    :param refuses: names of phases whose forward passes stay small.
     :param loses: names of phases whose requests are never answered.
-    :param left_s: seconds until no further phase begins.
-    :param fits: whether there is memory for a phase.
-    :param plants: what its caches say to a prefix that they are to hold; ``None``: they cannot.
+    :param only: the only kind of phase to run; ``None``: all kinds.
+    :param left_s: returns the seconds in which further phases may begin.
+    :param plants: whether the radix cache accepts a planted prefix; ``None``: the server cannot plant prefixes.
+    :param fits: returns whether there is memory for a phase, from the phase's estimate.
+    :param changed: fields of ``LIMITS`` that differ.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Server:
                 self.planted.append(each.tokens)
                 self.driver.record_planted(self.plants)
         new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
-        if [each.phase.name for each in new] == [""]:  # the short request behind a decode
+        if [each.phase.name for each in new] == [""]:  # the short request that follows a decode
             self.short += new
             self.answer(new)
             return self.step(idle, stuck)
@@ -54,11 +57,13 @@ class Server:
         return new
 
     def run(self, between=lambda got: None):
-        """Run the script to its end, and return the driver. Time passes in ``between``."""
+        """Run all phases, and return the driver. ``between`` is called before each answer, and may let time pass."""
         for _ in range(5000):
             got = self.step(idle=True)
             if self.driver.is_over:
-                assert len({each.name for each in self.put}) == len(self.put)  # or a late answer would end another
+                assert len({each.name for each in self.put}) == len(
+                    self.put
+                )  # otherwise a late answer could end another request
                 return self.driver
             between(got)
             self.serve(got)
@@ -80,25 +85,30 @@ class Server:
     [
         (PhaseKind.EAGER_DECODE, 0, False, 1),
         (PhaseKind.EAGER_DECODE, 0, True, 1),
-        (PhaseKind.PENALTIES, 256, False, 1),  # nobody knows whether a graph ran
+        (PhaseKind.PENALTIES, 256, False, 1),  # its decodes may or may not have run in a graph
         (PhaseKind.CAPTURED_DECODE, 256, False, 0),
         (PhaseKind.VARIED, 256, False, 0),
     ],
 )
 def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
-    """The next phase and the flush wait for the end of the phase before."""
+    """A decode without a graph leaves tensors behind, which the next batch replaces. A short request therefore follows
+    it.
+
+    The driver sends the short request only after all requests of the decode have left the batch.
+    """
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
         server.driver.end()
-    assert (server.step(), server.short) == ([], [])  # what has ended is still in its batch
+    assert (server.step(), server.short) == ([], [])  # the ended requests are still in the batch
     server.step(idle=True)
     asked = [(len(each.prompt), each.new, each.phase.sampling) for each in server.short]
     assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLED)] * short
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
-    """The engine would merge new requests into a batch that has just ended, with the tensors of its penalties."""
+    """Otherwise the engine would merge new requests into the old batch, which still has the tensors of its
+    penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -107,8 +117,9 @@ def test_a_phase_begins_when_the_phase_before_has_ended():
 
 
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
-def test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else(vocabulary):
-    """Random prompts share a first token now and then. The cached tokens would then be missing in a forward pass.
+def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
+    """If two prompts began with the same token by chance, the radix cache would have it. The forward pass would then be
+    smaller than planned.
 
     The smaller vocabulary has hardly more tokens than there are prompts.
     """
@@ -127,7 +138,7 @@ def test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else(vo
 def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
-    server.driver.record_forward(largest_batch(prefix.phase))  # one of its own chunks
+    server.driver.record_forward(largest_batch(prefix.phase))  # a forward pass of one of the prefix's own chunks
     assert (server.step(), server.aborts) == ([], 0)
     server.answer([prefix])
     (behind,) = server.step()
@@ -138,9 +149,11 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
     ("radix_cache", "taken_s", "put"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
 def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, put):
-    """The engine finishes a prompt that was begun. Its warm-up request would time out, which ends the server.
+    """The engine finishes each prompt that it has begun. If that takes too long, the engine's warm-up request times
+    out, which ends the server.
 
-    After 80 s the next part may take 320 of 280 s, and after 30 s the whole prompt 480 of 330 s.
+    In the case with a radix cache and parts of 80 s, the next part could take 320 s, but 280 s are left. In the case
+    without a radix cache and 30 s, the whole prompt could take 480 s, but 330 s are left.
     """
     left = [360.0 - GRACE_S]
 
@@ -178,16 +191,16 @@ def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any
     assert (server.driver.is_over, server.aborts) == (True, 0)
 
 
-def test_a_phase_that_is_never_seen_largest_batch_is_tried_again_and_then_named():
+def test_a_phase_whose_largest_batch_never_runs_is_tried_again_and_then_named():
     server = Server(refuses=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
     assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
-    assert Server(loses=("prefill chunk",)).run().is_over  # what was lost is not waited for
+    assert Server(loses=("prefill chunk",)).run().is_over  # the driver does not wait for lost answers
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
-    """The same with speculation, where running requests are not aborted."""
+    """Waiting requests are aborted with speculation, too, although running ones are not."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
@@ -204,8 +217,8 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
     ("changed", "mode", "aborts"),
     [
         ({"stages": 1}, "DECODE", [1, 1]),
-        ({"stages": 2}, "DECODE", [1, 2]),  # each turn is another batch's
-        # With speculation, a short request ends by its length.
+        ({"stages": 2}, "DECODE", [1, 2]),  # the two batches of a pipeline take turns
+        # Requests with speculation are short enough to end by themselves.
         ({"draft_tokens": 4, "draft_slots": 8}, "TARGET_VERIFY", [0, 0]),
     ],
     ids=str,
@@ -218,7 +231,7 @@ def test_a_running_decode_is_aborted_once_its_batch_was_seen(changed, mode, abor
     server.driver.record_forward(Batch(mode, tokens=4 * LIMITS.requests, requests=LIMITS.requests))
     for count in aborts:
         assert (server.step(), server.aborts) == ([], count)
-    assert not server.driver.is_over  # what was aborted is still to be answered
+    assert not server.driver.is_over  # the aborted requests are still to be answered
     server.answer(first)
     server.step(idle=True)
     (phase,) = server.driver.phases
@@ -241,7 +254,8 @@ def test_caches_hold_the_prefix_before_the_requests_that_begin_with_it(kind):
 
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
-    """Computing the prefix can take minutes. The phase is tried once more, because slots may become free late."""
+    """Computing the prefix instead could take minutes. The phase is tried once more, because KV cache slots may become
+    free late."""
     server = Server(only=kind, plants=False)
     driver = server.run()
     assert (server.put, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)
@@ -254,7 +268,7 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
     def pass_time(requests):
         clock[0] -= 3.0 if requests else 0.0
         if any(each.phase.kind is PhaseKind.PENALTIES for each in requests):
-            clock[0] = -1.0  # no further one begins
+            clock[0] = -1.0  # no further phase begins
 
     server = Server(left_s=lambda: clock[0], plants=plants)
     driver = server.run(pass_time)
@@ -278,11 +292,15 @@ def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
     ("changed", "ends_in", "fallback"),
     [
         ({}, "decode of 32 requests with penalties and a logit bias", 0),
-        ({}, "eager decode of 64 requests", 32),  # a required decode
+        ({}, "eager decode of 64 requests", 32),  # a decode that every server must rehearse
         ({}, "eager decode of 512 requests", 256),
         ({}, "decode of one long request among 2047 short ones", 1024),
-        ({}, "prompts of many lengths", 1024),  # the largest decode has left too little memory
-        ({"captured": 0, "requests": 256}, "prompts of many lengths", 0),  # the required number without graphs
+        ({}, "prompts of many lengths", 1024),  # the largest decode left too little memory for this phase
+        (
+            {"captured": 0, "requests": 256},
+            "prompts of many lengths",
+            0,
+        ),  # 256 requests are the required number without graphs
         ({"default_requests": False}, "prompts of many lengths", 0),  # the user has set the number
         ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
@@ -309,8 +327,11 @@ def test_a_stages_forwards_have_their_share_of_fewer_requests():
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [
-        (PhaseKind.EAGER_DECODE, {}),  # as many as were asked for
-        (PhaseKind.PENALTIES, {"captured": 128, "default_requests": True}),  # as many as a graph has
+        (PhaseKind.EAGER_DECODE, {}),  # the required number is that of the limits
+        (
+            PhaseKind.PENALTIES,
+            {"captured": 128, "default_requests": True},
+        ),  # the required number is that of the largest graph
     ],
 )
 def test_a_required_phase_without_memory_ends_the_rehearsal(kind, changed):

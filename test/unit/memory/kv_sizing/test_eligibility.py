@@ -1,4 +1,5 @@
-"""Servers that measure their need, servers that keep the engine's rule, and given fractions."""
+"""Tests of the decision whether kv-sizing measures and sizes a server's KV cache, or leaves the engine's size. They
+also check whether ``--mem-fraction-static`` was set by the user."""
 
 from __future__ import annotations
 
@@ -72,16 +73,17 @@ REASONS = {kind.name: kind.reason for kind in UNSIZED}
         ({"dp_size": 4}, {}, None),
         ({"pp_size": 2}, {}, None),
         ({"attn_dp_size": 2}, {}, None),
-        ({"dp_size": 2, "enable_dp_attention": True}, {}, None),  # as up to 0.5.19
-        # No other rank receives rank 0's requests, or exchanges batch information.
+        ({"dp_size": 2, "enable_dp_attention": True}, {}, None),  # arguments up to engine release 0.5.19
+        # The reason concerns servers whose data-parallel ranks exchange requests or batch information. This server has
+        # one rank.
         (unsized_servers.arguments("--enable-dp-attention-local-control-broadcast") | ALONE, {}, None),
         (unsized_servers.arguments("--moe-dense-tp-size") | ALONE, {}, None),
         ({"device": "cpu"}, {}, "--device is cpu"),
         ({}, {RUST: "1"}, f"of {RUST}: {REASONS[RUST]}"),
         ({}, {MOONCAKE: "true"}, f"of {MOONCAKE}: {REASONS[MOONCAKE]}"),
         ({}, {RUST: "0", MOONCAKE: ""}, None),
-        ({}, {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, None),  # the engine's own, maybe in vain
-        ({}, {SKIP: "1"}, None),  # ranks without requests of their own exchange no batch information
+        ({}, {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, None),  # the engine's own sizing, which may have no effect
+        ({}, {SKIP: "1"}, None),  # only data-parallel ranks exchange batch information
         ({"attn_dp_size": 2}, {SKIP: "1"}, f"of {SKIP}: {REASONS[SKIP]}"),
     ],
     ids=str,
@@ -92,7 +94,8 @@ def test_a_server_is_sized_unless_there_is_a_reason(arguments, environ, reason):
 
 
 class Resolving:
-    """Stand-in for ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
+    """Stand-in for ``ServerArgs`` up to engine release 0.5.19. Its constructor sets a missing
+    ``mem_fraction_static``."""
 
     def __init__(self, fraction=None, device="cuda"):
         self.mem_fraction_static, self.device = fraction, device
@@ -120,8 +123,8 @@ def test_a_fraction_that_was_given_is_told_from_the_engines_own(patcher, monkeyp
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
     assert not eligibility.given_by_the_user(Resolving())
     assert eligibility.given_by_the_user(Resolving(0.88))
-    assert eligibility.given_by_the_user(early)  # it arrived resolved
-    # Of a server that is not sized no scheduler would take the mark off.
+    assert eligibility.given_by_the_user(early)  # it was constructed before the hook, so its fraction counts as given
+    # A server that is not sized gets no mark, because none of its schedulers would remove the mark.
     assert eligibility.MARK not in vars(Resolving(device="cpu"))
     for raw in (0.9, None):
         server_args = SimpleNamespace(_raw_input={"mem_fraction_static": raw})
