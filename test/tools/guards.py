@@ -450,7 +450,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ),
             ("frees or repeat:", "frees:"),
         ],
-        "test_a_driver_that_does_not_answer_ends_the_watch_alone": [
+        "test_a_driver_that_does_not_answer_ends_only_the_watch_of_free_memory": [
             ("self._failures.add(failure)", "pass"),
             ("if failure in self._failures:", "if self._failures:"),
         ],
@@ -465,7 +465,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("            self._penalized_queue.append(request)\n            self.rows = None\n", "            pass\n"),
             ("            self.rows = None\n\n    def derive", "\n    def derive"),
         ],
-        "test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it": [
+        "test_a_penalized_request_that_left_the_queue_does_not_count_even_if_it_is_referred_to": [
             ("            penalized.popleft()\n", "            break\n")
         ],
         "test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary": [
@@ -491,7 +491,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_each_beam_of_a_request_keeps_its_own_new_tokens": [("new * beam_width(request)", "new")],
     },
     OURS + "memory/kv_sizing/load_driver.py": {
-        "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
+        "test_the_radix_cache_finds_only_the_intended_prefix_in_prompts": [
             (
                 "return [next(self._first_tokens), *tokens.some(length - 1)] if length else []",
                 "return tokens.some(length)",
@@ -595,7 +595,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_stages_forwards_have_their_share_of_fewer_requests": [
             ("micro_batch=min(self.micro_batch, share)", "micro_batch=self.micro_batch")
         ],
-        "test_a_cache_of_prefixes_finds_the_shared_one_in_prompts_and_nothing_else": [
+        "test_the_radix_cache_finds_only_the_intended_prefix_in_prompts": [
             (" if token != taken", ""),
         ],
         "test_no_chunk_ends_within_a_prompt_of_a_decode": [

@@ -123,8 +123,8 @@ def test_a_fraction_that_was_given_is_told_from_the_engines_own(patcher, monkeyp
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
     assert not eligibility.given_by_the_user(Resolving())
     assert eligibility.given_by_the_user(Resolving(0.88))
-    assert eligibility.given_by_the_user(early)  # it was constructed before the hook, so its fraction counts as given
-    # A server that is not sized gets no mark, because none of its schedulers would remove the mark.
+    assert eligibility.given_by_the_user(early)  # constructed before the hook, so its fraction counts as given
+    # Servers that are not sized get no mark. No scheduler would remove it there.
     assert eligibility.MARK not in vars(Resolving(device="cpu"))
     for raw in (0.9, None):
         server_args = SimpleNamespace(_raw_input={"mem_fraction_static": raw})

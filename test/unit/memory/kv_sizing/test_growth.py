@@ -1,4 +1,5 @@
-"""Decisions on the KV cache size, as pure functions and in the start of two ranks."""
+"""Tests of the decision on the KV cache size: functions without an engine, and the start of two simulated ranks. The
+engine's *rule* is its own computation of the size, from ``--mem-fraction-static``."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ TOO_FEW = "beside the largest forward and the margin fit 0 tokens, too few to se
     [
         ([RankNeed(fits=300)], 300, ""),
         ([RankNeed(fits=300), RankNeed(fits=250)], 250, ""),
-        ([RankNeed(fits=900)], 500, ""),  # up to its last address
-        ([RankNeed(fits=201)], 200, ""),  # not for less than 2 %
+        ([RankNeed(fits=900)], 500, ""),  # the cache has addresses for 500 tokens
+        ([RankNeed(fits=201)], 200, ""),  # it grows by at least 2 %
         ([RankNeed(fits=204)], 204, ""),
         ([RankNeed(fits=150)], 150, ""),
-        ([RankNeed(fits=199)], 199, ""),  # it shrinks, however little
+        ([RankNeed(fits=199)], 199, ""),  # it shrinks even by a single token
         ([RankNeed(fits=150, missed=MISSED)], 150, ""),
         ([RankNeed(fits=300, missed=MISSED)], 200, "the rehearsal did not reach: a, b"),
         ([RankNeed(fits=300), RankNeed(failure="no driver")], 200, "the rehearsal failed: rank 1: no driver"),
-        ([RankNeed(fits=300), RankNeed(fits=-9)], 120, TOO_FEW),  # two chunks stay
+        ([RankNeed(fits=300), RankNeed(fits=-9)], 120, TOO_FEW),  # it keeps 120 tokens, which are two prefill chunks
     ],
     ids=str,
 )
@@ -44,14 +45,16 @@ def test_all_ranks_get_the_size_that_fits_on_the_smallest(needs, tokens, reason)
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
 def test_a_cache_begins_with_room_for_the_longest_request_if_the_rule_leaves_less(free, least):
-    """The rule sets 20 of 100 GB aside. The rank with the least memory has ``free`` GB, and the KV cache needs 10 GB.
+    """The rule sets 20 of 100 GB aside for forward passes (fraction 0.8). The rank with the least memory has ``free``
+    GB, and the longest request needs 10 GB of KV cache.
 
-    Of 40 the rule leaves more, and of 12.9 nothing would be left for forwards.
+    The fraction stays in two cases (``None``). If 40 GB are free, the rule leaves the KV cache enough. If 12.9 GB are
+    free, too little would stay for forward passes.
     """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.least_fraction(launches, 10 * GB, 2 * GB)
     assert found == (None if least is None else pytest.approx(least))
-    if found is not None:  # as the engine reckons: free memory less what the fraction sets aside
+    if found is not None:  # the engine's formula: free memory minus the memory that the fraction sets aside
         assert 10 * GB <= int(free * GB) - 100 * GB * (1 - found) < 10.02 * GB
 
 
@@ -78,9 +81,9 @@ def log_everything(caplog):
 
 
 class Pools:
-    """Pools whose tokens take 1 MB each.
+    """Stand-in for a rank's KV cache pools. A token takes 1 MB.
 
-    :param maps: exception of :meth:`map`; ``None``: there is enough memory.
+    :param maps: exception that :meth:`map` raises; ``None``: there is enough memory.
     """
 
     page = 1
@@ -108,7 +111,7 @@ class Pools:
 
 
 class Rehearsal:
-    """Rehearsal that ends when the test calls :meth:`finish`."""
+    """Stand-in for a rehearsal. It ends when the test calls :meth:`finish`."""
 
     on_end: Any
 
@@ -133,10 +136,10 @@ class Rehearsal:
 class Ranks:
     """Two ranks that have begun to rehearse.
 
-    :param maps: exception with which rank 1 maps memory; ``None``: there is enough memory.
+    :param maps: exception that rank 1 raises when it maps memory; ``None``: there is enough memory.
     :param silent: topics on which rank 1 publishes nothing.
     :param refused: number of tokens that an object of the engine does not accept.
-    :param again: whether a phase is larger behind the first rehearsal.
+    :param again: whether a phase has become larger after the first rehearsal, so that a second one follows.
     """
 
     def __init__(self, monkeypatch, maps=None, silent=(), refused=0, again=False):
@@ -194,7 +197,11 @@ class Ranks:
         return SimpleNamespace(publish=publish, collect=collect, ranks=2, raise_flag=print, is_raised=bool)
 
     def measure(self, *spare_mb, **seen):
-        """End the rehearsal with so much free memory beyond the margin on each rank, and carry out all orders."""
+        """End the rehearsal, and carry out all orders.
+
+        :param spare_mb: MB of each rank that stay free beyond the margin.
+        :param seen: other measured values of the rehearsal.
+        """
         for one, spare in zip(self.starts, spare_mb, strict=True):
             one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
         for _ in range(9):
@@ -211,7 +218,8 @@ class Ranks:
         return [start._rehearsal for start in self.starts]
 
     def tokens(self):
-        """Return the tokens that both ranks count, have mapped and have set in the engine."""
+        """Return three numbers of tokens, which must be the same on both ranks. They are the KV cache size, the tokens
+        with memory, and the number that the engine was given."""
         one, other = [
             (pools.counts.tokens, pools.backed, told[-1])
             for pools, told in zip(self.pools, self.set_tokens, strict=True)
@@ -225,7 +233,7 @@ class Ranks:
     [
         ({}, (500, 300), 1300, "KV cache grown from 1,000 to 1,300 tokens; 2,000 MB stay free"),
         ({}, (500, -400), 600, "KV cache shrunk from 1,000 to 600 tokens"),
-        ({}, (99_000, 99_000), TOP, "KV cache grown from 1,000 to 9,000 tokens"),  # up to the last address
+        ({}, (99_000, 99_000), TOP, "KV cache grown from 1,000 to 9,000 tokens"),  # all addresses
         ({"maps": RuntimeError("nothing is left")}, (500, 500), RULE, "a rank had no memory to map: nothing is left"),
         ({"maps": MemoryError()}, (500, 500), RULE, "a rank had no memory to map: MemoryError"),
         ({"silent": ("mapped",)}, (500, 500), RULE, "not every rank has reported that it mapped memory"),
@@ -253,7 +261,8 @@ def test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrink
 
 
 def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog):
-    """A later pass runs only the phases that are larger. Between passes the allocator frees the memory that it kept."""
+    """A later rehearsal runs only the phases that have become larger. The allocator's slack of the earlier rehearsal
+    must still count, although the allocator frees it in between."""
     ranks = Ranks(monkeypatch, again=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
@@ -266,10 +275,10 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
 
 
 def test_all_ranks_admit_the_requests_that_rank_0_has_found(monkeypatch):
-    """The same if rank 1 could not begin its last rehearsal, or has no memory to grow."""
+    """Rank 1 gets the same limit even if it could not begin its last rehearsal, or has no memory to grow."""
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), []
-    for one in ranks.rehearsals():  # by which it judges how many have room
+    for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
         assert (one.more["bytes_per_token"], one.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
@@ -284,8 +293,8 @@ AGAIN = "rehearses again with 256 requests at once: with more, too little memory
 @pytest.mark.parametrize(
     ("spare_mb", "seen", "begins_again"),
     [
-        ([-1, 700], {}, True),  # one token less than the rule gives
-        ([9000, 9000], {"stopped": True}, True),  # the need of phases that did not run is not known
+        ([-1, 700], {}, True),  # one token fewer than by the rule
+        ([9000, 9000], {"stopped": True}, True),  # some phases did not run, so their need is not known
         ([0, 0], {}, False),
         ([-1, 700], {"fallback": 0}, False),  # no decode had more requests than the user asked for
         ([-1, 700], {"failure": "no driver", "stopped": True}, False),
@@ -304,14 +313,15 @@ def test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_token
 
 
 def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
-    """The memory of more requests is forgotten, and more requests are not admitted."""
+    """The first rehearsal's measurements, made with more requests, no longer count. The server later admits only the
+    smaller number of requests."""
     monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
     ranks, limited = Ranks(monkeypatch, again=True), list[tuple[int, int]]()
     monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
     ranks.measure(-1, 700, fallback=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
     few = {"slack": 4_000_000, "phases": {"b": 3_000_000}, "seconds": {"b": 1.0}}
     ranks.measure(500, 400, **few, free=int(20 * GB - RULE * BYTES_PER_TOKEN) - 50_000_000)
-    for tokens in (400, 300):  # the second of three and the third
+    for tokens in (400, 300):  # second and third of the three rehearsals
         assert ranks.serving == []
         ranks.measure(900, 900, stopped=True, fallback=128, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
@@ -339,7 +349,7 @@ GIVEN_REQUESTS = replace(DEFAULT_REQUESTS, default_requests=False)
     [
         (GIVEN_REQUESTS, [-488, 700], True),  # 512 tokens instead of 1,000
         (GIVEN_REQUESTS, [0, 700], False),
-        (replace(GIVEN_REQUESTS, requests=256), [-488, 700], False),  # no fewer than without the argument
+        (replace(GIVEN_REQUESTS, requests=256), [-488, 700], False),  # without the argument, as many would run
     ],
     ids=["a sliver", "enough", "few requests"],
 )
@@ -371,7 +381,7 @@ def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
 
 
 def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
-    """The need beside the larger KV cache is not known."""
+    """The failed rehearsal measured no need for the larger KV cache, so the cache cannot keep that size."""
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500)
     ranks.measure(500, 500, failure="AssertionError: a forward pass")
@@ -386,7 +396,8 @@ def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
 def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it(
     raise_alike, stages, running, goes_on, monkeypatch
 ):
-    """Rank 1 may still wait in a collective. The rehearsed requests are dropped before the loop runs again."""
+    """The server goes on only if every rank has raised the exception. Otherwise rank 1 may still wait in a collective.
+    The requests of the rehearsal are dropped before the event loop runs again."""
     monkeypatch.setattr(Rehearsal, "limits", SimpleNamespace(default_requests=False, stages=stages))
     monkeypatch.setattr(Rehearsal, "is_running", running, raising=False)
     did: list[str] = []
@@ -459,17 +470,18 @@ def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
 
 
 def test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended(monkeypatch):
-    """Rank 0 fails to begin its second rehearsal. Without its requests, rank 1's rehearsal does not end by itself."""
+    """Rank 0 fails to begin its second rehearsal, and sends no requests. Rank 1's rehearsal would then never end by
+    itself."""
     ranks = Ranks(monkeypatch, again=True)
     begin = Rehearsal.begin
     monkeypatch.setattr(Rehearsal, "begin", lambda one: begin(one) if not one.leads else divided_by_zero())
     for one, spare in zip(ranks.starts, (500, 500), strict=True):
         one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000))
-    for _ in range(2):  # what was measured, and what was mapped
+    for _ in range(2):  # rank 0 handles the measured need, then the mapped memory
         ranks.obey()
     first, other = ranks.rehearsals()
     assert (first.ended, other.ended, ranks.serving) == (True, False, [])
-    ranks.obey()  # rank 0 waits no longer
+    ranks.obey()  # rank 0 ends the rehearsal of rank 1
     assert other.ended
     assert ranks.tokens() == (1500,) * 3
     assert len(ranks.serving) == 2
@@ -480,7 +492,8 @@ def divided_by_zero():
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
-    """The need of a forward pass that did not run is not known, so a gigabyte more is kept free."""
+    """Some forward passes did not run, so their need is not known. A gigabyte more than the margin is kept free for
+    them."""
     ranks = Ranks(monkeypatch, again=True)
     for tokens in (900, 800, 700):
         assert ranks.serving == []
@@ -490,7 +503,8 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
 
 
 def test_the_pools_of_a_draft_follow_the_models():
-    """A draft uses the model's slots. A draft pool that kept its size would be written behind its end."""
+    """A draft model uses the same KV cache slots as the model. If its pool did not grow, the engine would write past
+    its end."""
     start = hooks.ServerStart()
     start.reason, start.reserved = "", True
     start.pools = ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
@@ -509,4 +523,4 @@ def test_the_pools_of_a_draft_follow_the_models():
     start.pools.map(TokenCounts(3200))
     for maker in makers:
         assert maker.token_to_kv_pool.k_buffer[0].shape[0] == 6464
-        assert not maker.token_to_kv_pool.k_buffer[0][:3264].any()  # else this process ends
+        assert not maker.token_to_kv_pool.k_buffer[0][:3264].any()  # reading unmapped memory would end this process

@@ -1,4 +1,5 @@
-"""Phases of a rehearsal as functions of a server's configuration, without an engine."""
+"""Tests of the phases of a rehearsal, which are derived from a server's configuration. A phase sends requests that make
+one kind of forward pass as large as it can become on the server."""
 
 from __future__ import annotations
 
@@ -56,10 +57,10 @@ PIPELINE = {"stages": 2, "captured": 4, "chunk": 64}
         ({"radix_cache": False}, [*ALWAYS[:2], *CAPTURED, *EAGER, *last()]),
         ({"chunk": None, "mixed": True}, ["longest prefill", *CAPTURED, *EAGER, *last()]),
         ({"input_tokens": 1000}, [ALWAYS[0], "2 of the longest prompts", *CAPTURED, *EAGER, *last()]),
-        # Each stage has several batches under way.
+        # A pipeline has several batches under way, so a batch has a share of the requests.
         ({"stages": 2, "mixed": True}, [*ALWAYS, *CAPTURED, *decodes("eager", 150), *last(150, (38, 150))]),
         (PIPELINE, [*ALWAYS, *decodes("captured", 4), *decodes("eager", 10, 38, 150), *last(150, (38, 150))]),
-        # Four prompts of a page do not fit into one chunk.
+        # The prompts of a captured decode (4 of a page each) do not fit into one chunk, so that phase is missing.
         (PIPELINE | {"page": 32}, [*ALWAYS[:2], *decodes("eager", 38, 150), *last(150, (38, 150))]),
     ],
     ids=str,
@@ -75,7 +76,7 @@ KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
     ("changed", "captured", "eager", "penalized"),
     [
         ({"captured": 256}, [64, 256], [512, 2048], [32, 128, 512, 2048]),
-        # 512 requests took more than the 5.5 GB that a server had left beside its graphs: none is the first.
+        # A decode of 512 requests took more than the 5.5 GB that a server had left. So smaller decodes come first.
         ({"captured": 512}, [32, 128, 512], [2048], [32, 128, 512, 2048]),
         ({"captured": 512, "default_requests": True}, [32, 128, 512], [1024, 2048], [32, 128, 512]),
         ({"captured": 256, "default_requests": True}, [64, 256], [512, 1024, 2048], [64, 256]),
@@ -92,7 +93,7 @@ def test_decodes_rise_and_by_default_penalties_follow_the_largest_graph(changed,
     assert counts == [captured, eager, penalized]
     for phase in every:
         ran[phase.name] = phase
-        if phase.kind is PhaseKind.PENALTIES:  # in each batch of a pipeline
+        if phase.kind is PhaseKind.PENALTIES:  # a pipeline runs as many in each of its batches
             assert len(phase.prompts) == min(limits.requests, limits.stages * phase.bound.requests)
         if phase.kind in KINDS and phase.estimate:
             before = ran[phase.estimate.name]
@@ -100,13 +101,14 @@ def test_decodes_rise_and_by_default_penalties_follow_the_largest_graph(changed,
             assert phase.estimate.times == phase.bound.requests / fewer <= phases.RISE
             may_stop = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             assert phase.estimate.fewer_requests == (fewer if may_stop else 0)
-            if may_stop:  # by the memory of the other phases
+            if may_stop:  # the decision to stop needs the memory of the other phases
                 assert any(each.kind is PhaseKind.PENALTIES for each in ran.values())
 
 
 @pytest.mark.parametrize(
     ("tokens", "requests", "default"),
-    # Qwen3-30B on an H100 by the engine's defaults, which admit 2,048; and as many asked for.
+    # The first case is Qwen3-30B on an H100 by the engine's defaults, which admit 2,048 requests. In the others the
+    # user has set the number.
     [(89_915, 2048, True), (89_915, 2048, False), (89_915, 4096, False), (40_000, 512, False), (20_000, 300, False)],
 )
 def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, requests, default):
@@ -121,9 +123,9 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
 @pytest.mark.parametrize(
     ("asked", "captured", "page", "requests"),
     [
-        (2048, 0, 1, 2048),  # the user asked for so many
-        (None, 0, 1, 1490),  # 12 tokens of each in nine tenths of half of the cache, less two chunks
-        (None, 0, 64, 256),  # 138 tokens of each would leave room for 129
+        (2048, 0, 1, 2048),  # the user has set the number
+        (None, 0, 1, 1490),  # 0.9 of half the cache, less two chunks, at 12 tokens a request
+        (None, 0, 64, 256),  # 138 tokens a request would allow 129, but 256 is the least
         (None, 160, 64, 160),
     ],
 )
@@ -139,17 +141,18 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     *grown, prompt = phase.prompts
     prefix = grown[-1].shared
     assert {each.fresh for each in grown} == {0}
-    # The engine finishes an aborted prompt. So the rest of a prompt must not take minutes.
+    # The prefix grows in small parts, because the engine finishes even an aborted prompt.
     computed = [longer - shorter for shorter, longer in pairwise([0, *(each.shared for each in grown)])]
     assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-prefix // 16))
-    # The time of a part is predicted from the part before: the square of the tokens grows at most by this factor.
+    # The time of a part is predicted from the part before it. So its work, the squared number of tokens, may grow by at
+    # most this factor.
     ends = [0, *(length for length in lengths(phase) if length >= c.chunk)]
     work = [longer**2 - shorter**2 for shorter, longer in pairwise(ends)]
     assert all(later <= phase.growth * earlier for earlier, later in pairwise(work))
     assert prompt == (prefix, c.chunk)
     assert phase.bound.longest_prefix == prefix
     assert context - page < sum(prompt) <= context
-    # Without the cache a prompt comes in whole chunks.
+    # If there is no radix cache, the prompts consist of whole chunks.
     alone = find_phase(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
     first, whole = lengths(alone)
     assert (first, whole) == (3 * c.chunk, 9 * c.chunk)
@@ -165,10 +168,10 @@ def test_only_tokens_behind_a_planted_prefix_are_computed(page, context, draft_t
     (part, behind_part), (prefix, behind) = planted.prompts
     assert prefix == planted.shared
     assert behind == behind_part == c.chunk
-    # A part of the prefix comes first. It predicts the time of the whole.
+    # A part of the prefix comes first, and its time predicts that of the whole prefix.
     assert part % page == prefix % page == 0
     assert prefix - 4 * page < planted.growth * part <= prefix
-    # Prompts that share the prefix, or are as long, are not computed either.
+    # The planted prefix also serves prompts that share it, or are as long. They compute only tokens of their own.
     own = phases.SHORT_PROMPT_TOKENS
     for kind, behind in ((PhaseKind.SHARED_PREFIX, c.chunk), (PhaseKind.LONG_AMONG_SHORT, own)):
         if phase := find_phase(replace(c, plants=True), kind):
@@ -187,10 +190,10 @@ FITS_NOW, SHORT = {"cache_tokens": 500_000}, {"input_tokens": 250}
     ("before", "after", "kinds"),
     [
         ({}, {}, []),
-        ({}, FITS_NOW, []),  # every phase had its largest size
+        ({}, FITS_NOW, []),  # the small cache limited no phase
         ({"input_tokens": 7000, "cache_tokens": 7010}, FITS_NOW, GROWS),
         ({"cache_tokens": 15_000}, {}, [PhaseKind.LONG_AMONG_SHORT]),
-        # Neither a chunk fitted nor the prompts of one forward pass.
+        # The small cache held neither a chunk nor the prompts of one forward pass.
         ({"input_tokens": 900, "cache_tokens": 910}, {}, [*GROWS, PhaseKind.PREFILL, PhaseKind.VARIED]),
         (SHORT | {"cache_tokens": 800}, SHORT, [PhaseKind.TOGETHER, PhaseKind.LONG_AMONG_SHORT]),
     ],
@@ -219,7 +222,7 @@ def test_a_prefix_ends_where_a_state_is_kept(page):
     assert before % phases.STATE_INTERVAL_TOKENS == before % page == 0
     assert 0 <= LIMITS.input_tokens - LIMITS.chunk - before < phases.STATE_INTERVAL_TOKENS * page
     alone = find_phase(replace(LIMITS, states=True, chunk=1000, radix_cache=False), PhaseKind.BEHIND_PREFIX)
-    assert alone.bound.longest_prefix == 9 * 1000  # where a chunk ended
+    assert alone.bound.longest_prefix == 9 * 1000  # it ends with a chunk
 
 
 @pytest.mark.parametrize(
@@ -245,19 +248,19 @@ def test_as_many_share_a_prefix_as_run_at_once(changed, sharers):
 @pytest.mark.parametrize(
     ("changed", "count", "packed"),
     [
-        ({"input_tokens": 250}, 5, 1019),  # the last in part
+        ({"input_tokens": 250}, 5, 1019),  # the fifth prompt is cut
         ({"input_tokens": 700, "prefill_tokens": 16_384}, 2, 1022),
-        ({"input_tokens": 700, "prefill_tokens": 1400}, 1, 700),  # two would be max_prefill_tokens
+        ({"input_tokens": 700, "prefill_tokens": 1400}, 1, 700),  # two would reach max_prefill_tokens
         ({"input_tokens": 511, "prefill_tokens": 1024}, 2, 1022),
         ({"input_tokens": 250, "prefill_tokens": 600}, 2, 500),
         ({"input_tokens": 250, "requests": 2}, 2, 500),
         ({"input_tokens": 250, "prefill_requests": 3}, 3, 750),
         ({"input_tokens": 250, "cache_tokens": 700}, 2, 500),
         ({"input_tokens": 250, "cache_tokens": 800, "draft_slots": 20}, 2, 500),
-        ({"input_tokens": 250, "page": 64}, 4, 750),  # each takes four pages
+        ({"input_tokens": 250, "page": 64}, 4, 750),  # each prompt takes four pages
         ({"input_tokens": 100}, 11, 1013),
         ({"input_tokens": 100, "window": 512, "window_tokens": 2570}, 4, 400),
-        ({"input_tokens": 100, "window": 512, "window_tokens": 1000}, 1, 100),  # no second window
+        ({"input_tokens": 100, "window": 512, "window_tokens": 1000}, 1, 100),  # a second window has no room
         ({"chunk": None, "prefill_tokens": 25_001}, 2, 20_000),
         ({"chunk": None, "prefill_tokens": 8192}, 1, 10_000),
         ({"chunk": None}, 1, 10_000),
@@ -295,7 +298,7 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
     for phase in phases.derive_phases(c):
         assert not (rows and phase.output_logprobs)
         if phase.bound.modes == phases.DECODES:
-            # The engine counts the rows of all ranks.
+            # The engine counts the rows of both data-parallel ranks together.
             assert phase.bound.all_ranks == 2 * phase.bound.requests * max(1, rows)
             if phase.kind is not PhaseKind.LONG_AMONG_SHORT:
                 taken = phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots + 2 * c.page
@@ -305,9 +308,9 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
 @pytest.mark.parametrize(
     "info",
     [
-        {"dp_size": 1, "attn_dp_size": 2},  # as 0.5.20 names it
-        {"dp_size": 2, "enable_dp_attention": True},  # as 0.5.19 does
-        {"attn_dp_size": 2, "enable_dp_attention": True},  # both, as 0.5.23 does
+        {"dp_size": 1, "attn_dp_size": 2},  # names in engine release 0.5.20
+        {"dp_size": 2, "enable_dp_attention": True},  # names in engine release 0.5.19
+        {"attn_dp_size": 2, "enable_dp_attention": True},  # engine release 0.5.23 has both names
     ],
 )
 def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(info):
@@ -354,7 +357,8 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
 )
 @pytest.mark.parametrize("captured", [None, 40])
 def test_captured_decodes_are_read_from_every_release_s_words(info, largest, captured):
-    """If the engine has captured fewer, this number counts."""
+    """If the engine has captured graphs for fewer requests than configured (``captured``), the smaller number
+    counts."""
     expected = largest if captured is None else min(largest, captured)
     assert limits_of(info, replace(FACTS, captured=captured)).captured == expected
 
@@ -371,7 +375,7 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
 
 @pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
 def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed(argument):
-    """With min_p the sampler asserts that there is no seed."""
+    """The engine's sampler fails if a batch has both min_p and seeds."""
     without: dict[str, object] = {}
     for arguments in (without, argument):
         sampling = find_phase(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
@@ -384,7 +388,8 @@ def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
 
 
 def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
-    """Computing a long prefix takes minutes: 262,144 tokens with Triton's attention."""
+    """A long prompt reuses the prefix of the phase before it. Computing a prefix of 262,144 tokens takes minutes with
+    Triton's attention."""
     long, *short = find_phase(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
     assert short == [(0, phases.SHORT_PROMPT_TOKENS)] * (LIMITS.requests - 1)
     assert sum(long) > 0.9 * LIMITS.input_tokens
@@ -401,7 +406,7 @@ def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, rad
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
         ends = 0
         for prompt in find_phase(c, kind).prompts:
-            # The engine computes the last token of a prompt also if the radix cache has it.
+            # The engine computes the last token of a prompt even if the radix cache has all of its tokens.
             computed = max(1, prompt.fresh) if radix_cache else sum(prompt)
             assert prompt.shared or ends // chunk == (ends + computed - 1) // chunk
             ends += computed
@@ -427,7 +432,7 @@ def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c):
         assert prompts
         assert all(0 < length <= c.input_tokens for length in prompts)
         assert phase.new_tokens >= (2 if phase.bound.modes == phases.DECODES else 1)
-        # Prompts that only make others wait, or share a prefix, are counted whole: more than the cache must hold.
+        # Prompts of other phases run one after another or share a prefix, so their sum may be larger.
         if phase.bound.requests <= 1 and not phase.in_turn and phase.kind is not PhaseKind.VARIED:
             assert sum(prompts) <= c.cache_tokens
 
@@ -454,16 +459,18 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 @pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
 def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
-    """Mixed chunks admit ``at_once`` requests in a turn, while others decode."""
+    """The engine admits ``at_once`` requests in each mixed chunk, while earlier requests already decode. The first
+    request must generate enough tokens to run until the last one is admitted."""
     c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
     forwards = c.requests // at_once if mixed and at_once else 0
     decodes = [phase for phase in phases.derive_phases(c) if phase.bound.requests == c.requests]
     assert len(decodes) == 3
-    if cache > 10_000_000:  # else it holds no more, but all are admitted
+    if cache > 10_000_000:  # the small cache has no room for so many new tokens
         assert [phase.name for phase in decodes if phase.new_tokens <= forwards] == []
     for phase in decodes:
         assert sum(lengths(phase)) + phase.new_tokens * c.requests < c.cache_tokens
-        # The engine counts a prompt that a mixed chunk cuts as two requests. The last request is not admitted.
+        # Prompts have one token in mixed chunks. The engine would count a prompt that a chunk cuts as two requests, and
+        # not admit the last request.
         assert {length > 1 for length in lengths(phase)[1:]} == {not mixed}
 
 
@@ -472,7 +479,7 @@ def test_a_decode_of_all_requests_stays_in_the_windows_pool():
         find_phase(replace(LIMITS, window=window, window_tokens=tokens), PhaseKind.EAGER_DECODE).new_tokens
         for window, tokens in ((0, 0), (16, 46_500), (4096, 20_000))
     )
-    assert each == plain  # a window for each
+    assert each == plain  # there is a window for each request
     assert 2 < few < plain
     assert LIMITS.requests * (few + phases.SHORT_PROMPT_TOKENS) + 2 * LIMITS.chunk <= 20_000
 

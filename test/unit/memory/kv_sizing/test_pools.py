@@ -1,7 +1,5 @@
-"""Buffers over reserved addresses, and which ones of an engine's pools are.
-
-Here they are on the CPU: what is not mapped ends whoever touches it.
-"""
+"""Tests of buffers that reserve addresses and map memory later, and of the tensors of the engine's pools that get such
+buffers. Here the buffers are on the CPU. Touching an address without memory ends the process."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ GRANULE = HostMemory.granularity
 
 
 class Counting(HostMemory):
-    """Memory that counts its mapped granules, and fails on request."""
+    """Memory that records its mapped granules. Mapping fails once there are ``fails_at`` granules."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +96,7 @@ def test_addresses_and_values_stay_while_the_tail_comes_and_goes_and_new_memory_
     buffer.tensor.fill_(7)
     buffer.unmap_from(1000)
     buffer.map_rows(4000)
-    kept = buffer.bytes_behind(1000) // 32  # rows in the granules that stayed
+    kept = buffer.bytes_behind(1000) // 32  # rows in the granules that stayed mapped, at 32 bytes a row
     assert buffer.tensor[:kept].eq(7).all()
     assert not buffer.tensor[kept:].any()
     assert buffer.tensor.data_ptr() == address
@@ -138,13 +136,16 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
-    """Make pools for ``top`` as the engine does."""
+    """Make the pools of an engine with addresses for ``top`` and memory for ``rule``.
+
+    :returns: the ``ElasticPools``, and the engine's pool.
+    """
     made = ElasticPools(HostMemory(), rule, top, page)
     rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}
     requests = make_pool(table, **{**rows, **state})
 
     def parts_of(pool):
-        if requests.req_to_token is None:  # it is made with the pool
+        if requests.req_to_token is None:  # ``make`` has made the table together with the pool
             requests.req_to_token = vars(pool).pop("req_to_token")
         return pool, requests, make_pool(allocator)
 
@@ -198,12 +199,12 @@ def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
         assert least <= mapped_bytes(buffer) <= most
         expected += least
     assert expected <= sum(map(mapped_bytes, made._buffers)) == made.bytes_behind(RULE)
-    assert pool.mem_usage * (1 << 30) == expected  # as the engine reports of so many tokens
+    assert pool.mem_usage * (1 << 30) == expected  # the engine reports the memory of the rule's tokens
 
 
 def windows(full, window):
     parts = {"full_kv_pool": mha(full), "swa_kv_pool": mha(window, layers=3)}
-    mapping = torch.zeros(full + PAGE + 1, dtype=torch.int64)  # of one dimension: by the addresses, once
+    mapping = torch.zeros(full + PAGE + 1, dtype=torch.int64)  # one-dimensional, so it is made once, for all addresses
     return make_pool("SWAKVPool", **parts, full_to_swa_index_mapping=mapping)
 
 
@@ -218,7 +219,7 @@ def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
         assert not getattr(pool, part).k_buffer[0][: size + PAGE].any()
     assert sum(map(mapped_bytes, made._buffers)) == made.bytes_behind(grown)
     usage = [pool.full_kv_pool.mem_usage, pool.swa_kv_pool.mem_usage]
-    rows = 4 * (35_200 + PAGE) + 6 * (7040 + PAGE)  # keys and values of two layers, and of three
+    rows = 4 * (35_200 + PAGE) + 6 * (7040 + PAGE)  # keys and values: 2 x 2 layers, and 2 x 3 layers
     assert sum(usage) * (1 << 30) == rows * 4 * 8 * 2
     assert made.counts_for(3200) == (3200, 3200, 640)
 
@@ -242,7 +243,8 @@ def test_no_buffer_keeps_new_memory_if_one_cannot_be_mapped(monkeypatch):
 
 
 def test_free_rows_of_the_request_table_name_no_unmapped_slot():
-    """A graph for four requests reads the slots of three, and a slot that a fourth request had before."""
+    """If three requests run in a CUDA graph for four, the graph also reads slots from a free row of the table. An
+    earlier request may have left slots there that have no memory now. Free rows are therefore set to 0."""
     rows = torch.arange(1, 401, dtype=torch.int32).reshape(4, 100)
     made, _ = build(mha, table="ReqToTokenPool", req_to_token=rows, free_slots=[3, 1])
     made.unmap_from(made.counts_for(3200))
@@ -251,7 +253,8 @@ def test_free_rows_of_the_request_table_name_no_unmapped_slot():
 
 
 def test_a_driver_that_fails_to_unmap_leaves_the_smaller_number(monkeypatch):
-    """Later code must not use these slots."""
+    """The pools count the smaller number of tokens even if unmapping fails, because some of the slots may have lost
+    their memory."""
     made, _ = build(mha)
     monkeypatch.setattr(made._buffers[-1].memory, "unmap_from", lambda rows: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -271,7 +274,8 @@ ODD = make_pool("OddTokenToKVPool")
 
 
 def mha_and_a_table_of_as_many_rows():
-    """A pool and a request table with as many rows, so that their rows cannot be told apart."""
+    """Make a pool and a request table with equally many rows. The rows of the two cannot be distinguished by their
+    number."""
     made = mha()
     made.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
     return made
@@ -322,7 +326,7 @@ def test_states_of_requests_host_tensors_and_small_ones_stay_as_they_are():
 
 
 class Sizes:
-    """Stand-in for the engine's sizes from 0.5.16 on; they are frozen."""
+    """Stand-in for the engine's frozen class with the sizes of pools, from engine release 0.5.16 on."""
 
     __struct_fields__ = ("max_total_num_tokens", "swa_max_total_num_tokens", "max_running_requests")
 

@@ -1,4 +1,5 @@
-"""Exchange of values between ranks, and broadcasts of rank 0."""
+"""Tests of the exchange of values between a server's ranks through PyTorch's store, and of rank 0's orders to all
+ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 @pytest.fixture
 def store(monkeypatch):
-    """PyTorch's store, shared by ``store.ranks`` ranks; each thread is one rank."""
+    """Key-value store of ``torch.distributed``, shared by ``store.ranks`` ranks. Each thread can be another rank
+    (``store.here.rank``).
+    """
     made, here = torch.distributed.HashStore(), threading.local()
     world = SimpleNamespace(ranks=2, here=here, made=made)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
@@ -56,7 +59,7 @@ def test_values_are_collected_from_all_ranks(store):
 
 
 def keys_of(store):
-    """Return the keys of a value and of a flag of rank 1, each with its bytes."""
+    """Return what rank 1 writes to the store for a value and for a flag: two pairs of key and bytes."""
     made: dict[str, bytes] = {}
     one = board(store, 1)
     one._store = SimpleNamespace(set=made.__setitem__)
@@ -79,7 +82,8 @@ def keys_of(store):
     ],
 )
 def test_a_key_that_another_process_writes_has_no_effect(forge, store):
-    """Each forged value stands under the real names, which depend on the secret, and under names without the secret."""
+    """The other process writes a forged value to the real keys, whose names depend on a secret, and to keys that a
+    process without the secret would guess."""
     first = board(store, 0)
     first.publish("a", "told")
     (value_key, value), (flag_key, flag) = keys_of(store)
@@ -100,7 +104,8 @@ class Bomb:
 
 @pytest.mark.parametrize("place", [("b", 1), ("a", 0), ("a 1", 1), ("low 2", ranks._ANY_RANK)])
 def test_a_value_is_of_one_topic_one_rank_and_one_start(place, store):
-    """Another process can copy a value from the store, but the copy is worthless under another key."""
+    """Another process can copy a value within the store. Under the key of another topic, rank or start the copy is
+    ignored."""
     first = board(store, 0)
     (_, value), (_, flag) = keys_of(store)
     store.made.set(first._key(*place), flag if place[0].startswith("low") else value)
@@ -137,7 +142,7 @@ def test_a_value_is_of_one_topic_one_rank_and_one_start(place, store):
     ids=str,
 )
 def test_a_text_that_is_not_of_the_type_is_refused(kind, text):
-    with pytest.raises(ValueError):  # noqa: PT011 - json's and ours
+    with pytest.raises(ValueError):  # noqa: PT011 - json's messages and ours differ
         ranks.decode(kind, text)
 
 
@@ -160,7 +165,7 @@ def test_a_value_is_the_same_after_its_way(kind, value):
 
 UNPICKLES = re.compile(r"\b(c?pickle|dill|marshal|shelve|\w+_object(_list)?\(|recv_pyobj\(|torch\.load|eval\(|exec\()")
 READS = {
-    # The engine's own socket, through the engine's own method.
+    # It reads the engine's own socket with the engine's own method.
     "memory/kv_sizing/ranks.py": {"recv_pyobj("},
 }
 
@@ -187,7 +192,8 @@ def test_a_server_of_one_rank_asks_no_store(store, monkeypatch):
 
 
 def gathered(rank, folder, results):
-    """Main function of a process: gather values of two ranks through a Gloo group, as the engine has one."""
+    """Run one of two ranks, in its own process. It gathers values through a Gloo group, as in the engine, and puts them
+    into ``results``."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD, rank_in_group=rank)
     state = SimpleNamespace(get_world_group=lambda: group)
@@ -220,7 +226,7 @@ class Note(ranks.Order):
 
 
 class Socket:
-    """Socket of a scheduler, up to 0.5.12.post1."""
+    """Stand-in for a scheduler's socket, up to engine release 0.5.12.post1."""
 
     fileno = 7
 
@@ -234,7 +240,7 @@ class Socket:
 
 
 class Loop:
-    """Scheduler that records the requests of each turn."""
+    """Stand-in for a scheduler. It records the requests of each turn, which is one iteration of its event loop."""
 
     def __init__(self, *waiting):
         self.recv_from_tokenizer, self.turns = Socket(*waiting), []
@@ -263,7 +269,7 @@ def test_orders_precede_requests_and_do_not_reach_the_engine():
 
 
 def test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests():
-    """``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` ends a turn's reading before the socket is empty."""
+    """If ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` is set, a turn may stop reading before the socket is empty."""
     loop, obeyed = Loop(*range(9)), list[object]()
     orders = ranks.Orders(loop, obeyed.append)
     orders.open()
@@ -296,7 +302,10 @@ def test_users_requests_wait_while_rank_0_broadcasts():
 
 @pytest.fixture
 def machines_of(store, monkeypatch):
-    """Answers of the ranks that ask whether all machines take part."""
+    """Function in which some ranks ask whether all machines take part. It returns the set of their answers.
+
+    Its arguments say for each rank whether the rank asks.
+    """
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):
@@ -319,11 +328,11 @@ def machines_of(store, monkeypatch):
     [((True, True, True), True), ((True, True, False), False), ((False, True, True), False)],
 )
 def test_machines_decide_together_or_none_does(asks, together, machines_of, monkeypatch):
-    if together:  # no rank waits so long
+    if together:  # all ranks ask, so none has to wait for the timeout
         monkeypatch.setattr(ranks, "WAIT_S", 60.0)
     assert machines_of(*asks) == {together}
     if not together:
-        assert machines_of(True, True, True) == {together}  # a late rank finds the decision
+        assert machines_of(True, True, True) == {together}  # ranks that ask later get the same decision
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A rehearsal in the scheduler of one rank: it runs every phase, ends in time and restores the scheduler."""
+"""Tests of a rehearsal in the scheduler of one rank. The rehearsal runs every phase, ends in time and restores the
+scheduler."""
 
 from __future__ import annotations
 
@@ -46,15 +47,17 @@ def test_the_limits_are_the_schedulers_own(monkeypatch):
     given = {"chunked_prefill_size": 512, "max_req_input_len": 3000, **numbers}
     made = SimpleNamespace(**given, server_args=server_args, tp_worker=SimpleNamespace(model_runner=None))
     found = rehearsal.limits_of(made)
-    # The engine refuses a prompt of ``max_req_input_len`` tokens.
+    # A prompt may have one token fewer than ``max_req_input_len``. The engine refuses that number.
     assert (found.input_tokens, found.chunk, found.prefill_tokens, found.prefill_requests) == (2999, 512, 2048, 3)
     assert (found.cache_tokens, found.requests, found.plants, found.stop_token) == (20_000, 300, True, False)
     assert rehearsal.limits_of(made, 40).requests == 40
 
 
-@pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])  # then: graphs had left some
+# Tensors grow more than the reserved memory in the second case, because the graphs left reserved memory unused.
+@pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])
 def test_the_result_has_tensors_and_slack(taken, tensors, slack, scheduler):
-    """The result has the allocator's growth since the begin, the largest sum of tensors, and the slack of both."""
+    """The result has the growth of tensors since the start of the rehearsal, at its peak. The slack is the additional
+    growth of the memory that the allocator reserved."""
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
 
@@ -67,7 +70,7 @@ def test_the_result_has_tensors_and_slack(taken, tensors, slack, scheduler):
     found = rehearse(made)
     assert (found.graphs, found.phases[PHASES[2]], found.slack) == (3 * GIB, tensors * GB, slack * GB)
     assert (found.free, max(found.phases.values())) == (9 * GB, tensors * GB)
-    assert found.lowest == (9 - taken) * GB  # which other processes gave back meanwhile
+    assert found.lowest == (9 - taken) * GB  # memory that other processes freed meanwhile does not count as free
 
 
 def test_a_rehearsal_ends_before_memory_does(scheduler):
@@ -85,7 +88,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
         assert one.low_reports == low
     first = scheduler()
     result = rehearse(first, low=lambda: True)
-    assert (result.stopped, first.forwards) == (False, 0)  # the other one says that it stopped
+    assert (result.stopped, first.forwards) == (False, 0)  # only the other rank reports that it stopped
 
 
 CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 requests"
@@ -94,18 +97,27 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 @pytest.mark.parametrize(
     ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "more"),
     [
-        (5, True, {}, 0, 150, False, 5, {}),  # fewer requests run at once
-        (5, False, {}, 0, 0, True, -1, {}),  # the estimated memory counts as taken
-        (6, False, {}, 0, 0, True, 0, {}),  # no free memory would be left
-        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1, {}),  # its own measurement goes before an earlier one
-        (50, True, {}, 0, 150, False, 50, {}),  # no other phase needs so much memory
+        # 300 requests have no memory, so the server admits 150.
+        (5, True, {}, 0, 150, False, 5, {}),
+        # The user asked for 300 requests, so the rehearsal stops. Their estimated memory counts as taken.
+        (5, False, {}, 0, 0, True, -1, {}),
+        # They would leave no free memory.
+        (6, False, {}, 0, 0, True, 0, {}),
+        # The estimate uses the measurement of this rehearsal, not that of an earlier one.
+        (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1, {}),
+        # Unless the user sets the number, 300 requests run only if another phase needs as much memory.
+        (50, True, {}, 0, 150, False, 50, {}),
         (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, {}),
-        (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),  # no other phase needs so much beside the graphs
+        # The estimate includes the memory of the graphs. No other phase needs as much.
+        (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),
         (50, False, {}, 1, 0, False, 50, {}),
-        (50, True, {}, 0, 0, False, 50, {"bytes_per_token": 1_920_000}),  # a thirty-second of 50,000: 3 GB
+        # 300 requests cost 3 GB more than 150, which is 1/32 of the KV cache of 50,000 tokens.
+        (50, True, {}, 0, 0, False, 50, {"bytes_per_token": 1_920_000}),
         (50, True, {}, 0, 150, False, 50, {"bytes_per_token": 1_900_000}),
-        (50, True, {}, 0, 300, False, 44, {"bytes_per_token": 5_700_000, "most": 600}),  # 8.9 GB, counted once
-        (50, True, {}, 0, 0, False, 38, {"bytes_per_token": 5_760_000, "most": 600}),  # 9 GB: 3 reserved, 6 more
+        # 600 requests cost 9 GB: 3 GB that 300 requests have reserved, and 6 GB more. 1/32 of the KV cache is 8.9 GB,
+        # and in the next case 9 GB.
+        (50, True, {}, 0, 300, False, 44, {"bytes_per_token": 5_700_000, "most": 600}),
+        (50, True, {}, 0, 0, False, 38, {"bytes_per_token": 5_760_000, "most": 600}),
         (
             50,
             True,
@@ -115,7 +127,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
             False,
             42,
             {"bytes_per_token": 6_400_000, "most": 600, "kept": 2},
-        ),  # 2 GB are reserved already
+        ),  # 600 requests cost 2 GB more, because the allocator keeps them
         (
             9,
             True,
@@ -125,17 +137,20 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
             False,
             9,
             {"bytes_per_token": 1_920_000, "margin": 3 * GB},
-        ),  # no token of the rule is given up
+        ),  # 300 requests would leave less than the margin and 1 GB
     ],
     ids=str,
 )
 def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as_much(
     free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
-    """Sampling takes 20 MB for each request here, after its forward pass. One GB must stay free.
+    """The sampling of a decode takes 20 MB for each request. One GB must stay free.
 
-    ``most``: requests of the largest decode; the allocator then reserves what tensors take, and keeps it. ``kept``: GB
-    that it reserves beyond them once a larger decode has run.
+    :param requests: number of requests to which the server is limited; 0: no limit.
+    :param lowest: GB that are free in the end, or that the estimate leaves.
+    :param more: arguments of the rehearsal, and two others. ``most`` is the number of requests of the largest decode. If
+        it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of GB that it reserves
+        in addition after the decode of 300 requests.
     """
     more, reserves = dict(more), "most" in more
     most, kept = more.pop("most", 300), more.pop("kept", 0)
@@ -153,7 +168,9 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as
 
     made.process_input_requests = take_in
     run = made.run
-    made.run = lambda runner: SimpleNamespace(can_run_graph=run(runner) is not None)  # each decode is seen at once
+    made.run = lambda runner: SimpleNamespace(
+        can_run_graph=run(runner) is not None
+    )  # the rehearsal sees each decode immediately
     monkeypatch.setattr(rehearsal.gpu_memory, "reset_peak", lambda gpu: since.append(len(ran)))
 
     def read():
@@ -182,9 +199,10 @@ def test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
-    """Each token takes 100 MB here, and 5 GB are free. 40 tokens leave 1 GB, and 48 tokens of the chunk of 64 do not.
+    """Each token takes 100 MB, and 5 GB are free. The prompts of the prefill chunk grow up to 64 tokens. 40 tokens
+    leave the 1 GB that must stay free, and 48 tokens do not.
 
-    The first prompt is at its bound already, as all are here.
+    Each forward pass of the stand-in has the largest size of its phase, so the phase counts as reached.
     """
     made = scheduler()
     longest = 0
@@ -247,7 +265,7 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
         (11, {"running_batch": FULL}, True, False),
         (11, {"chunked_req": object()}, True, False),
         (11, {"mbs": [None, None]}, True, True),
-        # A stage with running batches is not idle: their requests would count as lost.
+        # A pipeline stage with running batches is not idle. If it were, their requests would count as lost.
         (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, False),
     ],
 )
@@ -266,7 +284,8 @@ def test_waiting_requests_are_stuck_if_nothing_has_run_for_long(seconds, changed
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """A planted prefix was not computed: a user's prompt with the same prefix would be answered from random memory."""
+    """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would get a
+    random answer. The rehearsal therefore waits until the cache can be flushed."""
     made, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)
@@ -303,8 +322,8 @@ def test_attributes_that_others_set_are_restored(scheduler, caplog):
     one = OneRank(made)
     one.begin()
     assert made.process_input_requests is not another
-    del made.send_to_tokenizer.send_output  # so that it cannot be taken back
-    one.end()  # whoever waits for this rank would wait for ever, if it raised
+    del made.send_to_tokenizer.send_output  # so that restoring it fails
+    one.end()  # must not raise, because other ranks wait for this rank
     assert made.process_input_requests is another
     assert "the scheduler is not wholly as before the rehearsal" in caplog.text
 
@@ -320,7 +339,7 @@ def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(s
     while not results:
         assert other.turn() == []
         read = first.turn()
-        assert {type(each) for each in read} <= {ranks.Broadcast}  # which the engine hands to all ranks
+        assert {type(each) for each in read} <= {ranks.Broadcast}  # the engine hands broadcasts to all ranks
         other.process_input_requests(read)
     for one in ranks_of:
         one.orders.close()
@@ -351,7 +370,7 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
 
 
 def owner_of(scheduler, name):
-    """Object with a counter: the scheduler, its metrics reporter, or the model runner."""
+    """Return the object that has a counter: the scheduler, its metrics reporter, or the model runner."""
     scheduler.metrics_reporter = SimpleNamespace()
     return {"runner": scheduler.tp_worker.model_runner, "reporter": scheduler.metrics_reporter}.get(name, scheduler)
 
@@ -363,12 +382,13 @@ def owner_of(scheduler, name):
         *((name, 7) for name in ("forward_ct", "forward_ct_decode", "num_generated_tokens", "last_gen_throughput")),
         *((name, 7) for name in ("num_retracted_reqs", "total_prefill_uncached_tokens", "total_prefill_busy_us")),
         *((name, 7) for name in ("spec_total_num_accept_tokens", "forward_pass_id", "max_prefill_bs")),
-        ("decode_moment_totals", [1.0, 2.0]),  # which grows in place
-        ("_prev_decode_launch_ts", None),  # else the first decode would count as the next of a rehearsal
+        ("decode_moment_totals", [1.0, 2.0]),  # a list that grows in place
+        ("_prev_decode_launch_ts", None),  # otherwise the time since the rehearsal would count for the first decode
     ],
 )
 def test_counters_are_restored(owner, name, before, scheduler):
-    """Counters that `/v1/loads` shows, in the objects of each release, and counters that a scheduler reads."""
+    """The rehearsal restores the counters that ``/v1/loads`` shows, and those that the scheduler itself reads. Their
+    owner differs between engine releases."""
     made = scheduler()
     owner, expected = owner_of(made, owner), copy(before)
     setattr(owner, name, before)
@@ -421,7 +441,7 @@ def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again(scheduler)
 
 
 PLAIN = make_pool("MHATokenToKVPool", mem_usage=2)
-WINDOWS = make_pool("SWAKVPool", size_swa=70_000, mem_usage=2)  # addresses, most of which have no memory
+WINDOWS = make_pool("SWAKVPool", size_swa=70_000, mem_usage=2)  # number of addresses, most of which have no memory
 TABLE = make_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
 NUMBERS = {"cache_tokens": 20_000, "requests": 300, "input_tokens": 9999}
 STATES = make_pool("HybridLinearKVPool", mem_usage=2), TABLE
@@ -432,7 +452,7 @@ STATES = make_pool("HybridLinearKVPool", mem_usage=2), TABLE
     [
         ((PLAIN, PLAIN_TABLE), "", (0, 0), 0),
         ((WINDOWS, PLAIN_TABLE), "sliding-window", (128, 700), 0),
-        (STATES, "Mamba", (0, 0), 3),  # which go with requests
+        (STATES, "Mamba", (0, 0), 3),  # states belong to requests, so their number does not grow with the tokens
     ],
 )
 def test_server_facts_depend_on_the_kind_of_pool(pools, kind, window, fixed_gib):

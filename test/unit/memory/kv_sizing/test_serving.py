@@ -1,4 +1,5 @@
-"""Free memory, giving back, and the limit of requests on a server whose KV cache was sized."""
+"""Tests of a running server whose KV cache was sized. If GPU memory becomes short, it unmaps the end (*tail*) of the KV
+cache. It also limits the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it
 
 
 class Pools:
-    """Pools whose tokens take 1 MB. Memory is mapped in pieces of 100 tokens."""
+    """Stand-in for KV cache pools. A token takes 1 MB, and memory is mapped in pieces of 100 tokens."""
 
     page = 1
 
@@ -57,7 +58,8 @@ class Pools:
 
 
 class Allocator:
-    """Stand-in for the engine's allocator. Pages are taken from the front, and freed to the front if ``lifo``."""
+    """Stand-in for the engine's allocator of KV cache pages. It takes pages from the front of its free list. Freed
+    pages go to the end, or to the front if ``lifo``."""
 
     def __init__(self, size, page=1, lifo=False):
         self.size, self.page_size, self.lifo = size, page, lifo
@@ -78,7 +80,7 @@ class Allocator:
 
     def free(self, pages):
         self.free_pages = torch.cat((pages, self.free_pages) if self.lifo else (self.free_pages, pages))
-        assert self.available_size() <= self.size  # as the engine's allocator of sliding windows asserts
+        assert self.available_size() <= self.size  # the engine's allocator for sliding windows has this assertion, too
 
 
 def request(prompt, new, computed=0):
@@ -89,7 +91,8 @@ def request(prompt, new, computed=0):
 
 
 BESIDE = 9
-"""Tokens that a request takes beside its own. The engine admits it only if one more is free."""
+"""Tokens that a request takes in addition to its prompt and its new tokens. The engine admits a request only if yet
+another token is free."""
 
 
 class Flags(set):
@@ -102,7 +105,8 @@ class Flags(set):
 
 @pytest.fixture
 def make_rank(monkeypatch):
-    """Makes ranks of one server that serve with 10,000 tokens. ``free``: free memory of the rank's GPU."""
+    """Function that makes ranks of one server whose KV cache has 10,000 tokens. ``free``: free memory of the rank's
+    GPU."""
     board = Flags()
 
     def tell(scheduler, counts, longest_request):
@@ -141,9 +145,9 @@ def test_the_tail_goes_until_the_margin_is_free_again(make_rank, caplog):
     made.one.look()
     assert made.orders == [Retire(10_000 - 1500)]
     made.one.look()
-    assert len(made.orders) == 1  # one order at a time
+    assert len(made.orders) == 1  # the rank sends one order at a time
     made.one.obey(made.orders[0])
-    assert made.told == [(10_000, 8490)]  # longer requests are refused
+    assert made.told == [(10_000, 8490)]  # from now on, longer requests are refused
     made.free = 2 * GB
     made.one.look()
     assert (made.told[1:], made.pools.unmapped, made.pools.counts.tokens) == ([(8500, 8490)], [8500], 8500)
@@ -158,7 +162,7 @@ def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank)
     held, made.allocator.free_pages = made.allocator.free_pages[8000:], made.allocator.free_pages[:8000]
     made.one.look()
     obey_order(made.orders.pop(), made)
-    assert made.pools.unmapped == []  # nothing of the tail was free
+    assert made.pools.unmapped == []  # requests still hold the slots of the tail
     made.allocator.free(held[1000:])
     made.one.look()
     assert (made.told[-1], made.pools.unmapped[-1]) == ((9000, 8490), 9000)
@@ -174,7 +178,7 @@ def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank)
 
 
 def test_prefixes_are_evicted_while_memory_is_short_and_they_hold_the_tail(make_rank):
-    """A server that is never idle would not free these slots otherwise."""
+    """Prefixes in the radix cache hold slots of the tail. A busy server never flushes them, so they must be evicted."""
     made = make_rank(int(0.5 * GB))
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     made.one.look()
@@ -185,7 +189,7 @@ def test_prefixes_are_evicted_while_memory_is_short_and_they_hold_the_tail(make_
 
 
 def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(make_rank):
-    """Up to 0.5.12.post1 the scheduler of such a stage reports that it is idle."""
+    """Up to engine release 0.5.12.post1 the scheduler of such a stage reports that it is idle, although it is not."""
     made = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     obey_order(Retire(8500), made)
@@ -194,7 +198,9 @@ def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(make_rank
 
 
 def test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens(make_rank):
-    """900 tokens are left, in chunks of 100 with 20 decodes: 12 chunks, one more, and a page of each decode."""
+    """A mixed chunk of 100 tokens has one token of each of 20 decoding requests, so 80 tokens of the prompt. The 900
+    prompt tokens that are left take 12 chunks. Each decoding request keeps a slot for every chunk, one more slot, and a
+    page, so 14 slots. Two more pages stay free. A page has one slot here."""
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
     made = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
     assert serving.spare_tokens(made.scheduler) == 10_000 - 900 - 20 * 14 - 2
@@ -210,7 +216,8 @@ def test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it():
 
 
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
-    """The other ranks withdraw the same slots, and their drivers unmap memory."""
+    """The other ranks have withdrawn the same slots and unmapped their memory. So this rank must not use its slots,
+    either."""
     made = make_rank(9 * GB)
 
     def fail(counts):
@@ -231,10 +238,13 @@ def not_said():
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "taken"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
 def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, taken, cache, make_rank):
-    """The engine computes the next chunk without asking for room. The prompt has 1,000 tokens. Free are 1,300 tokens of
-    the tail are free, and 100 below it."""
+    """The engine computes the next chunk of a prompt without checking for free slots. The prompt has 1,000 tokens, of
+    which ``computed`` are done. 1,300 slots of the tail and 100 other slots are free."""
     made = make_rank(0, chunked_req=request(1000, 5, computed))
-    says = {"evictable_size": lambda: evictable, "full_evictable_size": lambda: 0}  # as the engine's caches
+    says = {
+        "evictable_size": lambda: evictable,
+        "full_evictable_size": lambda: 0,
+    }  # methods of the engine's radix caches
     if cache == "beside states":
         says = {"evictable_size": not_said, "full_evictable_size": lambda: evictable}
     vars(made.scheduler.tree_cache).update(says)
@@ -244,7 +254,8 @@ def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable
 
 
 def test_a_second_order_is_obeyed_after_the_first(make_rank):
-    """Rank 0 of data-parallel attention has ended, and orders more, while slots of another rank are held."""
+    """Rank 0 may send a second order after it has finished the first. Another rank of data-parallel attention may not
+    have finished the first order, because its requests still hold slots."""
     made = make_rank(9 * GB, leads=False)
     held, made.allocator.free_pages = made.allocator.free_pages[7000:], made.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
@@ -266,13 +277,16 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
         ({"chunked_prefill_size": 4800}, [Retire(9600)]),
         ({"chunked_prefill_size": None, "max_req_input_len": 4700}, [Retire(9400)]),
         (TWO_WAIT, [Retire(9215)]),
-        ({"waiting_queue": [request(9980, 0)]}, []),  # fewer tokens would go than a piece of memory has
+        (
+            {"waiting_queue": [request(9980, 0)]},
+            [],
+        ),  # 10 tokens are fewer than a piece of memory has, so unmapping them frees nothing
         ({"chunked_prefill_size": 6000}, []),
     ],
     ids=str,
 )
 def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, make_rank, caplog):
-    """The log says once that memory is short and stays short."""
+    """If the KV cache cannot shrink enough, the log says once that memory stays short."""
     made = make_rank(0, **scheduler)
     made.one.look()
     assert made.orders == ordered
@@ -296,7 +310,7 @@ def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(sch
     obey_order(first.orders[0], first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8490))
     other.one.look()
-    assert not other.board.said(serving.SHORT_REPORT)  # slots of the order are still held
+    assert not other.board.said(serving.SHORT_REPORT)  # the order is not finished, because a request holds its slots
     vars(other.scheduler).update(dict.fromkeys(scheduler))
     other.one.look()
     assert other.pools.counts.tokens == 8500
@@ -321,37 +335,41 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
 @pytest.mark.parametrize(
     "prefixes",
     [
-        {"slots": SLOTS},  # up to 0.5.13
+        {"slots": SLOTS},  # up to engine release 0.5.13
         {"session": SimpleNamespace(slots={name: SimpleNamespace(kv=slot) for name, slot in SLOTS.items()})},
         {"session": SimpleNamespace(slots={**SLOTS, "empty": SimpleNamespace(kv=None)})},
-        {"session_records": lambda: RECORDS},  # 0.5.23
+        {"session_records": lambda: RECORDS},  # engine release 0.5.23
     ],
     ids=["wrapper", "0.5.17", "unified", "records"],
 )
 @pytest.mark.parametrize(
     ("waiting", "least"),
     [
-        ([], 7200),  # two chunks
+        ([], 7200),  # 7,000 of the sessions and two chunks
         ([request(900, 100)], 8010),
-        ([request(900, 100), in_session("a", 3500, 500)], 9010),  # the session holds 4,000 tokens afterwards
+        ([request(900, 100), in_session("a", 3500, 500)], 9010),  # session a grows from 3,000 to 4,000 tokens
         ([in_session("c", 200, 100)], 7310),
         ([request(50, 50)], 7200),
     ],
     ids=["none waits", "one waits", "one of a session waits", "one of a new session waits", "a short one waits"],
 )
 def test_what_streaming_sessions_hold_is_never_given_back(waiting, least, prefixes, make_rank):
-    """The engine does not free these slots for a request. A request that finds no other slots is aborted."""
+    """The engine never frees the slots of streaming sessions for another request. It aborts a request that finds no
+    other slots."""
     made = make_rank(0, waiting_queue=waiting)
     vars(made.scheduler.tree_cache).update(prefixes)
     made.scheduler.chunked_prefill_size = 100
-    made.pools.bytes_behind = lambda counts: counts.tokens * 100_000  # 2 GB are more than all
+    made.pools.bytes_behind = lambda counts: (
+        counts.tokens * 100_000
+    )  # a token takes 100 kB, so the missing 2 GB are more than the KV cache
     made.one.look()
     (order,) = made.orders
     assert order.tokens == least
 
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
-    """Rank 0 of data-parallel attention may have freed its slots, and does not know the other rank's cache."""
+    """Rank 0 of data-parallel attention may have no slots left to free. It does not know that the other rank's radix
+    cache holds slots, so the other rank reports it when it is idle."""
     first, other = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     other.allocator.free_pages = other.allocator.free_pages[:8000]
     obey_order(Retire(8500), first, other)
@@ -367,7 +385,8 @@ def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
 def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
-    """Rank 0 orders half of the margin, because a report has no number. If nothing can go, it repeats the goal."""
+    """Another rank's report that memory is short has no number of bytes. Rank 0 therefore orders all ranks to free half
+    of the margin. If no tokens can be freed, the order has the current number of tokens."""
     first, other = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
     other.one.look()
     assert (other.orders, len(other.board)) == ([], 1)
@@ -379,8 +398,8 @@ def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
     assert (len(first.orders), first.pools.counts.tokens) == (1, goal)
 
 
-def test_a_driver_that_does_not_answer_ends_the_watch_alone(make_rank, caplog):
-    """The rank's slots are withdrawn as on the other ranks."""
+def test_a_driver_that_does_not_answer_ends_only_the_watch_of_free_memory(make_rank, caplog):
+    """The rank no longer watches its free memory. It still obeys orders, like the other ranks."""
     made = make_rank(9 * GB)
     del made.free
     made.one.look()
@@ -423,7 +442,7 @@ def test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes(st
             retirement.advance()
             assert not (allocator.free_pages > wanted).any()
         in_use = torch.cat([*held, allocator.free_pages]).tolist()
-        assert len(set(in_use)) == len(in_use)  # no slot twice
+        assert len(set(in_use)) == len(in_use)  # no slot appears twice
         assert len(in_use) * page == told[-1] == allocator.size
         assert max(in_use, default=0) * page <= retirement.mapped_counts().tokens  # each slot has memory
         assert set(range(1, wanted + 1)) <= set(in_use)  # no slot is lost
@@ -487,7 +506,7 @@ def test_a_resized_allocator_has_each_slot_once(page):
 
 
 def test_a_request_that_would_not_fit_at_the_goal_is_refused():
-    """It would wait for ever, with all requests behind it."""
+    """Otherwise the request would wait forever, together with all requests after it."""
     numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
     scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
     set_token_count(scheduler, TokenCounts(800), 300)
@@ -497,7 +516,7 @@ def test_a_request_that_would_not_fit_at_the_goal_is_refused():
 
 
 def test_an_allocator_that_has_its_size_is_not_cleared():
-    """Requests of an abandoned rehearsal may hold slots."""
+    """Clearing the allocator would free slots that requests of an abandoned rehearsal may still hold."""
     allocator = Allocator(40)
     held = allocator.alloc(7)
     resize_allocator(allocator, TokenCounts(40))
@@ -513,7 +532,7 @@ PLAIN |= {"min_p": 0.0, "logit_bias": None}
 
 
 class Request:
-    """Stand-in for the engine's request, which compares as an object does."""
+    """Stand-in for the engine's request. Two requests are equal only if they are the same object, as in the engine."""
 
     def __init__(self, return_logprob=False, **sampling):
         self.sampling_params, self.return_logprob = SimpleNamespace(**{**PLAIN, **sampling}), return_logprob
@@ -524,7 +543,10 @@ class Request:
 
 
 def batch_of(*requests, **sampling):
-    """A running batch; ``sampling``: attributes of its ``SamplingBatchInfo`` that differ from a plain one."""
+    """Return a running batch of these requests.
+
+    :param sampling: attributes of the batch's ``SamplingBatchInfo`` that differ from those of plain requests.
+    """
     info: dict[str, object] = {"need_min_p_sampling": False, "logit_bias": None, "has_custom_logit_processor": False}
     info |= {"penalizer_orchestrator": SimpleNamespace(is_required=False)}
     return SimpleNamespace(
@@ -552,14 +574,15 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler():
-    """A scheduler that admits 900 requests, and 256 while one is penalized."""
+    """A scheduler that runs at most 900 requests at once, and at most 256 while one of them is penalized. A *penalized*
+    request has penalties, min_p, a logit bias or log-probabilities."""
     made = Scheduler()
     serving.limit_requests(made, requests=900, penalized=256)
     return made
 
 
 def count_admitted(scheduler, running=100):
-    """Return the requests that the scheduler admits in a new turn."""
+    """Return how many requests the scheduler admits in a new turn, while ``running`` requests run."""
     scheduler.get_new_batch_prefill()
     return scheduler.get_num_allocatable_reqs(running)
 
@@ -588,8 +611,9 @@ def test_fewer_requests_are_admitted_while_a_penalized_one_waits(scheduler):
     assert count_admitted(scheduler) == 156
 
 
-def test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_refers_to_it(scheduler):
-    """A session keeps an aborted request alive. How long the garbage collector needs differs between ranks."""
+def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_it_is_referred_to(scheduler):
+    """A session may keep an aborted request alive, and ranks collect garbage at different times. The limit must not
+    depend on it, because all ranks must admit the same requests."""
     session = Request(min_p=0.1)
     scheduler._add_request_to_queue(session)
     scheduler._add_request_to_queue(Request())
@@ -610,7 +634,8 @@ def test_a_penalized_request_that_waits_no_more_counts_no_more_whoever_still_ref
     ids=str,
 )
 def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary(sampling, scheduler):
-    """The engine keeps the numbers when the request has ended, and makes them for each request that joins."""
+    """A batch with a penalized request has tensors with a row of vocabulary size for each request. The engine keeps the
+    tensors after the penalized request has ended, and adds a row for each request that joins the batch."""
     scheduler.running_batch = batch_of(Request(), **sampling)
     vars(scheduler.running_batch).update({name: True for name in sampling if name == "return_logprob"})
     assert count_admitted(scheduler) == 156
@@ -621,7 +646,7 @@ def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabul
 
 
 def test_the_batch_counts_to_which_requests_are_admitted(scheduler):
-    """Releases after 0.5.13 hand the batch over. A pipeline has several batches."""
+    """A pipeline has several batches. Engine releases after 0.5.13 pass the batch to ``get_new_batch_prefill``."""
     scheduler.running_batch = batch_of(Request(), need_min_p_sampling=True)
     other = batch_of(Request())
     assert scheduler.get_new_batch_prefill(other) is other
