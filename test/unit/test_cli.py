@@ -386,7 +386,7 @@ def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):
-    """It lists the package's own variables, too, and those that ``regress`` sets for its servers.
+    """``doctor`` also lists variables that belong to no change, and those that ``regress`` sets for its servers.
 
     ``doctor`` runs here without the packages of the extra ``regress``.
     """
@@ -438,9 +438,9 @@ fork, so that the engine is imported only once."""
 
 @pytest.mark.every_release
 def test_doctor_says_what_a_server_of_this_environment_says():
-    """A change's status is that on a server without arguments. The key ``engine`` has its status on this engine release
-    apart from the environment. ``SGLANG_PLUGINS`` can leave out this package's plugin.
-    """
+    """``doctor`` reports two statuses of a change. One is that on a server in this environment. The other, under the
+    key ``engine``, is that on this engine release with any environment. ``SGLANG_PLUGINS`` may leave out this package's
+    plugin."""
     names = ["mori-input-truncation", "cutedsl-sizing"]
     here = ["not needed here", "as the engine has it"]
     expected = {"": here, "another": ["not selected", "not selected"], "another, moe_patches": here}

@@ -1,4 +1,5 @@
-"""Tests of ``common.growth``, which reads from a server's ``/metrics`` and log how kv-sizing resized the KV cache."""
+"""Tests of ``common.growth``, which reads how kv-sizing resized the KV cache, from a server's ``/metrics`` and its
+log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests of the change cutedsl-sizing, without an engine. It makes CuteDSL's MoE buffers large enough for every forward
-pass, and splits a larger forward pass."""
+pass, and splits a forward pass that is larger nevertheless."""
 
 from __future__ import annotations
 

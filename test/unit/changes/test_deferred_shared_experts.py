@@ -189,11 +189,11 @@ class UnknownMethod(SimpleNamespace):
 
 
 class KTEPWrapperMethod(UnknownMethod):
-    """The engine's quantization method whose experts run on GPU and CPU."""
+    """Class with the name of the engine's quantization method that runs experts on GPU and CPU."""
 
 
 class Fp8MoEMethod(UnknownMethod):
-    """The engine's quantization method that calls CUTLASS without a runner."""
+    """Class with the name of the engine's quantization method that may call CUTLASS without a runner."""
 
 
 def experts(method, trtllm=False, **more):

@@ -674,9 +674,11 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 
 
 def toy_answer(layer, patched):
-    """Return the output of a layer for an input of ones. ``patched``: with its input offered as a dead input.
+    """Return the output of a layer for an input of ones.
 
-    Only layers that the proofs must refuse read their input later. Their output therefore differs if it is offered.
+    Only layers that the proofs must refuse read their input later. Their output is therefore wrong if they are patched.
+
+    :param patched: whether the layer offers its input for reuse.
     """
     forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
     offer.mark_offering(layer, layer, None)

@@ -1,4 +1,4 @@
-"""Tests of ``core/log.py``, which logs a message only once."""
+"""Tests of ``core/log.py``, which logs only the first message of each key."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_family_offers_if_every_proof_holds_and_otherwise_gives_a_reason(scan)
         dense=source.replace("get_moe_impl_class(None)", "MLP"),
     ) == {
         "a": "",
-        "reads_it_again": "",  # ``hidden_states`` is then the output of the norm after attention, not the input
+        "reads_it_again": "",  # here ``hidden_states`` is the output of the norm after attention, not the input
         "not_at_first": "ALayer may read its input after the first norm",
         "keeps_it": "ALayer may read attention's input after attention",
         "loop": "AModel may keep its layers' inputs",

@@ -313,8 +313,8 @@ def set_gpu_memory(process, monkeypatch):
 
 
 def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_memory):
-    """Both the reserved bytes and the peak of allocated bytes are growth since the start of the first forward pass: 100
-    bytes were reserved then, and 50 allocated. Their difference is the slack."""
+    """The slack is the growth of the reserved bytes minus the growth of the allocated bytes to their peak. Both count
+    from the start of the first forward pass, when 100 bytes are reserved and 50 allocated."""
     set_gpu_memory([700, 500, 900], reserved_after=[1000, 1000, 1400])
     figures_of = [process.forward(10).memory for _ in range(3)]
     assert [(figures.reserved_bytes, figures.slack_bytes) for figures in figures_of] == [

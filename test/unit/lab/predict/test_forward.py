@@ -139,7 +139,7 @@ def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypa
             "triton",
             4,
             "attention",
-        ),  # PyTorch's record of allocations shows it: the output projection's output is alive
+        ),  # as in PyTorch's record of allocations: the output projection's output is alive
         ("kimi-k2.5", "flashinfer_trtllm_routed", 1, "the first layer's MLP"),
         ("deepseek-v3", "flashinfer_trtllm_routed", 1, "attention"),
         ("glm-4.5", "triton", 4, "the router"),

@@ -21,7 +21,8 @@ Report = dict[str, Any]
 
 
 def report_of(stock: Room, patched: Room | None = None) -> Report:
-    """Return a report on a stock and a patched server with this free memory."""
+    """Return a report on a stock and a patched server. A ``Room`` describes the memory that weights and KV cache
+    leave."""
     rooms = {"stock": stock, "patched": patched or stock}
     fits = {name: engine_pools.describe(each.fit) for name, each in rooms.items()}
     named = {"model": "a/b", "gpu": "h200", "engine": "0.5", "fit": fits["patched"], "stock_fit": fits["stock"]}

@@ -148,8 +148,8 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as
 
     :param requests: number of requests to which the server is limited; 0: no limit.
     :param lowest: GB that are free in the end, or that the estimate leaves.
-    :param more: arguments of the rehearsal, and two others. ``most`` is the number of requests of the largest decode. If
-        it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of GB that it reserves
+    :param more: arguments of the rehearsal, and two others. ``most`` is the number of requests of the largest decode.
+        If it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of GB that it reserves
         in addition after the decode of 300 requests.
     """
     more, reserves = dict(more), "most" in more
