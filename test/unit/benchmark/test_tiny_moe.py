@@ -132,8 +132,8 @@ def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped):
 
 
 def test_verdicts_in_the_result_follow_from_its_counts_by_the_current_rule():
-    """The stored result has measured counts of lost and gained answers. ``regress`` must still derive its verdicts from
-    them."""
+    """The stored result has measured counts of lost and gained answers. ``regress`` must still derive the
+    stored verdicts from them."""
     figures = output.load(mutations.RESULT)["figures"]
     count = figures["questions"]
     right = round(count * figures["stock"])

@@ -36,7 +36,8 @@ def make_route(name, accepts=lambda how: True):
 IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""Routes of two changes, each with the argument ``first`` of ``add_route``: whether the route is asked first."""
+"""Routes of two changes. The value is the argument ``first`` of ``add_route``: whether the route is tried before
+others."""
 
 
 def find_answerer(module, **how):

@@ -120,7 +120,7 @@ def unknown_paths(path: Path) -> list[str]:
 
 
 def unknown_members(path: Path) -> list[str]:
-    """Return the references to a member of a file that the file does not define.
+    """Return the references to names in a file that the file does not define.
 
     Such a reference has the form ``file.py:NAME``, *NAME in file.py* or *NAME (file.py)*. If it is a link, the link's
     target is the file.

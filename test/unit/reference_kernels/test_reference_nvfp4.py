@@ -55,8 +55,8 @@ class TestQuantize:
         st.floats(min_value=2.0**-10, max_value=2.0**10, width=32),
     )
     def test_definition(self, xs: list[float], global_scale: float) -> None:
-        """Each scale and code must be the nearest to the definition, evaluated in float64. Computing in float32 may
-        move a value that lies almost halfway between two codes."""
+        """Each scale and code must be the one nearest to the value that the definition gives in float64. A value almost
+        halfway between two may be rounded either way, because the code computes in float32."""
         packed, block_scale = nvfp4.quantize(torch.tensor(xs), global_scale)
         assert packed.shape == (16,)
         assert packed.dtype == torch.uint8

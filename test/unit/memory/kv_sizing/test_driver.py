@@ -107,8 +107,9 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
-    """Otherwise the engine would merge new requests into the old batch, which still has the tensors of its
-    penalties."""
+    """If a phase began earlier, the engine would merge its requests into the old batch, which still has the tensors of
+    its penalties.
+    """
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -152,8 +153,8 @@ def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, put
     """The engine finishes each prompt that it has begun. If that takes too long, the engine's warm-up request times
     out, which ends the server.
 
-    In the case with a radix cache and parts of 80 s, the next part could take 320 s, but 280 s are left. In the case
-    without a radix cache and 30 s, the whole prompt could take 480 s, but 330 s are left.
+    If a part of a prompt takes 80 s (with a radix cache), the next part could take 320 s, but 280 s are left. If the
+    first prompt takes 30 s (without a radix cache), the whole prompt could take 480 s, but 330 s are left.
     """
     left = [360.0 - GRACE_S]
 
@@ -327,11 +328,11 @@ def test_a_stages_forwards_have_their_share_of_fewer_requests():
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [
-        (PhaseKind.EAGER_DECODE, {}),  # the required number is that of the limits
+        (PhaseKind.EAGER_DECODE, {}),  # the user asked for so many requests
         (
             PhaseKind.PENALTIES,
             {"captured": 128, "default_requests": True},
-        ),  # the required number is that of the largest graph
+        ),  # the largest graph has so many requests
     ],
 )
 def test_a_required_phase_without_memory_ends_the_rehearsal(kind, changed):

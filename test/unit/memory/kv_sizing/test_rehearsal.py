@@ -127,7 +127,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
             False,
             42,
             {"bytes_per_token": 6_400_000, "most": 600, "kept": 2},
-        ),  # 600 requests cost 2 GB more, because the allocator keeps them
+        ),  # the allocator keeps 2 GB more, so 600 requests cost 11 GB, but 10 GB are allowed
         (
             9,
             True,
@@ -149,8 +149,8 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as
     :param requests: number of requests to which the server is limited; 0: no limit.
     :param lowest: GB that are free in the end, or that the estimate leaves.
     :param more: arguments of the rehearsal, and two others. ``most`` is the number of requests of the largest decode.
-        If it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of GB that it reserves
-        in addition after the decode of 300 requests.
+        If it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of GB that it
+        reserves in addition after the decode of 300 requests.
     """
     more, reserves = dict(more), "most" in more
     most, kept = more.pop("most", 300), more.pop("kept", 0)
@@ -284,8 +284,8 @@ def test_waiting_requests_are_stuck_if_nothing_has_run_for_long(seconds, changed
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would get a
-    random answer. The rehearsal therefore waits until the cache can be flushed."""
+    """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would
+    read random keys and values. The rehearsal therefore waits until the cache can be flushed."""
     made, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)

@@ -506,7 +506,7 @@ def test_a_resized_allocator_has_each_slot_once(page):
 
 
 def test_a_request_that_would_not_fit_at_the_goal_is_refused():
-    """Otherwise the request would wait forever, together with all requests after it."""
+    """A request that never fits would wait forever, and all requests after it, too."""
     numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
     scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
     set_token_count(scheduler, TokenCounts(800), 300)
