@@ -95,7 +95,9 @@ def regress(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def make_server(
     name: str, model: Path, folder: Path, *arguments: str, backend: str = ROUTED, **variables: str
 ) -> Server:
-    """Not started yet. It records what it uses in ``folder / name``, and its log is ``folder / name.log``."""
+    """Make a server without starting it. It records what it uses in ``folder / name``, and its log is ``folder /
+    name.log``.
+    """
     (folder / name).mkdir()
     # Several servers start at once, also those of another worker, so each server needs a port of its own.
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2

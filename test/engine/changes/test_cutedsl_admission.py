@@ -1,7 +1,8 @@
 """cutedsl-sizing's bound compared with the engine's own scheduler: admission, mixed chunks, retraction, decode batches.
 
-Each case is a server with random arguments and random requests. The scheduler is the engine's own. Only the forward
-pass is left out: every request receives its next token at once.
+Each case is a server with random arguments and random requests. The bound is the number of tokens in a forward pass
+for which the change allocates buffers. The scheduler is the engine's own. Only the forward pass is left out: every
+request receives its next token at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One server and its requests: (prompt tokens, new tokens, ignore_eos) of each request."""
+    """Random arguments of one server, and its requests, each as (prompt tokens, new tokens, ignore_eos)."""
 
     arguments: dict[str, Any]
     cache_tokens: int
@@ -73,7 +74,7 @@ def random_case(seed: int) -> Case:
 
 
 def known_as(owner: Any, *names: str) -> str:
-    """The one of these attribute names that the installed release has."""
+    """Return the one of these attribute names that the installed release has."""
     return next(name for name in names if hasattr(owner, name))
 
 
@@ -166,7 +167,7 @@ def tokens_of_forwards():
             sampling.normalize(None)
             ids = [pick.randrange(VOCABULARY) for _ in range(prompt)]
             req = Req(str(number), "", ids, sampling, vocab_size=VOCABULARY)
-            if isinstance(req.output_ids, array):  # newer releases
+            if isinstance(req.output_ids, array):  # # newer releases
                 req = Req(str(number), "", array(req.output_ids.typecode, ids), sampling, vocab_size=VOCABULARY)
             scheduler.waiting_queue.append(req)
         found = []
@@ -201,8 +202,8 @@ def tokens_of_forwards():
         return {"new_token_ratio_tracker": tracker}
 
     def tokens_per_request(args: Any) -> list[int]:
-        """Tokens per request of a decode, or of draft, verification and draft-extend forward passes, from the engine's
-        inputs.
+        """Return the tokens per request of a decode, or of EAGLE's draft, verification and draft-extend forward
+        passes. They are computed from the engine's inputs.
         """
         if not args.speculative_algorithm:
             return [1]
@@ -212,8 +213,8 @@ def tokens_of_forwards():
         verify = eagle_info.EagleVerifyInput(**{**unset, "draft_token_num": args.speculative_num_draft_tokens})
         if args.speculative_algorithm == "NGRAM":
             return [verify.num_tokens_per_req]
-        # EAGLEWorker and its graph runners set these numbers for draft steps, and for draft-extend after a
-        # verification.
+        # EAGLEWorker and its graph runners set these numbers for draft steps, and for the draft-extend forward pass
+        # that follows a verification.
         return [verify.num_tokens_per_req, args.speculative_eagle_topk, args.speculative_num_steps + 1]
 
     yield drive
@@ -222,7 +223,7 @@ def tokens_of_forwards():
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one case: the change's limits, the tokens of its largest forward pass, and the engine's own number."""
+    """Result of one case: the change's limits, the tokens of its largest forward pass, and the engine's own bound."""
 
     case: Case
     limits: ForwardLimits
@@ -276,7 +277,9 @@ def test_each_term_is_needed(outcomes, without):
 @pytest.mark.usefixtures("tokens_of_forwards")
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
-    """Data-parallel attention in both padding modes of the engine. It pads to the longest rank only for decodes."""
+    """Data-parallel attention in both padding modes of the engine. The mode that pads every rank to the longest one
+    is used only for decodes.
+    """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0
     for _ in range(1_000):
@@ -292,5 +295,5 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
 
 
 def upstreams_bound(limits: ForwardLimits) -> int:
-    """Bound of sgl-project/sglang#26696: the largest of its three terms."""
+    """Return the bound that the pull request sgl-project/sglang#26696 uses: the largest of its three terms."""
     return max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)

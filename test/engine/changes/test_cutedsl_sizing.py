@@ -1,4 +1,6 @@
-"""cutedsl-sizing on the engine's own model, in process: FlashInfer's own wrapper, with stand-ins for its kernels."""
+"""cutedsl-sizing on the engine's own model, in this process. FlashInfer's wrapper is real, and its kernels are
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 @pytest.fixture(autouse=True)
 def no_pools(monkeypatch):
-    """Ignore the sizes of memory pools. The tests' model runner was made before the change was installed."""
+    """Ignore the sizes of the memory pools, because the tests' model runner has made them before the change is
+    installed.
+    """
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound or to share: {outcome.reason}")
@@ -59,7 +63,7 @@ def small_buffers():
 
 
 def run(engine, path, *changes, steps=STEPS, **arguments):
-    """Greedy tokens and logits of all steps, and the model."""
+    """Load a model, and return its greedy tokens and logits of all steps, and the model."""
     with engine.arguments(**{**large_buffers(), **arguments}), installed(*changes):
         model = engine.load(path)
         return *engine.generate(model, PROMPTS, steps), model
@@ -67,13 +71,13 @@ def run(engine, path, *changes, steps=STEPS, **arguments):
 
 @pytest.fixture(scope="module")
 def stock(engine, checkpoint):
-    """Tokens and logits of the stock engine, and the model, once for each checkpoint."""
+    """Return the stock engine's tokens, logits and model. They are computed once for each checkpoint."""
     return functools.cache(lambda **options: run(engine, checkpoint(**options)))
 
 
 @contextmanager
 def poison_buffers(monkeypatch):
-    """Context in which the buffers and the output are NaN whenever a layer's kernels start."""
+    """Fill the wrapper's buffers and the output with NaN whenever a layer's kernels start, while the block runs."""
     run_into = SharedMoE._run_into
 
     def poison(self, output, arguments):
@@ -105,13 +109,13 @@ def test_one_shared_wrapper_gives_the_answers_of_one_wrapper_per_layer(
     assert same_answers(
         right, run(engine, path, cutedsl_sizing.CHANGE)
     )  # without an offered buffer, each output is a new tensor
-    # The shared buffers are smaller than one layer's, because the output is not one of them.
+    # The shared buffers are smaller than the buffers of one stock layer, because they include no output buffer.
     assert 0 < (4 - dense_layers) * workspace_bytes({shared._wrapper}) < workspace_bytes(wrappers(right[2]))
 
 
 def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, monkeypatch):
-    """The output is the largest buffer with data-parallel ranks. It is made when the KV cache occupies the rest of the
-    GPU.
+    """Stock allocates FlashInfer's output buffer when the KV cache already occupies the rest of the GPU. With
+    data-parallel ranks it is the largest buffer.
     """
     made, empty = [], torch.empty
 
@@ -144,9 +148,10 @@ def dispatched(layer, seed, tokens=4):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkeypatch, guarded):
-    """A draft model reads the target's hidden states, and a pipeline stage sends them.
+    """A layer's output stays valid while the next layer runs. A draft model reads such outputs (the target's hidden
+    states), and a pipeline stage sends them.
 
-    So FlashInfer's own output buffer, which ``run`` returns, must not be shared by layers.
+    So the layers must not share FlashInfer's own output buffer, which ``run`` returns.
     """
     if not guarded:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
@@ -160,7 +165,7 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
 
 
 def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, stock, monkeypatch):
-    """Target and draft model take turns with one shared wrapper. Each gives the answers that it gives alone."""
+    """A target and a draft model take turns with one shared wrapper. Each gives the answers that it gives alone."""
     target_and_draft = ({"dense_layers": 0}, {"dense_layers": 0, "seed": 7})
     alone = [stock(**options) for options in target_and_draft]
     with engine.arguments(**large_buffers()), installed(*CHANGES), poison_buffers(monkeypatch):
@@ -216,7 +221,9 @@ def test_a_graph_that_does_not_fit_is_refused_before_its_capture(engine, checkpo
 
 
 def test_a_buffer_that_contains_the_moe_input_is_not_used(engine, checkpoint, monkeypatch):
-    """The shared experts may read the MoE input after the routed experts have written their output."""
+    """The shared experts may read the MoE input after the routed experts have written their output. An offered
+    buffer that overlaps the input is therefore refused.
+    """
     taken = []
     take = channel.take_output
     monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
@@ -247,7 +254,7 @@ def test_the_bound_includes_the_pools_of_the_model_runner(engine):
 
 
 def bound(args):
-    """Number of tokens for which buffers have room, before start-up has chosen any size."""
+    """Return the number of tokens for which the buffers have room, before the server's start has chosen any size."""
     return max_forward_tokens(forward_limits(args, Pools()))
 
 
@@ -297,7 +304,9 @@ def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args,
     ],
 )
 def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
-    """Engines with a number of their own keep it. It is smaller than ours."""
+    """Each flag raises this package's bound of the tokens in a forward pass. Releases that compute a bound for
+    CuteDSL's buffers themselves compute a smaller one here, and the package leaves it as it is.
+    """
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected
     own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
@@ -305,7 +314,9 @@ def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, ex
 
 
 def test_prefill_graphs_of_every_kind_count(server_args):
-    """The engine's own number ignores prefill graphs that are not piecewise."""
+    """Prefill graphs of every kind raise this package's bound. The bound that newer releases compute ignores prefill
+    graphs that are not piecewise.
+    """
     graphs = graph_arguments(4, 2048)
     if "cuda_graph_config" not in graphs:
         pytest.skip("this release captures piecewise prefills only")
@@ -316,7 +327,9 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 
 @pytest.mark.every_release
 def test_the_stated_default_of_the_budget_is_the_installed_engines():
-    """README's table has this default. Our check is used only if the engine has none."""
+    """README's table states the installed engine's default. The package's own check is used only if the engine has
+    none.
+    """
     dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     overrides = [dispatcher]
     if engine_code.has_module("sglang.srt.arg_groups.overrides"):
@@ -331,7 +344,9 @@ def test_the_stated_default_of_the_budget_is_the_installed_engines():
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
-    """Our check refuses it, or the engine's own. Releases 0.5.11 and 0.5.12.post1 do not allow this combination."""
+    """This package's check refuses the budget, or the engine's own check does. Releases 0.5.11 and 0.5.12.post1 do
+    not allow this combination of arguments.
+    """
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},
         **{"max_prefill_tokens": 16385, "chunked_prefill_size": 8192, "page_size": 1, "enable_grpc": False},
@@ -351,6 +366,6 @@ def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(se
 def test_the_status_of_the_change_on_this_release(server_args):
     from sglang.srt.server_args import ServerArgs
 
-    # Our method, installed by the fixture, is not mistaken for the engine's.
+    # The fixture installs this package's method. It is not mistaken for a method of the engine.
     own = ServerArgs.cutedsl_moe_max_num_tokens is not launcher._cutedsl_moe_max_num_tokens
     assert probe(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

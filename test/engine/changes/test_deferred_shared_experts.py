@@ -1,4 +1,6 @@
-"""deferred-shared-experts on the engine's own model: the shared experts run later, with the same result."""
+"""deferred-shared-experts on the engine's own model: the shared experts run after the routed ones, with the same
+result.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ CHANGE = deferred_shared_experts.CHANGE
 
 @pytest.fixture
 def run_order(monkeypatch):
-    """List of "shared" and "routed", in the order in which the experts run."""
+    """List that receives "shared" or "routed" whenever such experts run."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
 
@@ -73,7 +75,9 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
 
 @pytest.mark.usefixtures("only_applied")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
-    """Without the guard, the shared experts read the input after the routed experts have overwritten it."""
+    """The guard checks whether the runner overwrites its input. Without it, the shared experts read the overwritten
+    input, and the answer differs.
+    """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     path = checkpoint(layers=2, dense_layers=0)
@@ -115,7 +119,9 @@ def test_empty_batches_and_other_paths_are_unchanged(engine, checkpoint, monkeyp
 def test_deepseek_v4_runs_its_shared_experts_last_and_as_often_as_stock(
     engine, checkpoint, run_order, monkeypatch, skips
 ):
-    """The block must not run them again if the decoder layer runs them (``SGLANG_DP_SHARED_EXPERT_LOCAL``)."""
+    """The decoder layer runs the shared experts if ``SGLANG_DP_SHARED_EXPERT_LOCAL`` is set. The MoE block must then
+    not run them a second time.
+    """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 

@@ -1,4 +1,6 @@
-"""fp4-weights on the engine's own functions that prepare FP4 experts for Marlin: the same bits, in the same memory."""
+"""fp4-weights on the engine's own functions that repack FP4 experts for Marlin: the same bits, in the memory of the
+loaded weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from sglang_moe_patches.core.patch import Status, probe
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 
 MXFP4, NVFP4 = "prepare_moe_mxfp4_layer_for_marlin", "prepare_moe_nvfp4_layer_for_marlin"
-#: Experts of this rank, hidden size, intermediate size of this rank, whether gated, whether there are biases.
+#: Shapes of the tested layers: experts on this rank, hidden size, intermediate size on this rank, whether the
+#: activation is gated, whether the experts have biases.
 SHAPES = {
     "all experts": (8, 128, 64, True, False),
     "biases": (8, 128, 64, True, True),
@@ -44,7 +47,7 @@ def name(request, alive):
 
 
 def loaded(name, shape):
-    """A layer of routed experts as it is after loading."""
+    """Return a layer of routed experts as it is after loading a checkpoint, before the engine repacks it."""
     experts, hidden, inner, gated, biased = shape
     rows = inner * (2 if gated else 1)
     group, scale = (32, torch.uint8) if name == MXFP4 else (16, torch.float8_e4m3fn)
@@ -74,7 +77,7 @@ def loaded(name, shape):
 
 
 def prepare(name, layer):
-    """Return the engine's result for a layer, or its error."""
+    """Run the engine's function on a layer. Return the layer's parameters, or the text of the engine's error."""
     try:
         getattr(engine_code.module(fp4_weights._MARLIN_UTILS), name)(layer)
     except Exception as error:
@@ -91,7 +94,9 @@ def assert_same(stock, ours):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_experts_are_repacked_where_they_were_with_the_same_bits(name, alive, shape):
-    """When the kernel runs for an expert, no earlier result has memory of its own."""
+    """The fixture ``alive`` has one entry for each run of the kernel: how many earlier results have memory of their
+    own. With the change there are none, because each result is written over the loaded weights.
+    """
     stock = prepare(name, loaded(name, shape))
     assert max(alive, default=0) >= shape[0] - 1 or isinstance(stock, str)
     alive.clear()
@@ -100,7 +105,7 @@ def test_experts_are_repacked_where_they_were_with_the_same_bits(name, alive, sh
     places = [getattr(layer, each).data_ptr() for each in repack.WEIGHTS]
     with installed(fp4_weights.CHANGE):
         ours = prepare(name, layer)
-    if isinstance(stock, str):  # this release refuses such a share
+    if isinstance(stock, str):  # this release cannot repack this shape
         assert ours == stock
         return
     assert_same(stock, ours)
@@ -163,7 +168,7 @@ def test_where_a_hook_point_is_somebody_elses_it_does_nothing(name, monkeypatch)
 
 
 def newer(function, tmp_path, source):
-    """Return the engine's function with another source."""
+    """Compile ``source`` as a replacement of one of the engine's functions, with the same globals."""
     path = tmp_path / f"{function.__name__}.py"
     path.write_text(source)
     linecache.checkcache(str(path))
@@ -173,14 +178,14 @@ def newer(function, tmp_path, source):
 
 
 def repacking():
-    """The release's functions that prepare or repack a layer's experts, by their names."""
+    """Return the release's functions that prepare or repack a layer's experts, by name."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     names = (MXFP4, NVFP4, fp4_weights._REPACK_EXPERTS)
     return {each: getattr(utils, each) for each in names if hasattr(utils, each)}
 
 
 def changed(monkeypatch, tmp_path, old, new):
-    """Change a text in these functions of the release."""
+    """Replace ``old`` by ``new`` in the source of the release's repacking functions."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     for each, function in repacking().items():
         source = inspect.getsource(function)
@@ -203,7 +208,8 @@ def test_in_another_order_they_are_stacked_by_the_engine_with_the_same_bits(name
         assert_same(stock, prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"])))
 
 
-#: Statements of a newer release, and the reason for each.
+#: Edits of the engine's repacking function, as newer releases might make them, each with the reason why the change then
+#: does nothing. A text is appended to the function. A pair is a text of the function and its replacement.
 NEWER = {
     "layer.workspace = w13[0]\n": "reads w13 again",
     "layer.workspace = layer.w2_weight[0]\n": "reads w2_weight again",

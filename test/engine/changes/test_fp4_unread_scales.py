@@ -1,4 +1,5 @@
-"""fp4-weights on MXFP4's own methods: scales that nothing reads are freed after loading, and no other scales.
+"""fp4-weights on the engine's MXFP4 and NVFP4 methods: after loading, it frees the scales that no kernel reads, and no
+others.
 
 The layers are the engine's own ``FusedMoE``. The kernels that run them need a GPU, and stand-ins replace them.
 """
@@ -26,7 +27,7 @@ NAN_E8M0 = 255
 
 
 def run_experts(dispatched, quant_info):
-    """Stand-in for the kernels. Every byte of the arguments changes its answer."""
+    """Stand-in for the kernels. Its result depends on every byte of the tensors that the kernels receive."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     given = dict(vars(quant_info))
@@ -42,7 +43,7 @@ def run_experts(dispatched, quant_info):
 
 
 class Config:
-    """Quantization whose method the test creates."""
+    """Quantization config that returns the quantization method of a test."""
 
     def __init__(self, method):
         self.method = method
@@ -74,13 +75,19 @@ def any_kind(request, engine, monkeypatch):
 
 @pytest.fixture(params=["triton_kernels", "deepseek_v4_on_marlin"])
 def giving(request, engine, monkeypatch):
-    """Kind whose scales nothing reads."""
+    """Kind of layer with scales that no kernel reads. The test is skipped if the release deletes these scales
+    itself.
+    """
     found = made_kind(request.param, engine, monkeypatch)
     return found if found.names else pytest.skip("this release deletes these scales itself")
 
 
 def made_kind(name, engine, monkeypatch):
-    """Return one of the engine's methods, on its GPU, and the scales that nothing reads."""
+    """Set up one of the engine's quantization methods as on the GPU that it is for.
+
+    :returns: ``make`` builds a layer with this method. ``names`` are the scales that the method keeps although no
+        kernel reads them.
+    """
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization import marlin_utils, mxfp4
 
@@ -109,7 +116,7 @@ def made_kind(name, engine, monkeypatch):
         if name == "deepseek_v4_on_marlin":
             fp8 = SimpleNamespace(process_weights_after_loading=lambda layer: None)
             method = lambda: module.Mxfp4MarlinMoEMethod(fp8, "experts")  # noqa: E731
-            # The engine deletes them itself from 0.5.17 on.
+            # The engine itself deletes these scales from 0.5.17 on.
             names = (
                 ()
                 if hasattr(module, "build_marlin_moe_quant_info")
@@ -137,7 +144,7 @@ def made_nvfp4(name, engine, monkeypatch):
     backend, runs_on = "flashinfer_trtllm", MoeRunnerBackend.FLASHINFER_TRTLLM
     names: tuple[str, ...] = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
     if name == "nvfp4_on_trtllm":
-        # The engine frees them itself from 0.5.12 on.
+        # The engine itself frees these scales from 0.5.12 on.
         names = () if hasattr(modelopt_quant, "alias_or_bind_derived_param") else names
     else:
         marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
@@ -154,7 +161,7 @@ def made_layer(engine, method, backend, runs_on):
             EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
         )
     layer.quant_method.runner = SimpleNamespace(runner_backend=runs_on, run=run_experts, config=layer.moe_runner_config)
-    for place, parameter in enumerate(layer.parameters()):  # each as if there were no other, of whatever size
+    for place, parameter in enumerate(layer.parameters()):  # values independent of other parameters' sizes
         generator = torch.Generator().manual_seed(place)
         parameter.data.copy_(torch.randint(1, 100, parameter.shape, generator=generator))
     return layer
@@ -175,7 +182,7 @@ def answer(layer):
 
 
 def parameters_read(layer):
-    """Return the names of the layer's parameters that a forward pass reads, observed while it runs."""
+    """Run a forward pass. Return the names of the layer's parameters that it reads."""
     read = set()
     original = torch.nn.Module.__getattr__
 
@@ -193,7 +200,7 @@ def parameters_read(layer):
 def poison(layer, names):
     for name in names:
         value = getattr(layer, name).data
-        value.reshape(-1).view(torch.uint8).fill_(NAN_E8M0)  # of float32, too, a NaN
+        value.reshape(-1).view(torch.uint8).fill_(NAN_E8M0)  # bytes of 255 are a NaN in float32, too
 
 
 def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_kind):
@@ -213,7 +220,7 @@ def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_ki
     for layer in (stock, ours):
         poison(layer, any_kind.names)
         assert torch.equal(answer(layer), expected)
-    for name in sorted(read):  # of what is read, every parameter counts
+    for name in sorted(read):  # each parameter that is read changes the answer
         layer = processed(any_kind)
         poison(layer, [name])
         assert not torch.equal(answer(layer), expected)
@@ -221,7 +228,9 @@ def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_ki
 
 @pytest.mark.parametrize("name", ["gpt_oss_on_marlin", "deepseek_v4_on_marlin", "nvfp4_on_marlin"])
 def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypatch, name):
-    """Only the layer holds the loaded weights."""
+    """The repacked weights have the addresses of the loaded ones, because only the layer refers to the loaded
+    weights.
+    """
     any_kind = made_kind(name, engine, monkeypatch)
     with installed(fp4_weights.CHANGE):
         layer = any_kind.make()
@@ -232,7 +241,9 @@ def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypat
 
 
 def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
-    """The kernels read 128 bytes of a row at once. A row of w2's scales has 64, so they read on behind it."""
+    """Hopper's kernels read 128 bytes of a row at once. The rows of w2's scales have 64 bytes, so a kernel also
+    reads the 64 bytes after the last row. These bytes must be zero.
+    """
     triton_kernels = made_kind("triton_kernels", engine, monkeypatch)
 
     def scales():
@@ -243,7 +254,7 @@ def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
         return [each.storage.data for each in found]
 
     stock = scales()
-    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is 255 everywhere
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with 255
     try:
         with installed(fp4_weights.CHANGE):
             ours = scales()
@@ -266,7 +277,7 @@ def test_it_says_which_scales_go_and_why_not(kind):
 
 READS = "use(layer.{0}, layer.{1})"
 NEWER = {
-    "apply: quiet(layer)": "",  # and are given up
+    "apply: quiet(layer)": "",  # empty: the change frees the scales
     "apply: if nothing(): use(layer.{0}, layer.{1})": "",
     f"apply: {READS}": "reads all of its scales",
     "apply: if unknown(): use(layer.{0}, layer.{1})": "reads all of its scales",
@@ -343,7 +354,7 @@ def set_switch(self):
             layer.forward = namespace["function"].__get__(layer)
         case _:
             of_method |= {where: namespace["function"]}
-    bases = type(layer.quant_method).__mro__[1:2]  # without the functions that the engine's own apply calls
+    bases = type(layer.quant_method).__mro__[1:2]  # leaves out the functions that the engine's apply calls
     for owner, base, functions in ((layer.quant_method, bases, of_method), (layer, (type(layer),), of_layer)):
         owner.__class__ = type("Newer", base, {"__module__": "sglang.newer"} | functions)
     found = unread_scales(layer)
@@ -388,7 +399,9 @@ def test_an_update_ends_as_on_the_stock_server(any_kind):
 
 @pytest.fixture
 def gpt_oss(engine, monkeypatch, tmp_path):
-    """Functions that build the engine's own model with MXFP4 experts, and update its weights from a file."""
+    """Two functions: ``load`` builds gpt-oss with the engine's MXFP4 experts, and ``update`` returns the engine's
+    answer to a weight update from a file.
+    """
     from sglang.srt.configs import load_config
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -444,7 +457,7 @@ def test_an_update_of_gpt_oss_by_request_ends_as_on_the_stock_server(gpt_oss, pa
     with installed(fp4_weights.CHANGE):
         ours = outcome()
     assert stock[0] == ours[0]
-    assert "Error" in stock[0]  # its weights are gone, its biases without a loader
+    assert "Error" in stock[0]  # the loaded weights no longer exist, and the biases have no weight loader
     assert stock[1].keys() == ours[1].keys()
     assert all(torch.equal(stock[1][name], ours[1][name]) for name in stock[1])
     assert ours[2] < stock[2]

@@ -1,4 +1,4 @@
-"""fp4-weights on the engine's own loading path: same parameters, same answers, also after a weight update."""
+"""fp4-weights on the engine's own loading path: the parameters and answers equal stock, also after a weight update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACEHOLDERS = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 
 
 def parameters(model):
-    """The bytes of every parameter that a kernel reads."""
+    """Return a copy of the bytes of every parameter that a kernel reads."""
     return {
         name: parameter.detach().flatten().view(torch.uint8).clone()
         for name, parameter in model.named_parameters()
@@ -32,10 +32,10 @@ def assert_same(a, b):
 
 
 def update(engine, model, path):
-    """The engine's answer to a weight-update request."""
+    """Update a model's weights from a checkpoint, as a request does. The engine must report success."""
     runner = engine.runner
     runner.model = model
-    updater = getattr(runner, "weight_updater", runner)  # a component of its own in newer releases
+    updater = getattr(runner, "weight_updater", runner)  # newer releases have a component for updates
     done, message = updater.update_weights_from_disk(str(path), "auto")
     assert done, message
 
@@ -53,7 +53,7 @@ def test_a_loaded_and_an_updated_model_are_those_of_the_stock_engine(engine, che
         return states
 
     stock = load_then_update()
-    assert stock[0][1][0] != stock[1][1][0]  # the other checkpoint answers differently
+    assert stock[0][1][0] != stock[1][1][0]  # the two checkpoints give different answers
     with installed(fp4_weights.CHANGE):
         patched = load_then_update()
     for (stock_parameters, stock_answers), (our_parameters, our_answers) in zip(stock, patched, strict=True):
@@ -73,16 +73,18 @@ def test_two_swapped_rows_would_be_seen(engine, checkpoint):
 
 
 def scale_bytes(experts):
-    """Bytes of a layer's swizzled block scales."""
+    """Return the bytes of a layer's swizzled block scales."""
     scales = [getattr(experts, name) for name in PLACEHOLDERS]
     return sum(0 if one is None else one.nbytes for one in scales)
 
 
-SCALES = 8 * (256 * 16 + 256 * 8)  # experts x (w13: 256 rows of 16 scales, w2: 256 rows of 8)
+SCALES = 8 * (256 * 16 + 256 * 8)  # 8 experts: w13 has 256 rows of 16 scales, w2 has 256 rows of 8
 
 
 def scale_bytes_while_loading(engine, path):
-    """Return the bytes of each layer's swizzled scales before the engine replaces them."""
+    """Load a checkpoint. Return the bytes of each layer's swizzled scales just before the engine lays out its
+    weights.
+    """
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod as Method
 
     seen, original = [], Method.process_weights_after_loading
@@ -99,14 +101,18 @@ def scale_bytes_while_loading(engine, path):
 
 def test_placeholders_are_not_allocated(engine, checkpoint):
     stock = scale_bytes_while_loading(engine, checkpoint())
-    assert stock in ([SCALES] * 3, [0] * 3)  # none from 0.5.13 on
+    assert stock in ([SCALES] * 3, [0] * 3)  # 0 from 0.5.13 on
     with installed(fp4_weights.CHANGE):
         assert scale_bytes_while_loading(engine, checkpoint()) == ([2 * 8] * 3 if stock[0] else [0] * 3)
 
 
 @pytest.fixture
 def marlin(engine, monkeypatch):
-    """The engine builds and loads as on Hopper, but for its repacking kernel, which needs a GPU."""
+    """Make the engine build and load NVFP4 layers as on Hopper. Only its repacking kernel, which needs a GPU, is
+    replaced.
+
+    :returns: the counts of :func:`marlin_repack.replace_kernel`.
+    """
     return marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
 
 
@@ -121,15 +127,15 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
             try:
                 update(engine, model, other)
                 outcome = "updated"
-            except Exception as error:  # parameters made anew know no weight loader
+            except Exception as error:  # the repacked parameters have no weight loader
                 outcome = f"{type(error).__name__}: {error}"
             finally:
-                torch.set_default_dtype(dtype)  # an update that fails leaves the model's, before 0.5.18
+                torch.set_default_dtype(dtype)  # before 0.5.18 a failed update leaves the model's dtype as default
         return *state, outcome, parameters(model)
 
     stock = load_then_update()
-    assert stock[1] == [SCALES] * 3  # kept for good
-    assert max(marlin) >= 7  # of 8 experts
+    assert stock[1] == [SCALES] * 3  # stock never frees them
+    assert max(marlin) >= 7  # when stock repacks the last of 8 experts, 7 results exist
     marlin.clear()
     with installed(fp4_weights.CHANGE):
         patched = load_then_update()
@@ -142,18 +148,20 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
 
 @pytest.mark.usefixtures("marlin")
 def test_what_another_kernel_reads_stays(engine, checkpoint):
-    """On the same GPU with other kernels asked for: the engine's own choice for the layer counts, not the machine."""
+    """The server runs on the same GPU, but its arguments choose another kernel. The change goes by the layer's
+    kernel and not by the kind of GPU.
+    """
     with installed(fp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 
 def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch, patcher):
-    """The engine's own check of the platform decides."""
+    """The change asks the engine's own functions about the platform."""
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang_moe_patches.core.patch import Status
 
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
-    assert fp4_weights.CHANGE.plan().status is Status.APPLIED  # the check for Blackwell is lifted here
+    assert fp4_weights.CHANGE.plan().status is Status.APPLIED  # the tests' environment disables the check for Blackwell
     if hasattr(modelopt_quant, "get_platform"):
         monkeypatch.setattr(modelopt_quant, "get_platform", lambda: SimpleNamespace(is_blackwell=False))
     else:

@@ -22,7 +22,8 @@ from sglang_moe_patches.core.engine import Unsupported
 from sglang_moe_patches.core.patch import PatchError, Plan, plan_for
 from sglang_moe_patches.core.variables import STRICT
 
-# --- Blocks that run something beside their routed experts -----------------------------------------------------------
+# --- Blocks that run other code beside their routed experts
+# ------------------------------------------------------------
 
 
 @pytest.mark.every_release
@@ -45,7 +46,7 @@ def test_blocks_that_use_another_stream_are_detected_from_their_code(engine, mod
 
 @pytest.fixture
 def loading(monkeypatch):
-    """Function that has the engine's model runner load a model that is already built."""
+    """Function that makes the engine's model runner load a model that is already built."""
     module = importlib.import_module("sglang.srt.model_executor.model_runner")
     loaded = FunctionType((lambda self: None).__code__, vars(module))  # a function that looks like the engine's own
     monkeypatch.setattr(module.ModelRunner, "load_model", loaded)
@@ -94,7 +95,7 @@ def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_tr
 
 @pytest.mark.every_release
 def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
-    """Up to 0.5.17 the engine sums a tensor that it never writes."""
+    """Up to 0.5.17 the engine sums an unwritten tensor if top-k is 1. The result must still be scaled by the factor."""
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)
     with engine.arguments(moe_runner_backend="triton"):
@@ -116,7 +117,7 @@ def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
 @pytest.mark.every_release
 @pytest.mark.parametrize("backend", ["flashinfer_cutedsl", "flashinfer_mxfp4", "aiter"])
 def test_shared_experts_are_deferred_if_the_routed_experts_run_on_triton(engine, checkpoint, backend, monkeypatch):
-    """BF16 layers run on Triton with any --moe-runner-backend. An example is the BF16 draft model of an NVFP4 model."""
+    """BF16 layers run on Triton with any --moe-runner-backend. The BF16 draft model of an NVFP4 model is an example."""
     change = deferred_shared_experts.CHANGE
     load_unquantized(monkeypatch)
     plan = plan_for(change, {change.name}, SimpleNamespace(device="cuda", moe_runner_backend=backend))

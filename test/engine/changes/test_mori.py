@@ -1,9 +1,10 @@
-"""mori-input-truncation on the engine's MoE layers behind MoRI, one layer per rank, with stand-ins for AMD's kernels.
+"""mori-input-truncation on the engine's MoE layers that receive their rows from MoRI. There is one layer per rank, with
+stand-ins for AMD's kernels.
 
-Up to 0.5.12.post1 the class ``MoriEPMoE`` cuts, and the engine's constructor builds it here. In later releases AITER's
-runner cuts, and the constructor needs a GPU. Their layers here have only the attributes that ``run_moe_core`` and the
-runner need. The reference network makes the dispatch outputs. Where the whole forward pass runs, the engine's own
-dispatcher makes them.
+The change cuts unused rows off the kernel's input. Up to 0.5.12.post1 the class ``MoriEPMoE`` cuts, and the engine's
+constructor builds it here. In later releases AITER's runner cuts, and the layer's constructor needs a GPU. The tests'
+layers therefore have only the attributes that ``run_moe_core`` and the runner need. The reference network makes the
+dispatch outputs. Where the whole forward pass runs, the engine's own dispatcher makes them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def cuts_in_runner():
 
 
 class Group:
-    """Process group of one rank. The engine caches MoRI operations per group, and ranks in one process must not share
-    them.
+    """Stand-in for the process group of one rank. The engine caches MoRI operations per group, and ranks in one
+    process must not share them.
     """
 
     def __init__(self, real: Any) -> None:
@@ -69,7 +70,7 @@ class Group:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Arguments of each call of AITER's kernel, by name."""
+    """List with the arguments of each call of AITER's kernel, by name."""
     calls: list[dict[str, Any]] = []
 
     def fused_moe(hidden_states, *args, **kwargs):
@@ -79,7 +80,7 @@ def kernel(monkeypatch):
     modules: dict[str, Any] = reference.modules(fused_moe)
     for name in ("aiter.ops", "aiter.ops.flydsl", "aiter.ops.flydsl.moe_common"):
         modules[name] = ModuleType(name)
-    modules["aiter.ops.flydsl.moe_common"].GateMode = None  # imported, and not used here
+    modules["aiter.ops.flydsl.moe_common"].GateMode = None  # the engine imports it without using it
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return calls
@@ -145,7 +146,9 @@ def make_layers(engine, monkeypatch, kernel) -> Iterator[Callable[..., list[Any]
 
 
 def layer_with_runner(rank: int) -> Any:
-    """MoRI's layer with AITER's runner (releases from 0.5.13 on). Every second rank has EPv2's layer."""
+    """Return MoRI's layer with AITER's runner (releases from 0.5.13 on). Every second rank has the layer for MoRI's
+    second version, EPv2.
+    """
     from sglang.srt.layers.moe.ep_moe import layer as layer_module
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.aiter import AiterMoeQuantInfo
@@ -171,10 +174,11 @@ def layer_with_runner(rank: int) -> Any:
 
 @pytest.fixture
 def set_limit(monkeypatch):
-    """Function that sets the user's limit for the layers of all ranks.
+    """Function that sets the user's limit on rows for the layers of all ranks.
 
-    It sets the limit for the engine's own cut, or with a policy for ours. Up to 0.5.12.post1 the engine reads the limit
-    into an attribute when a layer is constructed. Later releases read it in every forward pass.
+    The limit is for the engine's own cut or, if the layers have a policy, for this package's cut. Up to 0.5.12.post1
+    the
+    engine reads the limit into an attribute when a layer is constructed. Later releases read it in every forward pass.
     """
 
     def set_limit(layers: list[Any], limit: int, attn_tp: int | None = None, **policy: Any) -> None:
@@ -206,7 +210,7 @@ def output_types() -> list[Any]:
 
 
 def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = False) -> list[reference.Sent]:
-    """Rows and routing that each rank sends."""
+    """Draw the rows and the routing that each rank sends."""
     generator = torch.Generator().manual_seed(seed)
     favour = torch.ones(EXPERTS)
     if skewed:
@@ -221,14 +225,14 @@ def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = 
 
 
 class Exchange:
-    """Dispatch of rows between all ranks over the reference network, and the combined results."""
+    """Rows that all ranks send each other over the reference network, and the combined results."""
 
     def __init__(self, sent: list[reference.Sent], kind: Any, kernel: list[dict[str, Any]], seed: int = 0) -> None:
         self.network = reference.Network(RANKS, EXPERTS // RANKS, PER_RANK, seed=seed)
         self.received, self.sent, self.kind, self.kernel = self.network.dispatch(sent), sent, kind, kernel
 
     def dispatched(self, rank: int) -> Any:
-        """The dispatcher's output on a rank. If the dispatcher applies the user's limit, the output has it."""
+        """Return the dispatcher's output on a rank. It has the user's limit if the dispatcher applies the limit."""
         buffer, mine = self.received[rank], self.sent[rank]
         arrived = (buffer.rows, None, buffer.ids, buffer.weights, buffer.count)
         output = self.kind(*arrived, mine.ids, mine.weights, torch.bfloat16)
@@ -284,7 +288,7 @@ def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]
 def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
     make_layers, kernel, monkeypatch, mode, dtype
 ):
-    """Normal and low-latency dispatch, with BF16, FP8 and FP4 rows."""
+    """The test covers normal and low-latency dispatch, with BF16, FP8 and FP4 rows."""
     padded = pad_tokens(monkeypatch, [4, 2, 4, 3], 1, extend=False)
     assert padded == [4, 4, 4, 4]
     sent = random_inputs(padded, 1, seed=1)
@@ -332,7 +336,9 @@ def test_the_engines_own_cut_is_off_in_layers_with_a_limit(make_layers, monkeypa
 
 @pytest.mark.usefixtures("cuts_in_runner")
 def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
-    """Layers for MoRI and, if the release has it, for EPv2. Each layer has a policy from the engine's own state."""
+    """The engine's layer for MoRI and, if the release has it, the layer for EPv2 use the wrapped class. Each layer
+    has a policy from the engine's own state.
+    """
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe import utils
     from sglang.srt.layers.moe.ep_moe import layer as layer_module
@@ -395,7 +401,7 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
         ours, rows = exchange.run(layers)
         assert equal(ours, whole)
         assert rows == [16] * RANKS
-        set_counts([4], 4)  # unknown counts of the other ranks: the user's limit, checked on the device
+        set_counts([4], 4)  # the counts of the other ranks are unknown: the device checks the user's limit
         set_limit(layers, 2, attn_tp=1)
         with pytest.raises(RuntimeError, match=f"more rows than {LIMIT.name}"):
             exchange.run(layers)
@@ -406,7 +412,7 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
 
 
 def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel, set_limit):
-    """During a capture the engine announces the padded batch, and no counts."""
+    """While the engine captures a CUDA graph, it announces the padded batch size and no counts of tokens."""
     from sglang.srt.layers import dp_attention
 
     layers = make_layers()
@@ -434,8 +440,8 @@ def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kerne
 
 
 def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monkeypatch):
-    """The engine's padding, uneven and idle ranks, three layouts, limits up to twice the buffer, with and without
-    counts.
+    """The cases have the engine's padding, uneven and idle ranks, three layouts, limits up to twice the buffer, and
+    forward passes with and without counts.
     """
     seen: Counter[str] = Counter()
     layers, forwards = make_layers(), []
@@ -446,7 +452,7 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
         if not sum(counts):
             counts[0] = 1
         padded = [-(-count // attn_tp) * attn_tp for count in counts]
-        if hasattr(layers[0], hooks._ENGINE_LIMIT):  # later releases prepare a forward otherwise
+        if hasattr(layers[0], hooks._ENGINE_LIMIT):  # later releases prepare a forward pass in another way
             padded = pad_tokens(monkeypatch, counts, attn_tp, extend=draw.random() < 0.5)
         sent = random_inputs(padded, attn_tp, seed, skewed=draw.random() < 0.5)
         exchange = Exchange(sent, draw.choice(output_types()), kernel, seed)
@@ -457,7 +463,7 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
         if seed % 4 == 0:
             set_limit(layers, limit)
             seen["lost by the engine's cut"] += not equal(exchange.run(layers)[0], whole)
-        known = draw.random() >= 0.2  # else nothing of the others
+        known = draw.random() >= 0.2  # without counts, nothing is known about the other ranks
         forwards.append((exchange, whole, limit, attn_tp, padded if known else padded[:1] * 5))
     with installed(mori.CHANGE):
         for seed, (exchange, whole, limit, attn_tp, counts) in enumerate(forwards):

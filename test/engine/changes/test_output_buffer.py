@@ -1,4 +1,6 @@
-"""output-buffer on the engine's own model: equal answers, one buffer, and proof that every guard is needed."""
+"""output-buffer on the engine's own model: answers equal stock, all layers share one buffer, and every guard is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def only_hardened():
 
 @pytest.fixture
 def stock(engine):
-    """The greedy tokens and logits of the stock engine without any buffer, once for each model of a test."""
+    """Return the stock engine's greedy tokens and logits without any shared buffer, once for each model of a test."""
 
     @functools.cache
     def stock(path):
@@ -78,14 +80,16 @@ def test_answers_are_bit_identical_with_one_buffer_for_all_layers(
 @pytest.mark.compatibility
 @pytest.mark.usefixtures("only_hardened")
 def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, engine, checkpoint, stock, monkeypatch):
-    """The first layer is MoE with ``first_k_dense_replace: 0``, and has no residual. Only there is the engine wrong."""
+    """The engine's own output buffer overwrites the residual in a first layer with experts (``first_k_dense_replace:
+    0``), because that layer has no separate residual. This package's offer does not.
+    """
     first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
     engines = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
     assert same_answers(engines[first_is_dense], stock(first_is_dense))
     assert engines[first_is_moe][0] != stock(first_is_moe)[0]
     for path in (first_is_dense, first_is_moe):
         assert same_answers(patched(engine, path), stock(path))
-    # Without the guard, the engine's own offer remains beside ours.
+    # Without the guard, the engine's own offer stays active beside this package's.
     monkeypatch.setattr(offer, "make_empty_offer", lambda original: original)
     assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
 
@@ -93,8 +97,8 @@ def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, 
 @pytest.mark.compatibility
 @pytest.mark.usefixtures("only_hardened")
 def test_only_our_offer_remains(engine, checkpoint, kernels, monkeypatch):
-    """The engine's own offer is withheld in every layer. Our offer is there, and used, in every layer with a
-    residual.
+    """The engine's own offer is withheld in every layer. Every layer with a residual gets this package's offer and
+    uses it.
     """
     meanwhile, make = [], offer.make_empty_offer
     monkeypatch.setattr(
@@ -111,7 +115,7 @@ def test_only_our_offer_remains(engine, checkpoint, kernels, monkeypatch):
 
 
 def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
-    """A NextN layer, and any layer whose input becomes the residual."""
+    """A layer offers nothing if its input becomes the residual. A NextN layer is an example."""
     from sglang.srt.models.deepseek_nextn import DeepseekModelNextN
 
     with installed(*CHANGES):
@@ -121,7 +125,8 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         for layer in model.model.layers:
             setattr(layer, offer._MIN_OFFER_BYTES, 0)
         engine.generate(model, PROMPTS[:1], 0)
-        # A buffer that has been taken is not offered again, at least not by us. The first layer has offered nothing.
+        # After a layer has used a buffer, this package does not offer the buffer again. The first layer has offered
+        # nothing.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
@@ -131,7 +136,7 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
 @pytest.mark.parametrize("dense_layers", [1, 0])
 def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch, dense_layers):
     def answer():
-        """Embeddings and the layers' result, in a forward pass that the engine has prepared."""
+        """Return the embeddings and the layers' result of a forward pass that the engine has prepared."""
         model = engine.load(checkpoint(dense_layers=dense_layers))
         stack = type(model.model)
         original, found = stack.forward, list[torch.Tensor]()
@@ -153,10 +158,12 @@ def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch,
 
 
 def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels, monkeypatch):
-    """A layer that the engine does not mark must not inherit the mark of the tensor whose storage it writes into."""
+    """The engine marks a tensor if the next layer fuses the tensor's all-reduce. The output of an unmarked layer
+    must not inherit the mark of the tensor whose storage it reuses.
+    """
 
     def marks():
-        """Marks on the tensors that the layers return, and on the buffers that the kernels write into."""
+        """Return the marks on the tensors that the layers return, and on the buffers that the kernels write into."""
         model = engine.load(checkpoint())
         if not hasattr(model.model.layers[1], "layer_communicator"):
             pytest.skip("this engine release marks no tensors")
@@ -210,7 +217,9 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     hidden_tensor = len(prompt[0]) * 256 * 2
 
     def live():
-        """Bytes that are alive in the last of three MoE layers. A search of all tensors takes half a second."""
+        """Return the bytes of all tensors that exist in the last of three MoE layers. The search takes half a
+        second.
+        """
         model = engine.load(checkpoint())
         found = []
         before = forwards._tensor_bytes()
@@ -259,7 +268,9 @@ def test_runners_that_preserve_their_input_are_marked(engine, checkpoint):
 
 @pytest.mark.usefixtures("only_applied")
 def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkeypatch):
-    """The layer's input has local tokens with data-parallel attention, and the experts compute gathered tokens."""
+    """The layer's input has the tokens of one rank with data-parallel attention, and the experts compute the tokens
+    of all ranks. So the input is too small as a buffer.
+    """
     right = stock(checkpoint())
 
     def offer_fewer_tokens(original, **how):
@@ -278,7 +289,9 @@ def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkey
 
 @pytest.mark.usefixtures("only_applied")
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, monkeypatch):
-    """The shared experts read the MoE input after the routed experts have written their output."""
+    """The shared experts read the MoE input after the routed experts have written their output, so the input must
+    stay intact.
+    """
     right = stock(checkpoint())
     monkeypatch.setattr(offer, "make_layer_forward", lambda original, **how: original)
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE

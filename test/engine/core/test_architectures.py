@@ -1,5 +1,6 @@
 """Tests of the dead input on every architecture with routed experts that the engine can build on the CPU.
 
+A layer's input is dead when no code reads it any more. The layer then offers it as a buffer for the experts' output.
 Stock and patched answers must be equal. The decoder layers, their norms and the loop over them are the engine's own.
 Simple arithmetic replaces the kernels of attention and of the experts, because not all of them run on the CPU. The
 replaced experts first fill an offered buffer with NaN, because no code may read it any more, and then write their

@@ -1,5 +1,6 @@
 """Tests of the dead input on the engine's own models, for all families but DeepSeek's.
 
+A layer's input is dead when no code reads it any more. The layer then offers it as a buffer for the experts' output.
 Answers stay unchanged, a layer writes its output over its input, and each guard is needed.
 """
 
@@ -170,8 +171,7 @@ def find_overwritten_inputs(engine, model, kernels):
 def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
     engine, path, checkpoint, kernels, run, monkeypatch
 ):
-    """Layers of other families still offer their input, and the engine's own offer stays disabled in DeepSeek's
-    layer."""
+    """Layers of other families still offer their input. In DeepSeek's layer, the engine's own offer stays off."""
     layer = layer_class("deepseek-v3")
     paths = (path, checkpoint(dense_layers=0))
     original, expected = layer.forward, [run(each) for each in paths]
@@ -188,8 +188,9 @@ def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
-    """The next layer offers nothing either. The engine registers the hooks of --forward-hooks after it has built a
-    model."""
+    """The layer after it offers nothing either. The engine registers the hooks of --forward-hooks after it has built
+    a model.
+    """
     with installed(output_buffer.CHANGE):
         model = engine.load(path)
         model.model.layers[1].self_attn.qkv_proj.register_forward_hook(lambda module, given, result: None)
@@ -343,7 +344,7 @@ def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, pa
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monkeypatch):
-    """The loop over the layers is replaced by code without a proof, which may keep a layer's input."""
+    """The loop over the layers is replaced by code that the proofs do not cover. Such code may keep a layer's input."""
     with installed(output_buffer.CHANGE):
         stack = engine_code.module("sglang.srt.models.qwen3_moe").Qwen3MoeModel
         loop = stack.forward
@@ -445,7 +446,7 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("triton")
 def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
-    """The model has four layers. The first layer's input is never dead."""
+    """Each change counts its actions. The model has four layers, and the input of the first layer is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
     tally = counting.Tally([count for counts in counting.active_counts(applied).values() for count in counts])
     tally.install(patcher)
@@ -471,7 +472,9 @@ def test_offering_the_residual_to_triton_changes_the_answers(family, selected, b
 
 @pytest.fixture
 def without_own_pool():
-    """Skip releases after 0.5.15.post1, which allocate Triton's output in the pool themselves."""
+    """Skip the test on releases after 0.5.15.post1, which themselves allocate Triton's output in the pool of
+    symmetric memory.
+    """
     if engine_code.mentions(fused_moe_call.probe()[1], "use_symmetric_memory"):
         pytest.skip("this engine release asks for the pool itself")
 
@@ -506,7 +509,9 @@ def outputs(monkeypatch):
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
     selected, columns_pay, bf16, engine, run, outputs, monkeypatch
 ):
-    """The stock runner writes its output over its input, which lies in the pool.
+    """The output must be a tensor of the communication pool if symmetric memory is on. The stock Triton runner writes
+    over its input, which is in the pool. The changes write elsewhere, so they must allocate the output in the pool and
+    ignore an offered buffer.
 
     The first of four layers offers nothing. If column slices do not pay, nothing else is patched in this layer.
     """
@@ -523,8 +528,9 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
 
 @pytest.mark.usefixtures("our_deferral", "triton")
 def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(bf16, engine, outputs):
-    """A traced prefill graph runs only the routed experts, after the shared experts. A new output would then be an
-    additional tensor."""
+    """A traced prefill graph runs only the routed experts, after the shared experts. If the patched server allocated
+    an output there, it would need one tensor more than stock.
+    """
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(bf16("deepseek-v3")).model.layers[1].mlp
         hidden = torch.randn(5, 512).bfloat16()

@@ -175,10 +175,12 @@ def another_plugin(
     ],
 )
 def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_patch):
-    """The other plugin patches one hook point at a time. The change then does nothing at all.
+    """The other plugin patches one hook point at a time. If the change itself needs the hook point, the change does
+    nothing at all.
 
-    If the hook point only offers dead inputs, the change may act without these offers, and its reason names the hook
-    point.
+    If the hook point only offers dead inputs to the change, the change may act without these offers. Its reason then
+    names
+    the hook point.
     """
     hook_points = hook_points_of(change)
     if foreign_patch is subclass:
@@ -253,8 +255,9 @@ KEPT_TENSORS: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
     "the input of the last step": (find_layer_end, "given", False),
     "the result of the last step": (find_layer_end, "result", False),
 }
-"""Tensors that another plugin keeps. Each name maps to the method that the plugin wraps, to ``given`` or ``result`` for
-the kept tensors, and to whether the norms work in place."""
+"""Tensors that another plugin keeps, by a name for each. A value has three parts: the method that the plugin wraps;
+``given`` or ``result``, for the kept tensors; and whether the norms work in place.
+"""
 
 
 @pytest.mark.parametrize("kept", KEPT_TENSORS)

@@ -1,6 +1,7 @@
-"""Servers that people start, and what ``doctor --model`` must say of each: one table, asked of the installed engine.
+"""Servers that people start, and the statements of ``doctor --model`` about each of them, on the installed engine.
 
-Figures come from public facts: a model's ``config.json``, a GPU's memory, and the formulas in the engine's code.
+The expected figures come from public facts: a model's ``config.json``, a GPU's memory, and the formulas in the
+engine's code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Report = dict[str, Any]
 
 
 def public(name: str, **changed: Any) -> dict[str, Any]:
-    """A model's ``config.json``."""
+    """Return a model's ``config.json`` with some fields changed."""
     return config.load_model(name)[0] | changed
 
 
@@ -31,7 +32,9 @@ def row(report: Report, change: str) -> dict[str, Any]:
 
 
 def expert_bytes(model: dict[str, Any], ranks: int) -> float:
-    """A byte a weight: three matrices of each routed expert, of all layers that have some."""
+    """Return the bytes of a rank's routed experts at one byte per weight: three matrices of each expert, in all
+    layers that have experts.
+    """
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
     return layers * model["n_routed_experts"] * 3 * model["hidden_size"] * model["moe_intermediate_size"] / ranks
 
@@ -40,7 +43,9 @@ R1, V4 = "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V4-Flash"
 
 
 def does_not_start(report: Report, least: float | None) -> None:
-    """For want of memory, with the least fraction that starts, in a line that says whose fraction is in force."""
+    """Check that the server does not start for lack of memory. The report names the smallest fraction that starts,
+    and says whether the fraction in force is the engine's or the user's.
+    """
     fit = report["fit"]
     assert not fit["starts"]
     assert fit["least_fraction"] == least
@@ -59,7 +64,9 @@ def a_given_fraction_below_the_weights(report: Report) -> None:
 
 
 def a_rule_that_leaves_nothing(report: Report) -> None:
-    """1.5 MB are set aside for each token of the chunk, which the rule does not divide by the ranks."""
+    """Check that the engine's rule leaves less memory than the weights need. The rule reserves 1.5 MB for each token
+    of the chunk, and does not divide the chunk by the ranks.
+    """
     fit = report["fit"]
     does_not_start(report, math.ceil(fit["weights"] / fit["memory"] * 100) / 100)
     assert not fit["given"]
@@ -68,7 +75,9 @@ def a_rule_that_leaves_nothing(report: Report) -> None:
 
 
 def begins_below_the_rule(report: Report) -> None:
-    """kv-sizing leaves room for one longest request where the rule leaves nothing."""
+    """Check that the patched server starts although the engine's rule leaves no KV cache. kv-sizing leaves room for
+    one longest request.
+    """
     fit = report["fit"]
     assert fit["starts"]
     assert fit["memory"] * fit["begins_with"] > fit["weights"] + fit["loading"] > fit["memory"] * fit["fraction"]
@@ -105,7 +114,7 @@ def does_not_start_and_is_not_sized(report: Report) -> None:
 
 
 def runs_out_in(place: str) -> Callable[[Report], None]:
-    """Stock runs out of memory there, and the first line says so."""
+    """Return a check that the stock server runs out of memory in ``place``, and has the matching verdict."""
 
     def check(report: Report) -> None:
         found = report["room"]["stock"]
@@ -117,7 +126,9 @@ def runs_out_in(place: str) -> Callable[[Report], None]:
 
 
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
-    """Of fractions: from the weights up to a need that was measured, with a margin and an error of a fifth."""
+    """Return a check of the range of fractions with which a server starts. The smallest fraction just holds the
+    weights. The largest leaves the measured need free, with a margin and an error of one fifth.
+    """
 
     def check(report: Report) -> None:
         for found in report["room"].values():
@@ -129,7 +140,9 @@ def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report
 
 
 def weighs(size: float) -> Callable[[Report], None]:
-    """At least so many bytes on a GPU, which are of the experts, and at most a sixth more."""
+    """Return a check that the weights on a GPU have more than ``size`` bytes, the size of the experts, and at most a
+    sixth more.
+    """
 
     def check(report: Report) -> None:
         assert size < report["fit"]["weights"] < 7 / 6 * size
@@ -138,7 +151,7 @@ def weighs(size: float) -> Callable[[Report], None]:
 
 
 def tokens_of(size: float) -> Callable[[Report], None]:
-    """As many as what the fraction leaves has room for, at so many bytes each."""
+    """Return a check that the KV cache fills the memory that the fraction leaves, at ``size`` bytes for each token."""
 
     def check(report: Report) -> None:
         fit = report["fit"]
@@ -149,7 +162,9 @@ def tokens_of(size: float) -> Callable[[Report], None]:
 
 
 def has_tokens_as_measured(result: str, server: str) -> Callable[[Report], None]:
-    """Within what CUDA and NCCL were seen to hold more on one machine than on another."""
+    """Return a check that the KV cache size equals a measured one. They may differ by 1.8 GB, because CUDA and NCCL
+    need more memory on some machines than on others.
+    """
     path = ROOT / f"benchmark/results/serving/{result}.json"
     measured = json.loads(path.read_text())["figures"]["servers"][server]["tokens"]
 
@@ -161,12 +176,16 @@ def has_tokens_as_measured(result: str, server: str) -> Callable[[Report], None]
 
 
 def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
-    """Of a token on a rank with one head of keys and values in 16 bits: layers with a window hold 0.8 of the tokens."""
+    """Return the bytes of a token's KV cache on a rank with one head of keys and values in 16 bits. Layers with a
+    sliding window keep 0.8 of the tokens.
+    """
     return 2 * 2 * columns * (whole + 0.8 * windows)
 
 
 def names_prefill_graphs(whether: bool) -> Callable[[Report], None]:
-    """As something that is not known, where a chunk runs in one."""
+    """Return a check whether doctor calls the memory of prefill graphs unknown. It does if a chunk runs in such a
+    graph.
+    """
 
     def check(report: Report) -> None:
         lines = [line for line in report["unknown"] if "graphs of prefills" in line]
@@ -193,7 +212,9 @@ def fewer_tokens_than_a_request(report: Report) -> None:
 
 
 def says(acts: bool | None, change: str, words: str) -> Callable[[Report], None]:
-    """In these words, that it acts; or why it does not, or why that is not known."""
+    """Return a check of a change's row: whether the change acts, and words that the row's effect or reason contains.
+    ``None``: doctor does not know whether the change acts.
+    """
 
     def check(report: Report) -> None:
         found = row(report, change)
@@ -208,7 +229,7 @@ does, does_nothing, is_not_known = (partial(says, acts) for acts in (True, False
 
 
 def is_known(report: Report) -> None:
-    """The layers could be built: each change has decided."""
+    """Check that the engine could build the layers, so that every change has decided."""
     assert report["server"]["runner"]
     assert [each["name"] for each in report["changes"] if each["acts"] is None] == []
 
@@ -221,13 +242,15 @@ def does_not_say(change: str, words: str) -> Callable[[Report], None]:
 
 
 def sizes_cutedsl(report: Report) -> None:
-    """Unless the engine does so by itself."""
+    """Check that cutedsl-sizing acts, unless the engine sizes the buffers itself."""
     if row(report, "cutedsl-sizing")["status"] != "native":
         does("cutedsl-sizing", OUTPUT)(report)
 
 
 def peaks(stock: int, patched: int) -> Callable[[Report], None]:
-    """A forward's, in MB: [tokens, hidden] tensors in 16 bits, and what the runner holds beside."""
+    """Return a check of a forward pass's peak memory in MB, stock and patched. The peak consists of [tokens, hidden]
+    tensors in 16 bits, and of the runner's own memory.
+    """
 
     def check(report: Report) -> None:
         found = [report[server]["peak"] / 1e6 for server in ("stock", "patched")]
@@ -256,11 +279,11 @@ OUTPUT, SCRATCH = "output in the dead input", "the activation in the dead input"
 
 @dataclass(frozen=True)
 class Case:
-    """A server.
+    """Server, and the check of doctor's report about it.
 
-    :param check: of what doctor says.
-    :param since: the first release that has the model, or of which it is true.
-    :param env: variables beside those that turn every change on.
+    :param check: checks the report.
+    :param since: first release that has the model, or on which the check succeeds.
+    :param env: further environment variables. All changes are on by default.
     """
 
     model: dict[str, Any]
@@ -286,10 +309,12 @@ INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 128, "budget": 2048, "compre
 
 
 def compressed_keys(**text: Any) -> dict[str, Any]:
-    """Qwen3-Next's sizes with the engine's indexer of compressed keys, of which no model is published."""
+    """Return a configuration with Qwen3-Next's sizes and the engine's indexer of compressed keys. No such model is
+    published.
+    """
     sizes = public("Qwen/Qwen3-Next-80B-A3B-Thinking", model_type="qwen4_exp_text", **text)
     sizes |= {f"indexer_{name}": value for name, value in INDEXER.items()}
-    del sizes["architectures"]  # it is no model by itself
+    del sizes["architectures"]  # a text configuration is no model by itself
     model = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "vision_config": {}}
     return model | {"text_config": sizes}
 
@@ -304,7 +329,7 @@ def gpt_oss_20b_in_bf16() -> dict[str, Any]:
     return config | {"layer_types": ["sliding_attention", "full_attention"] * 12}
 
 
-# Servers of docs/benchmarks/serving.md, which were started with this release.
+# Servers of docs/benchmarks/serving.md, which were measured with this release.
 MEASURED = {
     "BF16 on an H100": Case(
         public("Qwen/Qwen3-30B-A3B"), "--tp 1", has_tokens_as_measured("qwen3-30b-default", "stock"), gpu="h100"
@@ -334,16 +359,17 @@ CASES = {
     "a rule that leaves nothing, and a cache that is grown": Case(
         GLM, f"{ATTENTION} --chunked-prefill-size 32768", begins_below_the_rule, since="0.5.12.post1"
     ),
-    # 61 layers are 31 and 30, of which the first has the three without routed experts.
+    # The stages have 31 and 30 of the 61 layers. The first stage has the three layers without routed experts.
     "the last of two stages": Case(public(R1), "--tp 8 --pp-size 2", weighs(expert_bytes(public(R1), 8) * 30 / 58)),
-    # 15 or 16 layers a stage: the first has 12 with experts and starts, the last has 16.
+    # Each stage has 15 or 16 layers. The first stage has 12 layers with experts and starts. The last stage has 16 of
+    # them and does not.
     "the last of four stages": Case(
         public(R1), "--tp 2 --pp-size 4 --mem-fraction-static 0.88", weighs_too_much_for_an_h100, gpu="h100"
     ),
     "a fraction that leaves no room for graphs": Case(
         public("Qwen/Qwen3-30B-A3B"), "--tp 1 --mem-fraction-static 0.99", runs_out_in(room.GRAPHS), gpu="h100"
     ),
-    # 3 % of an H200 are 4.5 GB; a chunk of 32,768 tokens takes 5.3, with the patches 3.1.
+    # 3 % of an H200 are 4.5 GB. A chunk of 32,768 tokens needs 5.3 GB, and 3.1 GB with the patches.
     "a fraction that leaves too little for a prefill": Case(
         GLM, "--tp 8 --chunked-prefill-size 32768 --mem-fraction-static 0.97", runs_out_in(room.PREFILL)
     ),
@@ -353,7 +379,8 @@ CASES = {
     "sliding windows": Case(
         public("openai/gpt-oss-120b"), "--tp 8", tokens_of(bytes_at_four_fifths(64, whole=18, windows=18)), gpu="h100"
     ),
-    # Every fourth of 48 layers has no rotary embeddings and sees all; with one size for all layers it is 18 % less.
+    # Every fourth of the 48 layers has no rotary embeddings and keeps all tokens. If all layers did, a token would need
+    # 18 % more bytes.
     "chunks that are sliding windows": Case(
         SCOUT, "--tp 8 --context-length 131072", tokens_of(bytes_at_four_fifths(128, whole=12, windows=36))
     ),
@@ -373,15 +400,15 @@ CASES = {
     "a KV cache that the engine cannot be asked for": Case(
         compressed_keys(), "--tp 8", is_not_known("kv-sizing", "no attribute 'eos_token_id'"), since="0.5.23"
     ),
-    # 16,384 tokens of 4,096 columns: 134.2 MB a tensor, of which there are three or four; NVFP4 activations 37.7 MB,
-    # router logits 4.2 MB, top-k ids and weights 1 MB.
+    # A tensor of 16,384 tokens and 4,096 columns has 134.2 MB. The peak has three or four such tensors, NVFP4
+    # activations of 37.7 MB, router logits of 4.2 MB, and top-k ids and weights of 1 MB.
     "NVFP4 on TRT-LLM": Case(
         public("nvidia/Qwen3-235B-A22B-NVFP4"),
         "--tp 4 --chunked-prefill-size 16384",
         all_of(
             *(does("output-buffer", OUTPUT), does_not_say("output-buffer", "takes no"), peaks(580, 545)),
             does("fp4-weights", "laid out"),
-            # Four bits a weight and eight for the scale of 16.
+            # A weight has four bits, and 16 weights share a scale of eight bits.
             weighs(94 * 128 * 3 * 4096 * 1536 * (0.5 + 1 / 16) / 4),
         ),
         gpu="b200",
@@ -398,7 +425,8 @@ CASES = {
         all_of(does_nothing("output-buffer", "uses no output buffer"), peaks(542, 542)),
         gpu="b200",
     ),
-    # 7,168 columns: 234.9 MB a tensor, the shared experts last; an activation in FP8 with its scales is 121.1 MB.
+    # A tensor of 16,384 tokens and 7,168 columns has 234.9 MB. The shared experts run last. An FP8 activation with its
+    # scales has 121.1 MB.
     "FP8 on TRT-LLM, which the engine defers behind": Case(
         public("deepseek-ai/DeepSeek-V3.2"),
         "--tp 8 --chunked-prefill-size 16384",
@@ -417,14 +445,15 @@ CASES = {
         gpu="h100",
         since="0.5.12.post1",
     ),
-    # 8,192 tokens of 4,096 columns: out of place the output is 67.1 MB more.
+    # An output of 8,192 tokens and 4,096 columns has 67.1 MB. The stock runner allocates it, because it works out of
+    # place.
     "out of place by the engine": Case(
         public("Qwen/Qwen3.5-397B-A17B"),
         "--tp 8 --chunked-prefill-size 8192",
         all_of(does("moe-workspace", OUTPUT), peaks(1037, 970)),
         since="0.5.17",
     ),
-    # As measured and predicted: docs/benchmarks/triton-server.md.
+    # The figures are measured and predicted in docs/benchmarks/triton-server.md.
     "cut": Case(
         public(R1),
         "--tp 8 --chunked-prefill-size 32768",
@@ -434,18 +463,21 @@ CASES = {
         public("Qwen/Qwen3-235B-A22B-FP8"),
         "--tp 4 --dp 4 --enable-dp-attention --chunked-prefill-size 16384",
         all_of(
-            # 8 x 384 columns of an activation; the rank's own tokens have 4,096 / 4 for each gathered one.
+            # An activation has 8 x 384 columns for each gathered token. The dead input has the rank's own tokens alone,
+            # which are 4,096 / 4 columns for each gathered token.
             does_nothing("moe-workspace", "the rank's own tokens alone"),
             does_nothing("output-buffer", "uses no output buffer"),
         ),
     ),
-    # 1,024 tokens of 5,120 columns are 10.5 MB; the gathered activation of 8 x 1,536 / 8 columns is 28.3 MB.
+    # A dead input of 1,024 tokens and 5,120 columns has 10.5 MB. The gathered activation has 8 x 1,536 / 8 columns for
+    # each token, 28.3 MB in all.
     "an input of one rank's tokens": Case(
         public("zai-org/GLM-4.7"),
         ATTENTION,
         does_not_say("moe-workspace", SCRATCH),
     ),
-    # Column slices act there, the dead input does not: Dynamo traces the layers of a piecewise graph.
+    # Column slices act in this prefill. The dead input is not used, because Dynamo traces the layers of a piecewise
+    # graph.
     "the dead input in a traced prefill": Case(
         public("MiniMaxAI/MiniMax-M2.7"),
         "--tp 4",
@@ -462,7 +494,8 @@ CASES = {
     "a Mamba hybrid that does not start": Case(
         public("Qwen/Qwen3.6-35B-A3B"), "--tp 1", does_not_start_and_is_not_sized, gpu="h100", since="0.5.12.post1"
     ),
-    # 16,384 tokens of 7,168 columns: the kernel's own output is copied into a second one.
+    # The kernel has an output of its own, of 16,384 tokens and 7,168 columns. It is copied into a second tensor of this
+    # size.
     "FP8 on TRT-LLM, whose output is copied": Case(
         public(R1),
         "--tp 8 --chunked-prefill-size 16384",
@@ -475,12 +508,13 @@ CASES = {
         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
         names_prefill_graphs(False),
     ),
-    # A byte of each of 30.5 billion weights but for embeddings and head.
+    # There is one byte for each of 30.5 billion weights, except for those of embeddings and head.
     "FP8 by loading": Case(public("Qwen/Qwen3-30B-A3B"), "--tp 1 --quantization fp8", weighs_between(30e9, 33e9)),
     "weights on the host": Case(
         public("Qwen/Qwen3-30B-A3B"), "--tp 1 --cpu-offload-gb 20", weighs_between(39e9, 40.5e9), gpu="h100"
     ),
-    # A rank has 768 of each expert's 1,536: eight of a token's are more than its 4,096 of the dead input.
+    # A rank has 768 of the 1,536 columns of each expert. The activation of a token's eight experts has more columns
+    # than the dead input's 4,096.
     "an activation that is too large for the dead input": Case(
         public("Qwen/Qwen3-235B-A22B-FP8"),
         "--tp 2 --chunked-prefill-size 32768",
@@ -501,8 +535,9 @@ CASES = {
             does("deferred-shared-experts", "shared experts last"),
         ),
     ),
-    # The activation of 16,384 tokens' eight experts, and the most columns of their outputs that fit beside it, with
-    # those of 384 experts' weights: 1,024 where the output lies in the dead input, else 256.
+    # The expected memory is the activation of the eight experts of 16,384 tokens, one slice of their outputs, and the
+    # slice's columns of 384 experts' weights. A slice has at most 1,024 columns if the output lies in the dead input,
+    # else 256.
     "Marlin, cut because it is asked for": Case(
         public("moonshotai/Kimi-K2.5"),
         "--tp 8 --chunked-prefill-size 16384",
@@ -512,14 +547,15 @@ CASES = {
         ),
         env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "400"},
     ),
-    # 16,384 tokens' eight outputs of 7,168 columns are 1,879 MB.
+    # The eight outputs of each of 16,384 tokens, with 7,168 columns, have 1,879 MB.
     "Marlin, which may hold as much": Case(
         public("moonshotai/Kimi-K2.5"),
         "--tp 8 --chunked-prefill-size 16384",
         does_nothing("moe-workspace", "1,879 MB here, which SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB allows"),
         env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "4000"},
     ),
-    # Its linear attention reads attributes of parameters that are quantized; in_proj_ba has too few columns for it.
+    # The model's linear attention reads attributes that only quantized parameters have. in_proj_ba is not quantized,
+    # because it has too few columns.
     "linear attention in FP8": Case(
         public("Qwen/Qwen3-Next-80B-A3B-Thinking", quantization_config=NEXT_FP8),
         "--tp 2",
@@ -528,7 +564,7 @@ CASES = {
     "a small chunk": Case(
         public(R1), "--tp 8 --chunked-prefill-size 1024", does_nothing("moe-workspace", "too small to cut")
     ),
-    # Its memory is the host's, too: what is free there is not the server's alone.
+    # The GPU's memory is the host's memory, too, so free memory there is not the server's alone.
     "a GPU that shares its memory": Case(
         public("Qwen/Qwen3-30B-A3B-FP8"),
         "--tp 1",
@@ -550,7 +586,8 @@ CASES = {
     "a chunk that is larger than the graphs of prefills": Case(
         public(R1), "--tp 8 --chunked-prefill-size 16384", names_prefill_graphs(False)
     ),
-    # From 0.5.16 on the engine sizes by itself where it is asked to; not with latent attention, where that is in vain.
+    # The engine itself sizes the KV cache after its graphs from 0.5.16 on, if a variable asks for that. With latent
+    # attention the variable has no effect.
     "the engine sizes by itself": Case(
         public("Qwen/Qwen3-30B-A3B-FP8"),
         "--tp 1",
@@ -570,7 +607,7 @@ CASES = {
 
 
 def parameters() -> list[Any]:
-    """Every case by its name, those of later releases skipped."""
+    """Return all cases by their names. Those that need a later release are skipped."""
     later = {name: case.since for name, case in CASES.items() if ALL.index(case.since) > ALL.index(RELEASE)}
     return [
         pytest.param(name, marks=pytest.mark.skip(reason=f"it is so from {later[name]} on")) if name in later else name
@@ -580,7 +617,7 @@ def parameters() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> dict[str, Report]:
-    """Of the cases that are run."""
+    """Reports of doctor for the cases that this session runs."""
     mine = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
     wanted = {item.callspec.params["name"] for item in mine if isinstance(item, pytest.Function)}
     servers = [

@@ -1,4 +1,4 @@
-"""What the engine answers when it is asked for a model on a GPU that is not there."""
+"""Tests of ``doctor --model`` for GPUs that this machine does not have. The engine itself answers each query."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_moe_patches.lab.predict import config, engine_query, model_report
 
 QWEN, QWEN_LARGE = "Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"
 IN_BF16 = "QWEN in BF16"
-"""The engine has files of tuned tiles for it on an H200."""
+"""Stands for ``QWEN`` without quantization. The engine has files of tuned tiles for this layer on an H200."""
 CHUNK = "--chunked-prefill-size"
 DRAFT = "nvidia/gpt-oss-120b-Eagle3"
 STEPS = [f"--speculative-{each}" for each in ("num-steps=3", "eagle-topk=1", "num-draft-tokens=4")]
@@ -28,7 +28,7 @@ SERVERS = {
         ["--tp", "8", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", DRAFT, *STEPS],
     ),
     "BF16": (IN_BF16, ["--tp", "1", CHUNK, "16384"]),
-    "ranks": (QWEN, ["--tp", "3"]),  # refused when a layer is built
+    "ranks": (QWEN, ["--tp", "3"]),  # the engine refuses this when it builds a layer
     "attention's ranks": (QWEN, ["--tp", "8", "--dp", "3", "--enable-dp-attention"]),
     "check_server_args": (QWEN, ["--served-model-name", "a:b"]),
     "misspelt": (QWEN, ["--mem-fraction-statics", "0.8", "--served-model-name", "a", "b"]),
@@ -37,7 +37,7 @@ SERVERS = {
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
-    """What ``doctor --model`` says; or why it says nothing, by the error."""
+    """Return the report of ``doctor --model``, or the type and the text of the error if there is none."""
     try:
         return model_report.examine(server["model"], server["flags"], server["gpu"])
     except engine_query.CannotAsk as error:
@@ -46,7 +46,7 @@ def examine(server: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """By the names of ``SERVERS``, from one import of the engine."""
+    """Reports or errors by the names of ``SERVERS``. The engine is imported only once for all of them."""
     folder = tmp_path_factory.mktemp("model")
     content, _ = config.load_model(QWEN)
     del content["quantization_config"]
@@ -65,7 +65,8 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(answers):
     assert (server["runner"], server["format"], server["family"]) == ("triton", "FP8 in blocks", "qwen3_moe")
     assert server["layout"] == {"tp": 4, "ep": 1, "dp": 1}
     columns = next(change for change in found["changes"] if change["name"] == "moe-workspace")
-    # 8 x 384 columns of each token's activation fit into its 4,096 of the dead input; columns are not cut.
+    # The activation of a token has 8 x 384 columns, which fit into the 4,096 columns of the dead input. The expert
+    # outputs are not cut.
     assert columns["acts"]
     assert columns["does"].startswith("the activation in the dead input; ")
     assert f"costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name}=" in columns["does"]
@@ -73,7 +74,7 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(answers):
 
 
 def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_others(monkeypatch):
-    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # else nothing is restored
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # otherwise monkeypatch would restore nothing
     monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
     engine_query._leave_out_other_models(["NobodysForCausalLM"])
     assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
@@ -86,7 +87,9 @@ def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_othe
 @pytest.mark.every_release
 @pytest.mark.long("two queries, of which one imports all that the engine does")
 def test_what_a_query_leaves_out_changes_no_answer(tmp_path):
-    """A model with eyes, whose classes name most of what is left out."""
+    """A query does not import the parts of the engine that its model does not need. This model takes images, and its
+    classes name most of these parts.
+    """
     asked = {"gpu": "h200", "language_model": False, "top_k": 8}
     content, _ = config.load_model("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8")
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -142,7 +145,9 @@ def test_a_draft_that_is_not_at_hand_leaves_the_target_known(answers):
 
 @pytest.mark.every_release
 def test_a_cut_costs_what_it_does_with_the_tiles_that_the_engine_loads_on_that_gpu(answers):
-    """The tensor stays whole."""
+    """The tensor stays uncut by default. The reason names the setting that cuts it, and the time that this would
+    cost.
+    """
     found = answers["BF16"]
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")

@@ -1,4 +1,6 @@
-"""A server of each kind of model that a CPU starts: it runs what ``doctor --model`` says of it, and nothing else."""
+"""One server of each kind of model that starts on a CPU. It must do all that ``doctor --model`` says, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": (ROUTED, {"family": "glm4-moe"}),
     "MiniMax-M2": (ROUTED, {"family": "minimax-m2"}),
 }
-"""``--moe-runner-backend``, and the model's options. Without a GPU the engine has no Triton or Marlin, no format but
-NVFP4, and none of the KV caches but those of MHA and MLA."""
+"""``--moe-runner-backend`` and options of the model, by the kind of model. Without a GPU the engine has no Triton or
+Marlin runner, no quantization except NVFP4, and only the KV caches of MHA and MLA.
+"""
 FLAGS = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPT = list(range(3, 203))
 
@@ -41,7 +44,9 @@ PROMPT = list(range(3, 203))
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, checkpoint, monkeypatch) -> None:
-    """With a stand-in for the driver, so that its KV cache grows. CI asks one that others ask, too."""
+    """A stand-in for the GPU's driver lets the KV cache grow. CI leaves this test out, because other tests ask
+    doctor about a server of one of these kinds.
+    """
     backend, options = KINDS[kind]
     model = checkpoint(**options)
     plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())
@@ -55,7 +60,7 @@ def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, check
         ran, log = read_observations(running), running.log_text()
     for variable, value in {"SGLANG_MOE_PATCHES": "all", **variables}.items():
         monkeypatch.setenv(variable, value)
-    report = model_report.examine(str(model), [*SERVER, backend, *FLAGS], "b200")  # has NVFP4
+    report = model_report.examine(str(model), [*SERVER, backend, *FLAGS], "b200")  # a GPU with NVFP4
     check_doctor(report, ran, backend)
     assert report["server"]["tokens"] == 64
     (sizing,) = (row for row in report["changes"] if row["name"] == "kv-sizing")

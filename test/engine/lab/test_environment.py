@@ -42,7 +42,9 @@ def test_the_add_norm_writes_in_place_as_on_a_gpu(engine):
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoint):
-    """The other requests of a batch decide where a prompt is cut. Without sums in float64, (40, 7) differs."""
+    """The other requests of a batch decide where a prompt is cut into chunks. Without sums in float64, the case (40,
+    7) would differ.
+    """
     rng = random.Random(1)
     model = engine.load(checkpoint(dense_layers=0))
     for length, cut in ((300, 100), (600, 512), (700, 33), (900, 640), (40, 7)):
@@ -54,7 +56,9 @@ def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoi
 @pytest.mark.every_release
 @pytest.mark.usefixtures("engine")
 def test_a_changes_skip_function_receives_resolved_arguments(checkpoint):
-    """``ServerArgs`` has unresolved arguments from 0.5.20 on, and no device without ``--device``."""
+    """``ServerArgs`` has unresolved arguments from 0.5.20 on, and no device unless ``--device`` is given. A skip
+    function must still receive resolved arguments.
+    """
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")

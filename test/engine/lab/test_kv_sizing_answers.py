@@ -64,10 +64,10 @@ class Case:
 
     :param flags: server arguments.
     :param variables: environment variables.
-    :param stand_ins: plugins that stand in for parts of a GPU, beside ``tells_memory``.
+    :param stand_ins: plugins that stand in for parts of a GPU, in addition to ``tells_memory``.
     :param runs: whether the server can run a forward pass on a CPU. Otherwise it only starts.
     :param backend: MoE runner.
-    :param model: arguments of ``checkpoint``.
+    :param model: arguments of the fixture ``checkpoint``.
     :param removed: default server arguments of the tests that this server must not have.
     :param fails_on: reason why the engine ends this server, by release.
     """
@@ -122,7 +122,7 @@ STARTED = {
     "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
-"""Servers, at least one for each row of the page's tables that names a flag or a variable."""
+"""Servers that are started. Each row of the page's tables that names a flag or a variable has at least one."""
 TESTED_ELSEWHERE = {
     "`--dcp-size`": "no server with its flags starts on a CPU; a unit test compares page and table of flags",
     "`--enable-priority-scheduling`": "a unit test has the flag, and the server starts as other servers do",
@@ -138,7 +138,9 @@ TESTED_ELSEWHERE = {
     "a phase was not reached": "the engine tests of rehearsals that fail start them",
     "`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`": "the engine decides by the GPU whether it sizes",
 }
-"""Rows without a server here, by their first words: the reason, or the test that covers the row."""
+"""Rows of the page's tables for which this file starts no server. A key has the row's first words. Its value is the
+reason, or the test that covers the row.
+"""
 
 
 def rows_of_the_page() -> list[str]:

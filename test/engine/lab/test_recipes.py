@@ -40,9 +40,10 @@ def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[s
 @pytest.mark.long("the arguments of about a hundred published servers are resolved twice")
 @pytest.mark.every_release
 def test_doctor_and_the_engine_agree_about_every_recipe():
-    """Other releases than the default check every fourth recipe of two GPU models, one of them Blackwell.
+    """The default release checks all recipes. Other releases check every fourth recipe of two GPU models, one of them
+    Blackwell.
 
-    The engine is imported for each GPU model.
+    The engine is imported once for each GPU model.
     """
     servers = list(recipes.servers_with_config())
     assert len(servers) > 80

@@ -102,7 +102,7 @@ def test_each_layer_has_its_own_buffers_and_their_old_content_does_not_matter(en
 
 
 def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, checkpoint, has_buffers):
-    """cutedsl-sizing then has nothing to do."""
+    """Such a wrapper limits no forward pass, so cutedsl-sizing has nothing to do."""
     if has_buffers:
         pytest.skip("this FlashInfer's wrapper keeps buffers: test_a_larger_forward_runs_in_slices_with_one_warning")
     path = checkpoint(dense_layers=0)

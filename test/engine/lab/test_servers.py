@@ -46,7 +46,7 @@ pytestmark = pytest.mark.long("the start of the pair counts for the first test t
 # --------------------------------------------------------------------------------
 
 RANKS = ["--tp", "2"]
-"""Server arguments of the pair, and of everything that is compared with it."""
+"""Server arguments of the pair, and of every server or engine whose answers are compared with the pair's."""
 FIRST = "the reference kernels are loaded first"
 REGISTER = "from sglang_moe_reference.environment import register"
 
@@ -77,7 +77,9 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
 
 @DEFAULT_ENGINE_ONLY
 def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatch):
-    """`test_doctor_servers.py` has servers of other kinds."""
+    """The patched server of the pair must match doctor's report. `test_doctor_servers.py` has servers of other
+    kinds.
+    """
     ask_servers(pair[1])
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
     report = model_report.examine(
@@ -172,7 +174,7 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_regress_calls_a_server_with_other_answers_worse(pair, checkpoint, tmp_path):
-    """The server has other weights. ``test_tiny_moe.py`` has tests of broken patches."""
+    """The other server has other weights, so its answers are wrong. ``test_tiny_moe.py`` tests broken patches."""
     stock, other = pair
     update_weights(other, checkpoint(dense_layers=0, seed=1))
     try:

@@ -1,7 +1,8 @@
-"""activation-segments in a real server's process: the switch is turned once, when the server has started.
+"""activation-segments in real servers: PyTorch's allocator switches to expandable segments once, after the server's
+start.
 
-On the CPU there is no such segment; a plugin has the change asked for all the same, and writes down what is set, and
-what the process does meanwhile.
+The CPU has no expandable segments. A plugin therefore makes the change act as on a GPU. The plugin records the
+allocator settings that the change makes, and the calls of the model runner.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def watch(module):
 
 
 def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
-    """What the processes of such a server do, each in its order, while it starts and answers; and its log."""
+    """Start a server, send one request and stop the server.
+
+    :returns: for each process of the server, its recorded settings and calls in order; and the server's log.
+    """
     plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
     written = tmp_path / "turned"
     patched = make_server(
@@ -105,7 +109,7 @@ def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_requ
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("fails_on", ["1", ""])
 def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
-    """On where it works on both, off where it does not work on the second."""
+    """If both ranks can switch, both ranks do. If the second rank cannot, both ranks keep ordinary segments."""
     ranks, log = turned(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
     assert len(ranks) == 2
     set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
@@ -115,7 +119,9 @@ def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
 
 
 def test_each_argument_that_is_asked_for_is_one_of_the_engines():
-    """Or its feature would never be seen. What a release has not yet, it has not by that name."""
+    """If an argument were misspelt, the change would never see its feature. The test lists the arguments that an
+    older release does not have yet.
+    """
     from sglang.srt.server_args import ServerArgs
 
     missing = {each.argument for each in eligibility.FEATURES if not hasattr(ServerArgs, each.argument)}
@@ -127,7 +133,7 @@ def test_each_argument_that_is_asked_for_is_one_of_the_engines():
 
 
 def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
-    """The engine's own ``GroupCoordinator.graph_capture``, of a group without communicators."""
+    """The test calls the engine's own ``GroupCoordinator.graph_capture``, on a group without real communicators."""
     from contextlib import nullcontext
     from types import SimpleNamespace
 

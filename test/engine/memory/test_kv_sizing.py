@@ -1,6 +1,7 @@
-"""kv-sizing in real servers on the CPU. A stand-in answers for the driver; everything else is the engine's.
+"""kv-sizing in real servers on the CPU. A stand-in replaces the GPU's driver. Everything else is the engine's own.
 
-The KV cache is ours over addresses, and whatever touches what is not mapped ends the server.
+kv-sizing's KV cache lies over reserved addresses, and only a part of them has memory. Code that touches an address
+without memory ends the server.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ NO_STORES = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Arguments that choose a cache of prefixes and keep no prompts after a flush."""
+"""Arguments that choose a prefix cache whose prompts a flush removes. kv-sizing need not read them."""
 
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", [phases.PhaseKind.PENALTIES, phases.PhaseKind.PREFILL])
 def test_a_request_has_the_sampling_parameters_of_its_phase(kind):
-    """Each release has its own names and defaults for a request."""
+    """The names and defaults of sampling parameters differ between releases."""
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
     phase = next(each for each in phases.derive_phases(limits) if each.kind is kind)
     tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
@@ -96,13 +97,17 @@ def arguments_read() -> set[str]:
 
 @pytest.mark.every_release
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
-    """A misspelt argument would exclude no server."""
+    """kv-sizing leaves servers with some arguments alone. If it misspelt an argument, it would leave no server
+    alone.
+    """
     assert arguments_read() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
 @pytest.mark.every_release
 def test_every_store_of_prompts_that_a_scheduler_may_make_is_named():
-    """The code that chooses a cache of prefixes names its arguments. A flush does not empty an external store."""
+    """The test finds the arguments in the engine's code that chooses the prefix cache. kv-sizing must read each
+    argument that chooses an external store of prompts, because a flush does not empty such a store.
+    """
     if seen.has_module("sglang.srt.mem_cache.registry"):
         registry = seen.module("sglang.srt.mem_cache.registry")
         chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
@@ -123,7 +128,7 @@ def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
     graphs = seen.module("sglang.srt.model_executor.cuda_graph_config")
     for backend, largest in ((graphs.Backend.FULL, 48), (graphs.Backend.DISABLED, 0)):
         config = graphs.CudaGraphConfig(decode=graphs.PhaseConfig(backend=backend, max_bs=48))
-        for told in (config, asdict(config)):  # a server's own, and what it tells of itself
+        for told in (config, asdict(config)):  # as in the server, and as in its report
             assert phases._asked_to_capture({"cuda_graph_config": told}) == largest
 
 
@@ -136,7 +141,7 @@ NEVER_SHOWN = {
     *("_device_timer_window_batch_count", "_device_timer_window_gpu_time"),
     *("_mfu_log_flops", "_mfu_log_read_bytes", "_mfu_log_write_bytes", "_fpm_gpu_time_acc"),
 }
-"""Attributes that a scheduler adds to, but neither reports nor reads."""
+"""Attributes that a scheduler adds to, but that it neither reports nor reads. A rehearsal need not restore them."""
 
 
 def attributes_added_to(kind: type) -> set[str]:
@@ -165,7 +170,9 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
 
 @pytest.mark.every_release
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """Some releases sum up the time between two decodes, and have no time before the first one."""
+    """Some releases add up the time between two decodes, and add nothing at the first decode. The rehearsal's
+    decodes must not count as earlier ones.
+    """
     scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
         assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
@@ -201,16 +208,16 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(folder: Path) -> Path:
-    """Folder of one test's servers."""
+    """Folder for the servers of one test."""
     return Path(mkdtemp(dir=folder))
 
 
 def sized_server(
     name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str
 ) -> Server:
-    """Return a server that measures its need, with the stand-ins and a cache of prefixes.
+    """Make a server with kv-sizing on, the stand-ins and a prefix cache.
 
-    :param limited: it has the test servers' own ``--max-total-tokens``.
+    :param limited: whether the server keeps the ``--max-total-tokens`` of all test servers.
     """
     given = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN_MB}
     path = {"PYTHONPATH": prepend_to_path(str(folder.parent / "plugin"))}
@@ -282,14 +289,15 @@ LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefil
 
 @pytest.fixture(scope="module")
 def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
-    """Servers that must equal stock, by their names. A limit of the user keeps the size of the one that rehearses.
+    """Results of servers that must equal stock, by the server's name: answers, reported values, and log lines of
+    kv-sizing.
 
-    Of each, what it answers, the values that it reports, and its log lines of kv-sizing.
+    A limit of the user keeps the KV cache of the server that rehearses at its size.
     """
     place = folder / "alike"
     place.mkdir()
     variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
-    if RELEASE == DEFAULT:  # the same whatever the release: nothing of kv-sizing runs
+    if RELEASE == DEFAULT:  # one release is enough: kv-sizing does not run
         variables["unset"] = {eligibility.KV_SIZING.name: ""}
     more = [*LIMITED, "--random-seed", "1", "--enable-metrics"]
     # A health check would compute a token, and a loaded machine repeats the check.
@@ -307,7 +315,9 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
 
 @pytest.mark.every_release
 def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(alike):
-    """The user's limits stay in force. Without a rehearsal's exceptions they would refuse most of its requests."""
+    """The user's limits stay in force after a rehearsal. During the rehearsal they would refuse most of its
+    requests, so they are lifted.
+    """
     stock = alike["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in alike.items():
@@ -322,14 +332,16 @@ def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_r
 
 
 def tokens(running: Server) -> int:
-    """Return the tokens of the KV cache, and check that all places of a server agree."""
+    """Return the KV cache size in tokens. Check that the launcher and all schedulers report the same size."""
     told = info(running)
     (found,) = {told["max_total_num_tokens"], *capacities(running)}
     return int(found)
 
 
 def capacities(running: Server) -> set[int]:
-    """Return the tokens that the schedulers count. The launcher has the number of the start."""
+    """Return the KV cache sizes that the schedulers report, in tokens. The launcher keeps the size of the server's
+    start.
+    """
     return {int(each["memory_usage"]["token_capacity"]) for each in info(running)["internal_states"]}
 
 
@@ -338,7 +350,9 @@ def number(text: str) -> int:
 
 
 def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
-    """Return the tokens, the tokens by the rule and the text of each log line with a KV cache size."""
+    """Return each change of the KV cache size in the log: the new size and the size by the engine's rule, in tokens,
+    and the line.
+    """
     found = [
         re.match(r"KV cache (?:grown|shrunk) from ([\d,]+) to ([\d,]+) tokens; ", line) for line in log_lines(running)
     ]
@@ -346,7 +360,9 @@ def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
 
 
 def logged_size(running: Server) -> tuple[int, int, str]:
-    """Return the tokens, the tokens by the rule and the fraction that gives as many, from the one log line."""
+    """Return the new KV cache size and the size by the engine's rule, in tokens, and the memory fraction with which
+    the engine makes the new size. They come from the only log line with a size.
+    """
     ((now, rule, line),) = logged_sizes(running)
     pattern = r".* tokens; 200 MB stay free.*\. The same size without measuring: --mem-fraction-static (0\.\d{4})"
     found = re.fullmatch(pattern, line)
@@ -358,7 +374,7 @@ LONG = [[token % 600 + 3 for token in range(start, start + 280)] for start in (0
 
 
 def answers_at_once(running: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the answers of a server to prompts that are sent together."""
+    """Send prompts to a server at the same time. Return its answers."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda prompt: ask_servers(running, prompts=[prompt])[0][0], prompts))
 
@@ -374,9 +390,10 @@ def wait_for(what: Callable[[], bool]) -> None:
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(place: Path, engine, checkpoint):
-    """The rule's KV cache has room for one of the three requests that run at once, so they need new slots.
+    """The KV cache by the engine's rule has room for one of the three requests that run at once. The other two use
+    memory that kv-sizing has added.
 
-    FlashInfer tunes its kernels while the KV cache still has the rule's size, because tuning may take much memory.
+    FlashInfer tunes its kernels while the KV cache still has the size by the rule, because tuning may take much memory.
     """
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     short, scan, tunes = place / "short", place / "scan", place / "tunes"
@@ -401,7 +418,7 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert (numbers[serving.BY_RULE], numbers[serving.GIVEN_BACK]) == (rule, 0)
         assert shown[f'{serving.STATE}{{gpu="0",rank="0",reason="",state="grown"}}'] == "1.0"
 
-        short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
+        short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         (less,) = capacities(grown)
         assert rule < less < now
@@ -414,7 +431,9 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
 def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
-    """The engine checks for no room before the second chunk of a prompt, and admits no request that fits exactly."""
+    """The engine does not check for room before the second chunk of a prompt, and it admits no request that fits
+    exactly. Giving memory back must break neither.
+    """
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"
@@ -428,7 +447,7 @@ def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(fold
         answer = httpx.post(f"{grown.url}/generate", json=asked, timeout=PATIENCE).raise_for_status()
         return list(answer.json()["output_ids"])
 
-    asked = [(LONG[0], 100), (half[0], 10), (half[1], 50)]  # the last one has room when another has ended
+    asked = [(LONG[0], 100), (half[0], 10), (half[1], 50)]  # the last request has room when another one has ended
     with start_servers(grown), ThreadPoolExecutor() as pool:
         expected = [ask(*each) for each in asked]
         (before,) = capacities(grown)
@@ -446,7 +465,9 @@ def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(fold
 
 @pytest.mark.every_release
 def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
-    """Up to 0.5.13 it is tuned between pools and graphs, later when the runners of forward passes are made."""
+    """Up to 0.5.13 FlashInfer is tuned after the pools are made and before graphs are captured. Later releases tune
+    it when they make the runners of forward passes.
+    """
     runner = seen.module("sglang.srt.model_executor.model_runner").ModelRunner
     if hasattr(runner, "kernel_warmup"):
         steps = [f"self.{name}" for name in ("init_memory_pool", "kernel_warmup", "init_device_graphs")]
@@ -465,15 +486,17 @@ def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
 
 
 STAYS = re.compile(
-    # The size of the address space, and from 0.5.14 on the inputs of an eager forward pass.
+    # Size of the address space, and from 0.5.14 on the inputs of an eager forward pass.
     r"_kvcache|kv_pool|kvcache|server_args|ServerArgs|_eager_registry"
-    # Free tokens in the last periodic report of a scheduler, maybe before the KV cache grew.
+    # Free tokens in a scheduler's last periodic report, which may be older than the KV cache's growth.
     r"|stats\.kv_available_tokens"
-    # The last requests of the rehearsal, which releases before 0.5.13 keep until the next prefill. Their tokens may be
-    # any number.
+    # Last requests of the rehearsal, which releases before 0.5.13 keep until the next prefill. Their token ids may
+    # equal any number.
     r"|scheduler\.(can_run_list\[|adder\..*chunked_req\.)"
 )
-"""Places that may keep the rule's number, because nobody reads the KV cache size there."""
+"""Matches paths of attributes that may keep the KV cache size by the engine's rule, because no code reads the size
+there.
+"""
 
 
 @DEFAULT_ENGINE_ONLY
@@ -503,7 +526,7 @@ def test_a_given_fraction_is_kept_with_auto_and_is_the_first_size_with_always(pl
         "using the given --mem-fraction-static 0.9100 because it was given; "
         "SGLANG_MOE_PATCHES_KV_SIZING=always measures all the same"
     ]
-    assert 0.35 < less / rule < 0.45  # 60 of 100 MB go
+    assert 0.35 < less / rule < 0.45  # 60 of 100 MB are given back
     assert log_lines(shrinks)[-1] == f"the given --mem-fraction-static is too high: {fraction} would be safe"
 
 
@@ -511,8 +534,10 @@ def test_a_given_fraction_is_kept_with_auto_and_is_the_first_size_with_always(pl
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
-    """The engine allows 4,096 requests, and this KV cache has room for 1,292. More may cost a thirty-second of it."""
-    # Each chunk has many prompts, so hundreds of requests are computed in few forward passes.
+    """The engine allows 4,096 requests at once, and this KV cache has room for 1,292. Memory for sampling more
+    requests may cost at most a thirty-second of the KV cache.
+    """
+    # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
     grown = sized_server("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
@@ -533,7 +558,7 @@ def test_default_request_limit_is_what_sampling_memory_allows(place: Path, check
             running = [int(count) for count in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
             before = len(grown.log_text())
             assert max(running) == (256 if more else 300)
-    # Later requests are not merged into the penalized batch, which the engine keeps for a turn.
+    # The engine keeps the penalized batch for one more turn. Later requests must not be merged into it.
     assert max(map(int, merges.read_text().split())) <= 256
 
 
@@ -562,7 +587,7 @@ FLAGS: dict[str, tuple[list[str], dict[str, str]]] = {
 def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_again(kind: str, place: Path, checkpoint):
     flags, variables = FLAGS[kind]
     short = place / "short"
-    model = checkpoint(family="qwen3-moe")  # the engine refuses deterministic DeepSeek beside this attention
+    model = checkpoint(family="qwen3-moe")  # with this attention, the engine refuses deterministic DeepSeek
     grown = sized_server("grown", model, place, *flags, SHORT=str(short), **variables)
     stock = sized_server("stock", model, place, *flags, limited=True, SGLANG_MOE_PATCHES="none", **variables)
     with start_servers(grown, stock):
@@ -573,7 +598,7 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
             assert grammar_answer(grown) == grammar_answer(stock)
         now, rule, _ = logged_size(grown)
         assert tokens(grown) == now > rule
-        short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
+        short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         assert capacities(grown).pop() < now
         assert ask_servers(grown, prompts=PROMPTS) == expected
@@ -595,7 +620,7 @@ def find_processes(command: str) -> list[psutil.Process]:
 @pytest.mark.every_release
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, checkpoint):
-    """Kubernetes sends SIGTERM to the launcher. A rank may be killed, too."""
+    """Kubernetes sends SIGTERM to the launcher. A single rank may also be killed."""
     ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1")
     signalled: list[psutil.Process] = []
 
@@ -638,10 +663,12 @@ def grammar_answer(running: Server) -> list[int]:
 @pytest.mark.ci
 @pytest.mark.every_release
 def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(place: Path, checkpoint):
-    """Each idle turn of the rehearsal would wait a second for a user's request."""
+    """A sleeping scheduler of the engine waits up to a second for a user's request. A rehearsal would lose this time
+    in each idle turn.
+    """
     sleepy = sized_server("sleepy", checkpoint(), place, SLEEPS="1")
     awake = sized_server("awake", checkpoint(), place, SLEEPS="1")
-    awake._arguments.remove("--sleep-on-idle")  # which the other has for the processors of a machine of tests
+    awake._arguments.remove("--sleep-on-idle")  # test servers have it to spare the processors
     with start_servers(sleepy, awake):
         assert ask_servers(sleepy, prompts=PROMPTS) == ask_servers(awake, prompts=PROMPTS)
         assert tokens(sleepy) == tokens(awake) > logged_size(awake)[1]
@@ -656,7 +683,7 @@ def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(p
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["alone", "tensors"])
 def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_server(kind, place: Path, checkpoint):
-    """All ranks raise alike. The requests of the batch are dropped, and their slots become free."""
+    """Every rank raises the same exception. The requests of the batch are dropped, and their slots become free."""
     if kind == "alone":
         raises = sized_server("raises", checkpoint(), place, RAISES="3 all")
     else:
@@ -671,7 +698,9 @@ def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_ser
 
 
 def watch_health(running: Server) -> list[tuple[str, str]]:
-    """Collect the answers of ``/health`` in the start of a server, each with the log's text behind it."""
+    """Ask for ``/health`` while a server starts. The returned list receives each answer, with the server's log after
+    it.
+    """
     answered: list[tuple[str, str]] = []
 
     def ask(seconds: float, line: str) -> None:
@@ -738,7 +767,7 @@ def test_a_server_of_images_grows_beside_the_image_allowance_and_answers_as_stoc
         return made
 
     stock = taking_images("stock", limited=True, SGLANG_MOE_PATCHES="none")
-    # The free memory is larger than the image allowance.
+    # The free memory is larger than the memory that kv-sizing reserves for images.
     kept = taking_images("kept", GAIN="5000000000")
     with start_servers(stock, kept):
         expected = answers_about_images(stock)
@@ -746,17 +775,18 @@ def test_a_server_of_images_grows_beside_the_image_allowance_and_answers_as_stoc
     assert expected[0] != expected[1]
     ((now, rule, line),) = logged_sizes(kept)
     share = number(re.search(r"([\d,]+) MB for images", line)[1])
-    token_bytes = 100_000_000 / rule  # what the stand-in's rule leaves to the cache
+    token_bytes = 100_000_000 / rule  # the stand-in's rule leaves 100 MB to the KV cache
     assert share > 100
     assert (now - rule) * token_bytes == pytest.approx(5_000_000_000 - share * 1_000_000, abs=2_000_000)
 
 
-# 0.5.11 admits no request until one has ended, once it had no window for a request. The KV cache would not grow.
+# Once a request has found no free sliding window, 0.5.11 admits no request until another one has ended. With fewer
+# windows the KV cache would not grow.
 FEW_WINDOWS = "0.1" if RELEASE == "0.5.11" else "0.01"
 KINDS = {
-    # So few tokens of sliding windows that they bound the number and the length of requests.
+    # The pool has room for few tokens of sliding windows, so that they limit the number and the length of requests.
     "windows": ["--max-running-requests", "40", "--swa-full-tokens-ratio", FEW_WINDOWS],
-    # The number of requests follows the number of states that have room.
+    # The number of states that have room limits the number of requests.
     "states": ["--max-running-requests", "64"],
 }
 if RELEASE == DEFAULT:
@@ -779,7 +809,9 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 @pytest.mark.product
 @pytest.mark.every_release
 def test_a_prefix_keeps_few_enough_windows_for_a_chunk_behind_it(place: Path, checkpoint):
-    """The cache keeps the windows of a prefix by the parts in which the prefix was computed."""
+    """The cache keeps sliding windows for each part in which a prefix was computed. A prefix must leave enough
+    windows for the chunk after it.
+    """
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized_server(
         "grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60"
@@ -792,12 +824,14 @@ def test_a_prefix_keeps_few_enough_windows_for_a_chunk_behind_it(place: Path, ch
 
 
 def rehearsed_passes(folder: Path) -> list[list[list[str]]]:
-    """Return mode, tokens, requests and tokens of all data-parallel ranks of each rehearsed forward pass, by rank."""
+    """Return the rehearsed forward passes of each rank: mode, tokens, requests, and tokens of all data-parallel
+    ranks.
+    """
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
 
 
 def server_of_two_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) -> Server:
-    """Return a server of two ranks, whose forward passes are recorded in ``folder / name``."""
+    """Make a server of two ranks that records its forward passes in ``folder / name``."""
     plugins.write_module(folder / name / "gathers", "gathers_on_cpu", STAND_INS["gathers_on_cpu"])
     (folder / name / "steps").mkdir()
     path = prepend_to_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
@@ -813,9 +847,9 @@ RANKS = {
 }
 STEPS_OF = {
     "tensors": (["EXTEND", "64", "1", "64"], ["DECODE", "3", "3", "3"]),
-    # Each rank has half of the 256 tokens of a chunk, and half of the 20 requests.
+    # Each rank has half of a chunk's 256 tokens, and half of the 20 requests.
     "attention": (["EXTEND", "128", "1", "256"], ["DECODE", "10", "10", "20"]),
-    # Each batch has half of the 20 requests.
+    # Two batches run at the same time, and each has half of the 20 requests.
     "stages": (["EXTEND", "128", "1", "128"], ["DECODE", "10", "10", "10"]),
 }
 
@@ -824,7 +858,7 @@ STEPS_OF = {
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
 def test_ranks_rehearse_in_step_and_grow_together_or_not_at_all(kind: str, place: Path, checkpoint):
-    """The ranks give memory back alike, too."""
+    """The ranks also give memory back together."""
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
     servers = {
@@ -833,7 +867,7 @@ def test_ranks_rehearse_in_step_and_grow_together_or_not_at_all(kind: str, place
     with start_servers(*servers.values()):
         told = {name: ask_servers(each, prompts=PROMPTS) for name, each in servers.items()}
         sizes = {name: tokens(each) for name, each in servers.items()}
-        short.write_text("110000000")  # so that 90 of the margin's 200 MB are free
+        short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(servers["grown"])[-1])
         wait_for(lambda: len(capacities(servers["grown"])) == 1)
         assert capacities(servers["grown"]).pop() < sizes["grown"]
@@ -862,7 +896,7 @@ def test_replicas_rehearse_and_grow_independently(place: Path, checkpoint):
 
 
 def two_machines(model: Path, place: Path) -> list[Server]:
-    """Return the two halves of a server of two ranks, each on a machine of its own."""
+    """Make the two halves of a server of two ranks, as if each rank had a machine of its own."""
     given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
     return [sized_server(f"machine{rank}", model, place, *given, str(rank)) for rank in range(2)]
 

@@ -1,4 +1,7 @@
-"""A prefix that was not computed in the engine's own caches and allocators, as each release has them."""
+"""Tests of planted prefixes: kv-sizing puts a prompt's prefix into the prefix cache without computing it.
+
+The caches and allocators are the engine's own, as each release has them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def allocator_of(page: int, name: str = "") -> Any:
 
 
 def scheduler_of(kind: str, page: int, eagle: bool = False, *, disable: bool = False) -> Any:
-    """A scheduler, as far as its cache goes."""
+    """Make a stand-in for a scheduler that has only the engine's prefix cache and allocator."""
     params = seen.module(MEM_CACHE + "cache_init_params").CacheInitParams
     allocator = allocator_of(page)
     given: dict[str, Any] = {"disable": disable, "req_to_token_pool": None, "page_size": page, "is_eagle": eagle}
@@ -49,7 +52,7 @@ def key(tokens: list[int]) -> Any:
 
 
 def found(scheduler: Any, prompt: list[int]) -> int:
-    """Tokens of a prompt that the cache has."""
+    """Return how many tokens of a prompt the prefix cache finds."""
     match = scheduler.tree_cache.match_prefix(
         seen.module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=key(prompt))
     )
@@ -57,7 +60,9 @@ def found(scheduler: Any, prompt: list[int]) -> int:
 
 
 def held(scheduler: Any) -> int:
-    """Tokens in the cache, by what the engine looks for leaks: free and held ones are all that there are."""
+    """Return the number of tokens in the prefix cache. Check that free and cached tokens add up to all tokens, as
+    the engine does to find leaks.
+    """
     tree, free = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator.available_size()
     kept = tree.evictable_size() + tree.protected_size()
     assert free + kept == SIZE
@@ -75,7 +80,9 @@ CACHES = [
 @pytest.mark.every_release
 @pytest.mark.parametrize(("kind", "page", "eagle"), CACHES)
 def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for(kind, page, eagle):
-    """The engine's cache has pairs of tokens for EAGLE's keys, and single tokens for other algorithms."""
+    """Requests must find enough of the planted prefix for the phase that sends them. With EAGLE, the keys of the
+    engine's cache are pairs of tokens, so the cache finds one token less.
+    """
     limits = replace(LIMITS, page=page, draft_tokens=4, draft_slots=8)
     driven = {phase.kind: phase for phase in phases.derive_phases(limits)}
     scheduler = scheduler_of(kind, page, eagle)
@@ -102,7 +109,8 @@ def test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already(kind, page
     scheduler = scheduler_of(kind, page, eagle)
     prefix = phases.shared_prefix(5000, LIMITS)
     whole = (len(prefix) - eagle) // page * page
-    # Another prompt that begins alike, a part, all of it, and once more.
+    # Plant another prompt with the same beginning, then a part of the prefix, the whole prefix, and the whole prefix
+    # again.
     others = [prefix[:1000] + phases.Tokens("other", 1000).some(300), prefix[:3000], prefix, prefix]
     taken = []
     for tokens in others:
@@ -110,14 +118,14 @@ def test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already(kind, page
         assert found(scheduler, [*tokens, 1]) == (len(tokens) - eagle) // page * page
         taken.append(held(scheduler))
     assert taken[3] == taken[2] == whole + taken[0] - (1000 - eagle) // page * page
-    # Where there is no room, what is not needed goes: of the cache all but the last has.
+    # If there is no room, planting evicts other prefixes. This prefix needs all but 1,000 tokens of the cache.
     rest = phases.Tokens("rest", 1000).some(SIZE - 1000)
     assert plant(scheduler, rest)
     assert found(scheduler, [*rest, 1]) == (len(rest) - eagle) // page * page
     held(scheduler)
     assert not plant(scheduler, phases.Tokens("too long", 1000).some(SIZE + 2 * page))
     held(scheduler)
-    # As the engine flushes.
+    # Empty the cache and the allocator as a flush of the engine does.
     scheduler.tree_cache.reset()
     scheduler.token_to_kv_pool_allocator.clear()
     assert (held(scheduler), found(scheduler, prefix)) == (0, 0)
@@ -127,7 +135,7 @@ def test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already(kind, page
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["RadixCache", "UnifiedRadixCache"])
 def test_a_planted_prefix_has_slots_of_its_own(kind):
-    """Which are given out again when it is evicted: each once."""
+    """When the prefix is evicted, the allocator gets each of its slots back exactly once."""
     scheduler = scheduler_of(kind, 1)
     allocator = scheduler.token_to_kv_pool_allocator
     in_use = allocator.alloc(100)

@@ -1,4 +1,4 @@
-"""Which of the engine's own requests and batches count as penalized, on each release."""
+"""Tests that kv-sizing recognizes the engine's penalized requests and batches, on each release."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sglang_moe_patches.memory.kv_sizing import serving
 VOCABULARY = 100
 PENALTIES = ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_new_tokens": 2})
 REMAINING = ({"min_p": 0.05}, {"logit_bias": {"7": -1.0}})
-"""Parameters whose numbers the engine keeps until the batch is empty."""
+"""Sampling parameters whose tensors stay in a batch after their request has ended, until the batch is empty."""
 
 
 def request_of(**sampling: Any) -> Any:
-    """A request of the engine's, whose prompt has one token."""
+    """Make one of the engine's requests with these sampling parameters. Its prompt has one token."""
     schedule = seen.module("sglang.srt.managers.schedule_batch")
     params = seen.module("sglang.srt.sampling.sampling_params").SamplingParams(max_new_tokens=5, **sampling)
     params.normalize(SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None))
@@ -28,7 +28,7 @@ def request_of(**sampling: Any) -> Any:
 
 
 def batch_of(*requests: Any) -> Any:
-    """A batch as the scheduler's running one, as far as sampling goes."""
+    """Make one of the engine's batches, with the fields that sampling uses in a scheduler's running batch."""
     made = seen.module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
     made.device, made.return_logprob = "cpu", any(each.return_logprob for each in requests)
     kind = seen.module("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo
