@@ -1,4 +1,5 @@
-"""GPU tests of activation-segments: PyTorch's allocator switches to expandable segments, and back for a while.
+"""GPU tests of activation-segments: PyTorch's allocator switches to expandable segments, and back to ordinary segments
+during each capture of a CUDA graph.
 
 Each case runs in a process of its own, because the settings and segments of an allocator last as long as its process.
 """
@@ -31,7 +32,8 @@ from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: 
 from sglang_moe_reference.families import ModelSpec  # noqa: E402
 from sglang_moe_reference.model import make_model  # noqa: E402
 
-#: Beginning of each program. ``Coordinator`` has the engine's context manager around captures, without a server.
+#: Beginning of each program. ``Coordinator`` stands in for the engine's context manager around captures, which needs a
+#: server.
 BEGIN = """
 from contextlib import contextmanager
 import torch
@@ -219,11 +221,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of server, and an event between two rounds of the same questions.
+    """Kind of server, and an event between two rounds of the same questions.
 
     :param meanwhile: causes the event. It receives the server and its model's folder.
-    :param aborts: many requests are aborted, too. Afterwards a stock server with a draft model did not answer for half
-        a minute, and neither did one with the change (0.5.12.post1).
+    :param aborts: whether many requests are aborted before the second round. With a draft model, neither a stock nor a
+        patched server then answers for half a minute (0.5.12.post1).
     """
 
     gpus: int = 1
@@ -419,7 +421,7 @@ def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, rank
 
 
 def test_a_graph_captured_while_serving_uses_ordinary_segments(tmp_path: Path) -> None:
-    """On one GPU nothing fails without the guard, but the graphs use expandable segments."""
+    """No server fails without the guard on one GPU, but its graphs use expandable segments."""
     case = Case(meanwhile=update_from_disk, variables={"ANEW": "1"})
     control, guarded, unguarded = map(get_observations, at_once(case, ("control", "unset", "unguarded"), tmp_path))
     check_switched(guarded, 1)

@@ -47,7 +47,9 @@ def inputs(tokens, seed):
 
 
 def model(wrappers, weights, hidden):
-    """Run all layers. Each layer offers its input, which is dead when its experts write, as decoder layers do."""
+    """Run all layers. Each layer offers its input as a buffer, as decoder layers do. No code reads the input any
+    more when the layer's experts write their output.
+    """
     residual = torch.zeros_like(hidden)
     hidden = hidden.clone()
     ids = torch.zeros(hidden.shape[0], 1, dtype=torch.int32, device="cuda")

@@ -24,11 +24,11 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE
 ROOT = Path(__file__).parents[2]
 TOKENS, STEPS, LAYERS = 16384, 4, 4
 PREFILL_GRAPHS = ("disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
-"""Arguments that disable CUDA graphs of prefills. Releases have different ones."""
+"""Arguments that disable CUDA graphs of prefills. The name differs between releases."""
 WIDE = {"max_position_embeddings": 32768, "vocab_size": 4096, "num_hidden_layers": LAYERS}
 #: Models with the widths and the top-k of gpt-oss-120b, Qwen3-Next-80B, Ling-lite and Qwen1.5-MoE, and with few
 #: experts. The experts have the width of one rank of TP=8, 4, 8 and 4, so that their activation fits into a layer's
-#: dead input.
+#: dead input (its input, once no code reads it any more).
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         **{"hidden_size": 2880, "intermediate_size": 384, "num_local_experts": 16, "num_experts_per_tok": 4},
@@ -44,7 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 2048, "moe_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 6},
         **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
     },
-    # Its runner does not work in place from 0.5.15.post1 on, because the shared expert's gate reads the runner's input.
+    # The runner of this model works out of place from 0.5.15.post1 on, because the shared expert's gate reads its
+    # input.
     "qwen2-moe": {
         **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048},
         **{"moe_intermediate_size": 352, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": False},

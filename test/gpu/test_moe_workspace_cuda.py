@@ -208,7 +208,7 @@ def layer(
 
 
 def run(modules, given):
-    """Run the module's present fused-MoE function on a copy of the input, and return its output."""
+    """Run the module's fused-MoE function as it is patched now, on a copy of the input. Return its output."""
     sequence = getattr(modules.sequence, triton.FUSED_MOE)
     # Options that this layer does not set are off, as in the engine's own calls.
     off = dict.fromkeys(inspect.signature(sequence).parameters)
@@ -273,7 +273,7 @@ KINDS = (
     *("int8-channel", "int8-block", "w8a16", "w4a16"),
 )
 FURTHER = ("fp8-static", "int8-channel", "int8-block")
-"""Cases that are quantized like another case."""
+"""Cases whose quantization is covered by another case as well."""
 
 
 def product(*case):
@@ -338,13 +338,17 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, ran, 
 
 @pytest.mark.usefixtures("small")
 def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(modules, ran, monkeypatch):
-    """The first GEMM can include the activation from 0.5.20 on, off by default. It then fills the second tensor."""
+    """The first GEMM can include the activation from 0.5.20 on, which is off by default. It then fills the second
+    tensor, whose allocation must still be deferred.
+    """
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")
     invoke = getattr(modules.sequence, triton.INVOKE)
 
     def activating(activations, weights, bias, output, *args, fuse_swiglu, **kwargs):
-        """The engine's kernel insists on bfloat16, in which the interpreter is wrong."""
+        """Stand-in for the engine's kernel. That kernel requires bfloat16, which the interpreter computes
+        incorrectly.
+        """
         if not fuse_swiglu:
             return invoke(activations, weights, bias, output, *args, fuse_swiglu=False, **kwargs)
         both_halves = output.new_empty(len(output), 2 * output.shape[1])
@@ -367,7 +371,7 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
         engines(patch)
         stock = [run(modules, given(inplace)) for inplace in (False, True)]
     with patched(), monkeypatch.context() as patch:
-        engines(patch)  # only now, because the test reads the present function
+        engines(patch)  # only now, because the test reads the patched function
         ours = [run(modules, given(inplace)) for inplace in (False, True)]
     assert all(torch.isfinite(one).all() for one in stock)
     assert all(map(same_bits, stock, ours))
@@ -403,8 +407,9 @@ def test_forward_passes_in_two_threads_share_no_state(modules, ran):
 def read_beside(modules, monkeypatch):
     """List of the input's values that a concurrent reader sees during each GEMM.
 
-    On a GPU another stream reads them, and ends with the GEMM. Shared experts that run at the same time do not end
-    later.
+    On a GPU, another stream reads the input while a GEMM runs, as shared experts do that run at the same time. The
+    reading
+    ends with the GEMM.
     """
     found, side = [], None if INTERPRETED else torch.cuda.Stream()
     invoke = getattr(modules.sequence, triton.INVOKE)
@@ -456,7 +461,9 @@ def test_an_out_of_place_output_is_written_at_once(modules, ran, monkeypatch):
 
 
 def with_dead_input(modules, given, dead, hidden=None):
-    """Run the module's present fused-MoE function while ``dead`` is offered, and return its output."""
+    """Run the module's fused-MoE function as it is patched now, while ``dead`` is offered: a tensor that no code
+    reads any more. Return the output.
+    """
     hidden = given["hidden_states"].clone() if hidden is None else hidden
     given = {**given, "hidden_states": SimpleNamespace(clone=lambda: hidden)}
     with channel.moe_output_buffer_ctx(dead):
@@ -468,7 +475,7 @@ def nans(*shape):
 
 
 def output_into_dead_input():
-    """Patch the fused-MoE function as deferred-shared-experts does."""
+    """Patch the fused-MoE function as deferred-shared-experts does. It then writes its output into the dead input."""
     return patched_by(takers.probe_triton())
 
 
@@ -566,7 +573,9 @@ def test_a_lost_slice_changes_the_result(modules, ran, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_another_tile_size_changes_the_bits(modules, ran, monkeypatch):
-    """The slices must use the tile sizes that the engine chose for the whole tensor. Others add in another order."""
+    """The slices must use the tile sizes that the engine chose for the whole tensor. With other tile sizes, the GEMM
+    adds in another order.
+    """
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
     assert same_bits(stock, ours)
@@ -618,7 +627,9 @@ def test_no_tensor_of_the_full_size_is_made(modules, ran):
     ("in_kernel", "more", "stock_tensors"), [(False, {"no_combine": True}, 2), (True, {"inplace": True}, 1)]
 )
 def test_no_unwritten_tensor_is_allocated(modules, ran, monkeypatch, in_kernel, more, stock_tensors):
-    """The engine allocates an unwritten tensor if no sum is needed, and if the kernel computes the sum."""
+    """The stock engine allocates a tensor that it never writes in two cases: no sum is needed, or the kernel
+    computes the sum. The patched function does not.
+    """
     monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", in_kernel)
     monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", in_kernel)
     given = layer(**more)

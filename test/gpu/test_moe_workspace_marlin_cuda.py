@@ -145,7 +145,9 @@ def layer(
 
 
 def run(module, given):
-    """Run the function on a copy of the input and return its output. The arguments follow the operator's schema."""
+    """Run the engine's function on a copy of the input and return its output. The arguments follow the operator's
+    schema.
+    """
     return getattr(module, marlin.NAME)(**given | {"hidden_states": given["hidden_states"].clone()})
 
 
@@ -282,8 +284,9 @@ def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, 
 
 @pytest.mark.parametrize("given_map", [False, True])
 def test_experts_elsewhere_add_nothing(module, ran, given_map):
-    """The GEMM does not write rows whose experts are on other ranks. Values of the previous slice there must not be
-    added."""
+    """The GEMM does not write rows whose experts are on other ranks. The memory of these rows then has values of the
+    previous slice, which must not be added.
+    """
     ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
     if not given_map:
@@ -296,7 +299,7 @@ def test_experts_elsewhere_add_nothing(module, ran, given_map):
 
 
 def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
-    """The test sets ``inplace``, which the engine's own callers never do."""
+    """The test sets ``inplace``, which no caller in the engine does."""
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
     with patched():

@@ -87,7 +87,9 @@ def test_kernels_and_the_plain_path_agree_with_the_engine(engine, monkeypatch, e
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 512), (7168, 2048), (4096, 192)])
 def test_no_thread_overtakes_another(hidden, intermediate):
-    """A missing barrier is a race in place. Many programs run many times, and must equal an out-of-place gather."""
+    """The kernels work in place, so a missing barrier between threads would be a race. Many programs run many times,
+    and their results must equal an out-of-place gather.
+    """
     w13, w2, s13, s2 = random_layer(64, hidden, intermediate)
     plan = shuffle.row_permutations(hidden, intermediate, True)
     for _ in range(20):
@@ -159,7 +161,9 @@ def test_limits_of_one_kimi_layer(monkeypatch, kernels):
 
 
 def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
-    """The engine's own method on a Kimi-K2.5 layer at TP=4 makes no second copy, and only small placeholders."""
+    """The engine's own method prepares a Kimi-K2.5 layer at TP=4. It makes no second copy of the weights, and
+    allocates only small placeholders.
+    """
     from sglang.srt.layers.quantization import modelopt_quant as modelopt
 
     choose_trtllm(monkeypatch, modelopt)

@@ -1,5 +1,5 @@
-"""GPU tests of the Triton reference kernels: equal to the plain ones, capturable, deterministic, within their memory
-limits.
+"""GPU tests of the Triton reference kernels: equal to the plain PyTorch ones, capturable, deterministic, and within
+their memory limits.
 
 Without a GPU, a unit test runs the small cases in Triton's interpreter (TRITON_INTERPRET=1).
 """

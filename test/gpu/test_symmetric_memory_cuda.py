@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 RANKS, STEPS = 2, 3
 #: Prompts of one decode batch. There are 40, because the engine compiles sums of up to 32 tokens first.
 PROMPTS = [[7 + seed, 11, 300, 42] * (5 + seed % 16) for seed in range(40)]
-#: Arguments for a GPU. A trial run on a CPU has no NCCL.
+#: Server arguments for a GPU. A trial run on a CPU has no NCCL and leaves them out.
 GPU = {
     "device": "cuda",
     "attention_backend": "triton",
@@ -42,8 +42,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def variants(engine: Any) -> dict[str, Any]:
-    """Return context managers for the stock engine, the patched engine, and the patched engine without the tested
-    code."""
+    """Return context managers for three variants: the stock engine, the patched engine, and the patched engine
+    without the tested code.
+    """
     from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
     from sglang_moe_patches.core import patch, runners
 

@@ -30,7 +30,8 @@ from mismatch import Asked  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 
-#: The models have the widths of one rank of TP=4, DeepSeek-V3 those of TP=8.
+#: Number of tensor-parallel ranks among which each model's widths are divided. The servers run at the sizes of one
+#: rank.
 SHARES = {"qwen3-235b": 4, "glm-4.5": 4, "minimax-m2": 4, "deepseek-v3": 8}
 QWEN, DEEPSEEK = "qwen3-235b", "deepseek-v3"
 LAYERS = 3
@@ -56,25 +57,28 @@ class Case:
     model: str = QWEN
     gpus: int = 1
     before: str = ""
-    """Endpoint that is called before the prompts, or empty."""
+    """Endpoint that is called before the prompts; empty: none."""
     lora: str = ""
-    """Target of a LoRA adapter: ``attention`` or ``experts``."""
+    """Modules that a LoRA adapter changes, ``attention`` or ``experts``; empty: no adapter."""
     whole: bool = False
-    """The expert outputs stay uncut, because other code reads them."""
+    """Whether the expert outputs stay uncut, because other code reads them."""
     ranks: int = 1
-    """Ranks that record their forward passes."""
+    """Number of ranks that record their forward passes."""
     scattered: bool = False
-    """The experts receive other tokens than the layer, or only a part of the tokens at a time."""
+    """Whether the experts receive other tokens than the layer, or only a part of the tokens at a time."""
     draft: bool = False
-    """The server has EAGLE-3's draft model, which reads hidden states of the model's layers."""
+    """Whether the server has EAGLE-3's draft model, which reads hidden states of the model's layers."""
     staged: bool = False
-    """The server has two pipeline stages. While one stage computes, the other one sends and receives hidden states."""
+    """Whether the server has two pipeline stages. While one stage computes, the other one sends and receives hidden
+    states.
+    """
     request: dict[str, Any] = field(default_factory=dict)
 
     @property
     def graphs(self) -> bool:
-        """The server has the engine's default CUDA graphs, of decodes and of prefills up to ``CAPTURED_TOKENS``
-        tokens."""
+        """Whether the server has the engine's default CUDA graphs, of decodes and of prefills up to
+        ``CAPTURED_TOKENS`` tokens.
+        """
         return "--cuda-graph-max-bs" in self.arguments
 
 
@@ -85,8 +89,8 @@ EAGLE = (
     *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
 )
-#: A limit below the runner's workspace for each of these prompts. By default, the tensor stays uncut with tuned tile
-#: sizes.
+#: Value of SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB that is below the runner's workspace for each of these prompts. By
+#: default, the tensor stays uncut with tuned tile sizes.
 WORKSPACE_MB = "200"
 CASES = {
     "Qwen3-MoE": Case(GRAPHS),
@@ -104,14 +108,14 @@ CASES = {
     "two ranks of MiniMax-M2": Case(TWO_RANKS, "minimax-m2", gpus=2, ranks=2),
     "expert parallelism": Case((*TWO_RANKS, "--ep-size", "2"), gpus=2, ranks=2),
     "data-parallel attention": Case((*TWO_RANKS, "--dp", "2", "--enable-dp-attention"), gpus=2, scattered=True),
-    # test/tools/pipeline.py finds the cause if these two differ.
+    # If these two servers' answers differ, test/tools/pipeline.py finds the cause.
     "pipeline stages": Case((*EAGER, "--pp-size", "2"), gpus=2, ranks=2, staged=True),
     "pipeline stages of DeepSeek-V3": Case(
         (*EAGER, "--pp-size", "2", "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2, staged=True
     ),
 }
 
-#: Plugin of the servers. It records the hidden states that EAGLE-3's draft model reads, as sums of their bits.
+#: Plugin of the servers. It records the hidden states that EAGLE-3's draft model reads, each as the sum of its bits.
 DRAFT = """
 import functools, os
 import wrapt
