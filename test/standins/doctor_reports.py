@@ -1,4 +1,6 @@
-"""Answers of an engine query, and the report and the room that follow from them, for tests of ``doctor --model``."""
+"""Example answers of an engine query, and the report and the room that ``doctor --model`` derives from them, for
+tests.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ DECIDED = {
     "deferred-shared-experts": Decision((SHARED_LAST,)),
     "moe-workspace": Decision((COLUMNS, OUTPUT_IN_DEAD_INPUT), width=1024),
 }
-"""What the changes decide for DeepSeek's layers on Triton, at Kimi-K2.5's widths."""
+"""Decisions of the changes for DeepSeek's layers on the Triton runner, at Kimi-K2.5's widths."""
 LAYER = {
     **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
     **{

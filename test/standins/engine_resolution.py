@@ -55,8 +55,7 @@ def _call_in_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict
 
 
 def _decide(server: dict[str, Any]) -> dict[str, Any]:
-    """Decide as a server's process does: call the change's ``skip``, then its hook that gathers facts from all
-    ranks."""
+    """Decide as a server's process does: call kv-sizing's ``skip``, then the hook that gathers facts from all ranks."""
     from sglang.srt.server_args import prepare_server_args
 
     change = next(change for change in CHANGES if change.name == "kv-sizing")

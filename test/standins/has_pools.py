@@ -23,7 +23,7 @@ def register():
     states = {
         here + "model_executor.model_runner": add_states,
         here + "configs.hybrid_arch": add_states,
-        here + "mem_cache.kv_cache_builder": add_states,  # this module has imported the function by name
+        here + "mem_cache.kv_cache_builder": add_states,  # this module has its own reference to the function
         here + "layers.attention.attention_registry": keep_attention_backend,
         here + "managers.schedule_batch": ignore_pinning,
     }

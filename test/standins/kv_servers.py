@@ -82,10 +82,9 @@ class Scheduler:
     """Stand-in for the scheduler of one rank. It answers each request after one forward pass.
 
     The fixture ``scheduler`` makes it, and replaces the engine's functions that a rehearsal calls.
-
-    :param reads: the rank reads requests from the tokenizer.
+    :param reads: whether the rank reads requests from the tokenizer.
     :param free: returns the free memory in bytes after a number of forward passes.
-    :param flushes: result of a flush.
+    :param flushes: the result of a flush.
     """
 
     def __init__(self, reads=True, free=lambda forwards: 9 * GB, flushes=True, **arguments):
@@ -158,7 +157,7 @@ def snapshot_state(scheduler):
 
 
 class OneRank:
-    """A rehearsal of one rank, with the orders that control it.
+    """Rehearsal of one rank, with the orders that control it.
 
     :param low: returns whether another rank reports that its memory is low.
     """

@@ -33,13 +33,13 @@ from pathlib import Path
 import wrapt
 
 GIB = 1 << 30
-BEFORE = 100 * GIB  # 107 GB: the whole GPU, free before the weights are loaded
-CACHE = int(os.environ.get("CACHE", "100000000"))  # what the rule leaves to the KV cache
+BEFORE = 100 * GIB  # 107 GB, free before the weights are loaded: the whole GPU
+CACHE = int(os.environ.get("CACHE", "100000000"))  # bytes that the engine's rule leaves to the KV cache
 GAIN = int(os.environ.get("GAIN", "300000000"))
 fraction = [float(os.environ.get("GIVEN", "0"))]
 mapped = [0]
 reads = [0]
-sampled = {"now": 0, "most": 0}  # bytes since the peak is counted anew, and ever
+sampled = {"now": 0, "most": 0}  # bytes of sampling since the last reset of the peak, and ever
 
 
 def register():
@@ -73,7 +73,9 @@ def rank():
 
 
 def free_before_pools():
-    """Return the bytes that the rule sets aside, and those that it leaves to the KV cache, together."""
+    """Return the free bytes before the pools are made: those that the engine's rule reserves, and those that it
+    leaves to the KV cache.
+    """
     return int(BEFORE * (1 - fraction[0])) + CACHE
 
 
@@ -105,7 +107,7 @@ def look_often(serving):
 
 
 def be_patient(rehearsal):
-    rehearsal.REHEARSAL_TIMEOUT_S = 3600  # however slow the machine is
+    rehearsal.REHEARSAL_TIMEOUT_S = 3600  # long enough for any machine
     rehearsal.MIN_FREE_BYTES = margin() // 2
     if "EACH" in os.environ:
         count_what_is_sampled(rehearsal)
@@ -183,7 +185,7 @@ def hold_forwards(rehearsal):
 
 
 def after_each_forward(rehearsal, do):
-    """Call ``do`` with the batch of each rehearsed forward pass, behind the pass."""
+    """Call ``do`` with the batch of each rehearsed forward pass, after the pass."""
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
@@ -218,7 +220,9 @@ def note(what):
 
 
 def note_tuning(module):
-    """Note the tuning of kernels. Up to 0.5.13 the step behind it is noted, as a CPU tunes nothing."""
+    """Record when the engine tunes kernels. On a CPU it tunes nothing, so up to 0.5.13 the step after the tuning is
+    recorded.
+    """
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
             wrapt.wrap_function_wrapper(module, f"{kind}.{name}", then_tuned)
@@ -246,14 +250,14 @@ def be_quick(ranks):
 
 
 def count_every_step(module):
-    """Let the engine count slow decode steps, too. Some releases leave out steps of two seconds."""
+    """Let the engine count slow decode steps, too. Some releases do not count steps of more than two seconds."""
     for name in ("DECODE_STEP_MAX_US", "STEP_MAX_US"):
         if hasattr(module, name):
             setattr(module, name, math.inf)
 
 
 def tell_the_rule(module):
-    if hasattr(module, "add_deterministic_attention_backend_choices"):  # no kernel of the others runs on a CPU
+    if hasattr(module, "add_deterministic_attention_backend_choices"):  # the other backends need a GPU
         module.add_deterministic_attention_backend_choices(["torch_native"])
     if hasattr(module, "get_device_memory_capacity"):
         module.get_device_memory_capacity = lambda *args, **kwargs: BEFORE >> 20
@@ -275,11 +279,13 @@ def tell_before_pools(module):
 
 
 def with_the_fraction(wrapped, maker, args, kwargs):
-    """Read the fraction in force before the engine sizes its pools, for servers without kv-sizing."""
+    """Read the memory fraction in force before the engine sizes its pools. Without kv-sizing, no other code here
+    reads it.
+    """
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import hooks
 
-        hooks._fraction(maker)  # which on_the_host has wrapped
+        hooks._fraction(maker)  # on_the_host has wrapped this function
     return wrapped(*args, **kwargs)
 
 
@@ -295,7 +301,7 @@ def on_the_host(hooks):
 
 
 class HostMemory:
-    """Stand-in for GPU memory: touching an unmapped byte ends the process."""
+    """Stand-in for GPU memory at reserved addresses. If code touches an unmapped byte, the process ends."""
 
     granularity = mmap.PAGESIZE
 
@@ -336,7 +342,7 @@ class HostMemory:
         return found
 
 
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of Linux on x86-64 and 64-bit Arm; Python's mmap has not both
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # values of Linux on x86-64 and 64-bit Arm; Python's mmap lacks one
 
 
 def allow(eligibility):

@@ -1,6 +1,6 @@
-"""Command lines of servers that kv-sizing leaves alone, for each argument of its table.
+"""Command lines of servers that kv-sizing leaves alone, for each argument in its table ``UNSIZED``.
 
-A plain switch needs no entry here.
+An argument that is a plain switch needs no entry here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ ATTENTION = "--tp 2 --dp 2 --enable-dp-attention"
 
 @dataclass(frozen=True)
 class UnsizedServer:
-    """A server with the argument.
+    """Server with an argument because of which kv-sizing leaves the server alone.
 
-    :param value: value of the argument; ``True``: it is a switch.
+    :param value: value of the argument; ``True``: the argument is a switch.
     :param more: the rest of the command line.
-    :param arguments: the resolved arguments that show it. Empty: the argument has ``value``.
+    :param arguments: resolved arguments by which kv-sizing recognizes the server. Empty: the argument itself has
+        ``value``.
     """
 
     value: object = True
@@ -69,9 +70,9 @@ SPECIAL = {
     "--enable-kv-cache-sharding": UnsizedServer(more="--tp 2"),
     "--enable-dsa-cache-layer-split": UnsizedServer(more="--tp 2"),
 }
-"""Servers of the arguments that are no plain switches, or that need others beside them."""
+"""Servers for the arguments that are no plain switches, or that need further arguments."""
 SERVERS = {kind.name: SPECIAL.get(kind.name, UnsizedServer()) for kind in UNSIZED if kind.name.startswith("--")}
-"""A server of each argument."""
+"""Server for each argument, by the argument's name."""
 ABSENT_FROM_SOME_RELEASES = {
     "attn_dp_size",
     "dcp_size",
@@ -86,16 +87,16 @@ ABSENT_FROM_SOME_RELEASES = {
     "grpc_port",
     "keep_mm_feature_on_device",
     "kv_canary",
-    "model_config",  # the engine keeps it beside the arguments
+    "model_config",  # not a field, but the engine stores it in the arguments
     "prefill_only_disable_kv_cache",
     "radix_cache_backend",
     "speculative_skip_dp_mlp_sync",
 }
-"""Arguments that kv-sizing reads and that one of the tested releases does not have."""
+"""Arguments that kv-sizing reads, each of which at least one tested release lacks."""
 
 
 def arguments(name: str) -> dict[str, object]:
-    """Return the resolved arguments that show a server with an argument."""
+    """Return the resolved arguments by which kv-sizing recognizes a server with an argument."""
     server = SERVERS[name]
     return dict(server.arguments) or {name.removeprefix("--").replace("-", "_"): server.value}
 
