@@ -115,7 +115,8 @@ def differences(release: str, found: dict[str, Any]) -> list[str]:
     """Compare a release with the release before it.
 
     :param found: the records of all releases, oldest first.
-    :returns: one line for each change, and one for the tests. Lines that differ are marked.
+    :returns: a heading, then a line for each of this package's changes and one for the tests. A line begins with "!" if
+        it differs from the earlier release.
     """
     names = list(found)
     earlier = names[names.index(release) - 1] if release != names[0] else ""

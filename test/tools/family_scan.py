@@ -24,15 +24,17 @@ from sglang_moe_patches.core.dead_input import proofs
 from sglang_moe_patches.core.dead_input.families import MODELS
 
 _EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
-"""Names of the functions and classes that create routed experts."""
+"""Names of the engine's functions and classes that create routed experts."""
 _DECLARES = frozenset({"declare_attn", "declare_ffn"})
-"""Names of the functions that declare a layer's stages, in releases that keep the residual in the batch."""
+"""Engine functions with which a model layer declares its attention and its FFN, in releases where the batch, not the
+layer, carries the residual.
+"""
 _RESIDUAL_KEYWORDS = ("read", "update")
-"""Keywords of these functions that say how the residual is read and updated."""
+"""Keyword arguments of the functions in ``_DECLARES`` that say how the residual is read and updated."""
 _PLAIN = frozenset({"NormQuantReadout", "NormReadout", "NORM_QUANT_READOUT", "NORM_READOUT", "PLAIN_ADD"}) | {
     *("PLAIN_RESIDUAL_OPS", "PLAIN_RESIDUAL", "NormQuantRead", "NormRead", "NORM_QUANT_READ", "NORM_READ", "ADD"),
 }
-"""Values of these keywords with which the residual is a plain sum."""
+"""Values of the keyword arguments in ``_RESIDUAL_KEYWORDS`` with which the residual is a plain sum."""
 
 
 def models_folder() -> Path:

@@ -32,13 +32,13 @@ from sglang_moe_reference import environment
 SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320")
 """Limits of a server without a GPU, so that its rehearsal is short."""
 NO_LIMIT = ("--max-total-tokens", "100000000")
-"""Lifts the limit on KV tokens that the test environment sets for servers without a GPU."""
+"""Arguments that lift the limit on KV tokens. The test environment sets this limit for servers without a GPU."""
 FRACTION_FLAG = "--mem-fraction-static"
 NO_GPU = "Without a GPU: a stand-in answered in place of the driver."
 
 
 class Start(NamedTuple):
-    """One start of the server.
+    """Observations of one start of the server.
 
     :param tokens: KV cache size in ``/get_server_info``.
     :param ready_s: seconds until the server was ready.
@@ -53,7 +53,9 @@ class Start(NamedTuple):
 
     @property
     def growth(self) -> Growth | None:
-        """``sizing``, if the KV cache grew and both sources state the same size; else ``None``."""
+        """Result of kv-sizing, if the KV cache grew and ``/metrics`` and ``/get_server_info`` have the same size;
+        else ``None``.
+        """
         grew = self.sizing and self.sizing.rule_tokens < self.sizing.tokens == self.tokens
         return self.sizing if grew else None
 
@@ -68,7 +70,9 @@ def remove_fraction(arguments: Sequence[str]) -> list[str]:
 
 
 def fragments(start: Start, *, gpu: bool) -> dict[str, str]:
-    """HTML about the start for a report of ``regress``, by the marker in front of which it goes."""
+    """Make HTML about the start for a report of ``regress``. Each key is the name of the marker before which its
+    HTML is inserted.
+    """
     note = "" if gpu else f" {NO_GPU}"
     outcome = "which did not grow."
     if start.growth:

@@ -60,11 +60,13 @@ class Mutation(NamedTuple):
 
 
 SWIZZLED_UNTIL = OFFERS_ALL_UNTIL = "0.5.12.post1"
-"""Last release that allocates swizzled scales beside the loaded ones, and that offers no buffers itself."""
+"""Last release that allocates swizzled scales in addition to the loaded ones. It is also the last one that offers no
+output buffers itself.
+"""
 SIZED_UNTIL = "0.5.15.post1"
 """Last release that does not size CuteDSL's buffers itself."""
 FLAGS_UNTIL = "0.5.13"
-"""Last release with several arguments for CUDA graphs. Later releases have one."""
+"""Last release with several arguments for CUDA graphs. Later releases have a single one."""
 SAID = "test_doctor_says_of_a_server_what_the_engine_would_do"
 TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "core/dead_input/offer.py": {

@@ -52,7 +52,7 @@ class Difference:
     :param request: number of the request.
     :param asked: the request.
     :param position: position of the first token that differs in its id or log-probability.
-    :param one: the first server's token and log-probability at this position, or ``None`` behind the answer's end.
+    :param one: the first server's token and log-probability at this position; ``None``: its answer is shorter.
     :param other: the same of the second server.
     """
 
@@ -79,7 +79,9 @@ def make_simultaneous_requests(tokens: int, count: int) -> list[Asked]:
 
 
 def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
-    """Send requests to a server: first the single ones, one after another, then all others at the same time."""
+    """Send requests to a server: first those without ``together``, one after another, then all others at the same
+    time.
+    """
     import httpx
 
     def one(asked: Asked) -> Answer:

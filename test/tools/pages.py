@@ -78,7 +78,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 NOT_ASKED = ("not asked", "")
-"""Status of a change that is newer than the record of a release."""
+"""Status of a change on a release whose record is older than the change."""
 
 
 def known(found: dict[str, Any]) -> list[str]:

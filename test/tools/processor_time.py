@@ -25,7 +25,9 @@ from share import ALL_CASES
 NAME = "processor-time"
 LIMIT_S = 30.0
 LOOPS, LOOPS_S = 3_000_000, 0.2
-"""Iterations of the timed loop, and their duration in seconds on a machine for which the limit is not multiplied."""
+"""Iterations of the timed loop, and its duration in seconds on a machine that is fast enough for the unchanged
+limit.
+"""
 SAMPLED_S = 1.0
 """Seconds between two samples of the child processes. Processor time of a child after its last sample is not
 counted."""

@@ -31,15 +31,15 @@ MAX_CLAUSES = 2
 CLAUSE = re.compile(
     r"\b(that|which|what|whose|whom|where|whatever|whoever|as many|of it|of them|of theirs)\b", re.IGNORECASE
 )
-"""Words that begin a subordinate clause, or refer back to a noun."""
+"""Matches words that begin a subordinate clause, or that refer back to a noun."""
 HEADLESS = re.compile(r"(Of|More|By|With|In|As|What|Where|Whose|To|From|Behind|Beside)\b")
 SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+(?=[A-Z`\"(])")
 MARKUP = re.compile(r":(?:param|returns?|raises?)[^:]*:|``[^`]*``|`[^`]*`|\[([^\]]*)\]\([^)]*\)")
-"""Fields of docstrings, code, and links. A link keeps its text."""
+"""Matches markup: fields of docstrings, code, and links. The text of a link is counted."""
 NO_PROSE = re.compile(r"#\s*(noqa|type:|!|pylint|fmt|ruff|SPDX|Copyright|-{3,})|# ---")
-"""Beginnings of comments that are not prose."""
+"""Matches the beginnings of comments that are not prose."""
 GENERATED = re.compile(r"<!-- (generated|figures):.*?<!-- /\1 -->|```.*?```", re.DOTALL)
-"""Generated parts and code blocks of a page."""
+"""Matches the parts of a page that are not counted: generated parts, and code blocks."""
 SKIPPED_FILES = {"CHANGELOG.md"}
 
 
