@@ -34,7 +34,7 @@ from sglang_moe_reference.flashinfer_kernels import (
 )
 
 W13_GROUP = 64
-"""Rows of up and of gate that alternate in the first weight: up 0-63, gate 0-63, up 64-127, ..."""
+"""Number of consecutive rows of up, and then of gate, in the first weight: up 0-63, gate 0-63, up 64-127, ..."""
 
 _TILE_ROWS, _TILE_COLS = 128, 4
 _ONLY = {
@@ -49,7 +49,7 @@ _ONLY = {
     "swiglu_limit": torch.finfo(torch.float32).max,
     **dict.fromkeys(("situ_beta", "situ_linear_beta", "a_per_token_scale"), None),
 }
-"""Options of the products that change results, with the only supported value: NVFP4, plain SwiGLU."""
+"""Supported values of the options of the matrix products that change results: NVFP4 data, and plain SwiGLU."""
 
 
 def moe_sort(
@@ -73,11 +73,13 @@ def moe_sort(
     Each expert's pairs start a new tile of ``tile_tokens_dim`` rows. Pair ``token * top_k + slot`` is a token's
     ``slot``-th expert.
 
-    :param token_selected_experts: int [tokens, top_k], ids of the whole layer; those of other ranks are left out.
-    :param out_*: int32 buffers, at least as large as what is returned without them (FlashInfer's
-        ``allocate_moe_sort_buffers`` makes them); only what is used is written.
-    :returns: tile -> local expert [tiles]; tile -> row behind its last [tiles]; pair -> row, -1 for other ranks'
-        experts [tokens, top_k]; row -> pair [rows]; rows used [1]; tiles used [1]. All int32.
+    :param token_selected_experts: int [tokens, top_k], expert ids of the whole layer. Experts of other ranks are left
+        out.
+    :param out_*: int32 buffers for the results, at least as large as the tensors that are returned without them
+        (FlashInfer's ``allocate_moe_sort_buffers`` makes them). Only the used part of a buffer is written.
+    :returns: six int32 tensors: local expert of each tile [tiles]; row after the last row of each tile [tiles]; row of
+        each pair [tokens, top_k], -1 for experts of other ranks; pair of each row [rows]; number of used rows [1];
+        number of used tiles [1].
     """
     from flashinfer.fused_moe.cute_dsl.moe_utils import allocate_moe_sort_buffers
 
@@ -139,25 +141,25 @@ def gather_gemm_swiglu(
     mma_tiler_mn: tuple[int, int] = (256, 128),
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand-in for ``blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4``, NVFP4 output only.
+    """Stand-in for ``blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4``, with NVFP4 output only.
 
-    Later FlashInfer releases have it among the activations of ``..._act_fusion(_nvfp4)``.
+    Later FlashInfer releases have this function among the activations of ``..._act_fusion(_nvfp4)``.
 
     out[row] = nvfp4(up * silu(gate)) with up, gate = alpha[expert] * (a[token of row] @ b[expert].T).
 
     :param a: uint8 [tokens, hidden // 2], NVFP4. a_scale: [tokens, hidden // 16] E4M3 bytes, linear.
     :param b: uint8 [local experts, 2 * intermediate, hidden // 2]; up and gate alternate every 64 rows.
-    :param b_scale: E4M3 bytes in the MMA layout, of which this reads the memory as it lies: [experts, row tiles, column
-        tiles, 32, 4, 4].
+    :param b_scale: E4M3 bytes in the MMA layout. The stand-in reads the memory in its order: [experts, row tiles,
+        column tiles, 32, 4, 4].
     :param alpha: float32 [local experts].
-    :param token_id_mapping: row -> pair, int32 [rows].
+    :param token_id_mapping: pair of each row, int32 [rows].
     :param out: uint8 [rows, intermediate // 2]. out_scale: uint8 with rows * intermediate // 16 elements, interleaved.
     :param global_scale: float32 [1], multiplier for the intermediate.
-    :param mma_tiler_mn: rows of a tile, and what only tunes the real kernel.
-    :param options: tuning without effect here, and what must be as in ``_ONLY``.
-    :returns: out and out_scale, allocated where they were not given.
-    :raises NotImplementedError: naming the argument that is not supported.
-    :raises ValueError: shapes that do not fit together.
+    :param mma_tiler_mn: number of rows of a tile, and a number that only tunes the real kernel.
+    :param options: tuning options, which have no effect here, and options that must have the values of ``_ONLY``.
+    :returns: out and out_scale. Each is allocated if the caller passes ``None``.
+    :raises NotImplementedError: an argument is not supported. The message names the argument.
+    :raises ValueError: the shapes do not fit together.
     """
     _require_supported(options)
     if c_dtype != "float4_e2m1fn" or global_scale is None:
@@ -207,14 +209,15 @@ def gemm_finalize(
 
     out[token of row] += alpha[expert] * (a[row] @ b[expert].T) * token_final_scales[pair of row].
 
-    :param a, a_scale: what ``gather_gemm_swiglu`` returns.
-    :param b: uint8 [local experts, hidden, intermediate // 2]. b_scale: as there.
+    :param a, a_scale: results of ``gather_gemm_swiglu``.
+    :param b: uint8 [local experts, hidden, intermediate // 2]. b_scale: in the layout of ``gather_gemm_swiglu``.
     :param token_final_scales: routing weights, float [tokens, top_k].
-    :param out: bfloat16 [tokens, hidden], contiguous, zeroed by the caller: it is added to. None: allocated, zero.
-    :param use_fused_finalize: where false, ``out`` is [tokens * top_k, hidden], and the row of each pair is left in it
-        as it is, for ``unpermute`` to weigh and add.
-    :raises NotImplementedError: naming the argument that is not supported.
-    :raises ValueError: shapes that do not fit together.
+    :param out: bfloat16 [tokens, hidden], contiguous. The result is added to it, so the caller must zero it. None: a
+        zeroed tensor is allocated.
+    :param use_fused_finalize: if false, ``out`` is [tokens * top_k, hidden] and receives the row of each pair without
+        its routing weight. ``unpermute`` then weighs and adds the rows.
+    :raises NotImplementedError: an argument is not supported. The message names the argument.
+    :raises ValueError: the shapes do not fit together.
     """
     _require_supported(options)
     if out_dtype != "bfloat16":
@@ -257,9 +260,9 @@ def unpermute(
 ) -> None:
     """Stand-in for ``moe_unpermute``: output[token] = sum over its experts of scale * their row, in float32.
 
-    :param permuted_input: bfloat16 [pairs, hidden], a row for each pair; rows of other ranks' experts are not read.
+    :param permuted_input: bfloat16 [pairs, hidden], a row for each pair. Rows of other ranks' experts are not read.
     :param expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
-    :raises NotImplementedError: rows in the order of the experts.
+    :raises NotImplementedError: the rows are in the order of the experts.
     """
     if not input_is_expanded:
         raise NotImplementedError("input_is_expanded=False: only True")
@@ -286,7 +289,7 @@ def _require_supported(options: dict[str, Any]) -> None:
 def _runs(
     tile_to_expert: torch.Tensor, tile_to_limit: torch.Tensor, num_tiles: torch.Tensor, tile_rows: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the local expert, its first row and the row behind its last row, for each expert with tokens."""
+    """Yield the local expert, its first row and the row after its last row, for each expert with tokens."""
     n = int(num_tiles)
     tiles = zip(range(n), tile_to_expert[:n].tolist(), tile_to_limit[:n].tolist(), strict=True)
     for expert, group in groupby(tiles, key=lambda tile: tile[1]):

@@ -207,7 +207,7 @@ def _bind_to_no_core(module: Any) -> None:
     runner = getattr(module, "ModelRunner", None)
     if runner is not None and hasattr(runner, "init_threads_binding"):
         runner.init_threads_binding = lambda runner: setattr(runner, "local_omp_cpuid", "")
-    elif hasattr(module, "init_threads_binding"):  # releases in which a function gives the cores
+    elif hasattr(module, "init_threads_binding"):  # releases with a function that chooses the cores
         module.init_threads_binding = lambda **place: ""
 
 
@@ -308,7 +308,7 @@ def _wrap(kind: str, method: str, around: Callable[..., Any], module: Any) -> No
 def _leave_routing(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.layers.moe import get_moe_runner_backend
 
-    # On the CPU the engine always routes by itself; the kernel that does its own routing wants the logits.
+    # The engine always routes by itself on the CPU. The kernel that does its own routing needs the logits.
     if get_moe_runner_backend().is_flashinfer_trtllm():
         return self.forward_cuda(*args, **kwargs)
     return original(self, *args, **kwargs)

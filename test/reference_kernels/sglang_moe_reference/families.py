@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-# Attention sizes that the engine is known to work with; not worth an option each.
+# Attention sizes with which the engine is known to work. They have no options of their own.
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 QK_NOPE_HEAD_DIM = 128
@@ -32,9 +32,10 @@ Kind = Literal["linear", "norm", "embedding", "bias", "correction bias"]
 class Tensor:
     """One tensor of a checkpoint before quantization.
 
-    :param name: as the checkpoint has it, without ``.weight`` or ``.bias`` for a layer's.
-    :param shape: a linear layer's is [out_features, in_features].
-    :param expert: it is a projection of one of the main model's routed experts, which quantization makes NVFP4.
+    :param name: name in the checkpoint. A linear layer's name lacks its ``.weight`` or ``.bias``.
+    :param shape: for a linear layer [out_features, in_features].
+    :param expert: whether the tensor is a projection of one of the main model's routed experts, which quantization
+        makes NVFP4.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Tensor:
 
     @property
     def key(self) -> str:
-        """The name with its suffix."""
+        """Name of the tensor in the checkpoint, with its suffix."""
         return self.name + {"bias": ".bias", "correction bias": ""}.get(self.kind, ".weight")
 
 
@@ -52,15 +53,15 @@ class Tensor:
 class Family:
     """Description of a model family.
 
-    :param architecture: the engine's class.
-    :param layers: the engine's module with its decoder layer, below ``sglang.srt.models``.
-    :param config: config.json's keys, besides those that every family has.
-    :param attention: the tensors of a layer's attention, by their names below ``self_attn.``.
-    :param moe: the name of a layer's MoE block.
-    :param correction_bias: the name of the router's bias in it; ``None``: it has none.
-    :param projections: the names of an expert's gate, up and down projection.
-    :param dense_layers: how many dense layers come first unless a spec says otherwise; ``None``: it can have none.
-    :param shared_experts: the same for shared experts.
+    :param architecture: name of the engine's model class.
+    :param layers: engine module with the decoder layer, below ``sglang.srt.models``.
+    :param config: keys of config.json, in addition to the keys that every family has.
+    :param attention: tensors of a layer's attention, by their names below ``self_attn.``.
+    :param moe: name of a layer's MoE block.
+    :param correction_bias: name of the router's bias in the MoE block; ``None``: there is no bias.
+    :param projections: names of an expert's gate, up and down projection.
+    :param dense_layers: default number of leading dense layers; ``None``: the family cannot have any.
+    :param shared_experts: default number of shared experts; ``None``: the family cannot have any.
     :param nextn: whether a NextN layer can be written.
     """
 
@@ -90,10 +91,10 @@ def _latent_attention(spec: ModelSpec) -> Iterator[Tensor]:
 
 
 def _grouped_attention(*, bias: bool = False, norm_of_all_heads: bool = False) -> Callable[..., Iterator[Tensor]]:
-    """Grouped-query attention with normalised queries and keys.
+    """Return the tensors of grouped-query attention with normalised queries and keys.
 
-    :param bias: on queries, keys and values.
-    :param norm_of_all_heads: one norm over all heads of a token, where the others have one for each head.
+    :param bias: whether queries, keys and values have biases.
+    :param norm_of_all_heads: whether a norm covers all heads of a token. Otherwise it covers each head separately.
     """
 
     def tensors(spec: ModelSpec) -> Iterator[Tensor]:
@@ -244,40 +245,44 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
 
 
 OF_FAMILY: Any = None
-"""A size that the family decides, if it is not given."""
+"""Stands for a size that the caller does not set. The family then decides it."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of the tiny model; the defaults make a checkpoint of about 11 MB.
+    """Sizes of the tiny model. The defaults make a checkpoint of about 11 MB.
 
-    :raises ValueError: a field breaks its rule; the message names both.
+    :raises ValueError: a field breaks a rule. The message names the field and the rule.
     """
 
     layers: int = 4
-    """Decoder layers, not counting the NextN layer."""
+    """Number of decoder layers, not counting the NextN layer."""
     dense_layers: int = OF_FAMILY
-    """Leading layers with a dense MLP instead of experts (``first_k_dense_replace``): 1 where the family has them."""
+    """Number of leading layers with a dense MLP instead of experts (``first_k_dense_replace``). Default: 1 if the
+    family has such layers, else 0.
+    """
     experts: int = 8
-    """Routed experts per MoE layer."""
+    """Number of routed experts in each MoE layer."""
     top_k: int = 2
-    """Routed experts per token."""
+    """Number of routed experts that compute each token."""
     hidden: int = 256
     moe_intermediate: int = 128
     heads: int = 4
     shared_experts: int = OF_FAMILY
-    """1 where the family has them."""
+    """Number of shared experts. Default: 1 if the family has shared experts, else 0."""
     seed: int = 0
     nextn: bool = False
-    """Also write a NextN layer, for speculative decoding."""
+    """Whether to also write a NextN layer, for speculative decoding."""
     max_position: int = 8192
     """Longest sequence in tokens."""
     family: str = "deepseek-v3"
-    """One of ``FAMILIES``."""
+    """Model family, a key of ``FAMILIES``."""
     kv_heads: int = OF_FAMILY
-    """Heads of keys and values: half as many as ``heads``, and as many in families with latent attention."""
+    """Number of heads of keys and values. Default: as many as ``heads`` in families with latent attention, else half
+    as many.
+    """
     intermediate: int = OF_FAMILY
-    """Intermediate size of the dense layers: twice ``hidden``."""
+    """Intermediate size of the dense layers. Default: twice ``hidden``."""
     q_lora_rank: int = 128
     """Rank of the queries' latent, in families with latent attention."""
 
@@ -321,17 +326,18 @@ class ModelSpec:
             ("kv_heads", same_heads, f"heads ({self.heads}) for {self.family}"),
             ("max_position", self.max_position >= 256 and self.max_position % 2 == 0, "even and at least 256"),
             ("nextn", family.nextn or not self.nextn, f"false for {self.family}"),
-            # The engine expects the NextN weights under layer 0 if the model has one layer, where the main model's
-            # weights are.
+            # If the model has one layer, the engine expects the NextN weights under layer 0. The main model's weights
+            # are there already.
             ("nextn", self.layers >= 2 or not self.nextn, "false when there is one layer"),
         ):
             _require(holds, field, rule, getattr(self, field))
 
     @property
     def expert_groups(self) -> tuple[int, int]:
-        """(n_group, topk_group) of DeepSeek-V3's grouped routing.
+        """The numbers (n_group, topk_group) of DeepSeek-V3's grouped routing.
 
-        A group is scored by its two best experts, so it needs two, and the chosen groups together need top_k.
+        A group's score is that of its two best experts, so a group needs at least two experts. The chosen groups
+        together need at least top_k experts.
         """
         grouped = self.experts % 4 == 0 and self.experts >= 8 and self.experts // 2 >= self.top_k
         return (4, 2) if grouped else (1, 1)
@@ -343,9 +349,9 @@ def expert_prefix(spec: ModelSpec, layer: int, expert: int) -> str:
 
 
 def tensors(spec: ModelSpec, vocabulary: int) -> Iterator[Tensor]:
-    """Every tensor of the model before quantization.
+    """Yield all tensors of the model before quantization.
 
-    :param vocabulary: tokens.
+    :param vocabulary: number of tokens.
     """
     family = FAMILIES[spec.family]
     hidden = spec.hidden
@@ -384,4 +390,4 @@ def tensors(spec: ModelSpec, vocabulary: int) -> Iterator[Tensor]:
         yield Tensor(f"{prefix}.hnorm", (hidden,), "norm")
         yield Tensor(f"{prefix}.eh_proj", (hidden, 2 * hidden), "linear")
         yield Tensor(f"{prefix}.shared_head.norm", (hidden,), "norm")
-        # The embedding and the head of the NextN layer are the main model's; the engine shares them.
+        # The NextN layer uses the embedding and the head of the main model. The engine shares them.

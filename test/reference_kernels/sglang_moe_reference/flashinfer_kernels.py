@@ -38,7 +38,7 @@ ROUTING_SIGMOID_RENORM, ROUTING_MINIMAX2, ROUTING_SIGMOID = 6, 7, 8
 ACTIVATION_SWIGLU, ACTIVATION_RELU2 = 3, 6
 SF_SWIZZLED, SF_LINEAR = 0, 2  # SfLayout.layout_128x4 and layout_linear
 
-# The tile the engine and FlashInfer shuffle for; neither makes it configurable.
+# Tile size for which the engine and FlashInfer shuffle the rows. Neither of them has an option for it.
 _EPILOGUE_TILE_M = 128
 
 # Block scales are interleaved in tiles of 128 rows by 4 columns: within a tile, rows 32 apart are neighbours.
@@ -46,7 +46,7 @@ _TILE_ROWS, _TILE_COLS = 128, 4
 
 
 _TUNING = ("enable_pdl", "tune_max_num_tokens")
-"""Arguments that only tune the real kernels: they have no effect."""
+"""Arguments that only tune the real kernels. They have no effect here."""
 
 
 def _at_the_signature_of(target: str, *, served: Iterable[str] = (), ignored: Iterable[str] = ()) -> Callable[..., Any]:
@@ -143,8 +143,8 @@ def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
     The byte at row r, column c goes to tile (r // 128, c // 4), and in it to (r % 32, r % 128 // 32, c % 4).
 
     :param unswizzled_sf: uint8 [M, K] or [B, M, K].
-    :returns: uint8, flat: B times M rounded up to a multiple of 128 times K rounded up to a multiple of 4, zeros where
-        there was nothing.
+    :returns: flat uint8 tensor. It has B * M' * K' bytes, with M rounded up to a multiple of 128 and K to a multiple of
+        4. The padding is zero.
     """
     if unswizzled_sf.dtype != torch.uint8:
         raise NotImplementedError(f"unswizzled_sf of {unswizzled_sf.dtype}: only uint8")
@@ -257,10 +257,11 @@ def trtllm_fp4_block_scale_routed_moe(
 ) -> list[torch.Tensor]:
     """Stand-in for the NVFP4 MoE kernel that receives the routing from its caller.
 
-    :param topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
-        newer releases, a tuple (ids int [tokens, top_k], weights bfloat16 or float32 [tokens, top_k]). An id that is
-        not a local expert's contributes nothing.
-    :returns: as ``trtllm_fp4_block_scale_moe``; with ``do_finalize`` false, weights that came in a tuple as they came.
+    :param topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight. Newer
+        releases pass a tuple instead: ids int [tokens, top_k], and weights bfloat16 or float32 [tokens, top_k]. An id
+        that does not belong to a local expert contributes nothing.
+    :returns: as ``trtllm_fp4_block_scale_moe``. If ``do_finalize`` is false, weights from a tuple are returned
+        unchanged.
     """
     if isinstance(topk_ids, torch.Tensor):
         ids, weights = _unpack_topk(topk_ids)
@@ -291,27 +292,27 @@ def trtllm_fp4_block_scale_moe(
 ) -> list[torch.Tensor]:
     """Stand-in for the NVFP4 MoE kernel that computes the routing itself.
 
-    The activation of hidden_states @ gemm1_weights is quantized to NVFP4: its multiplier is part of
-    output1_scale_scalar already, or one per token with ``per_token_scale``. It is multiplied with gemm2_weights and
-    output2_scale_scalar, and summed over the token's experts with the routing weights.
+    The activation of hidden_states @ gemm1_weights is quantized to NVFP4. Its multiplier is part of
+    output1_scale_scalar, or with ``per_token_scale`` there is one multiplier per token. The activation is multiplied
+    with gemm2_weights and output2_scale_scalar. The results of a token's experts are summed with the routing weights.
 
     :param routing_logits: float [tokens, num_experts].
     :param routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3, MiniMax2).
-    :param num_experts: of the whole layer; this rank holds ``local_num_experts`` of them from ``local_expert_offset``
-        on, and the others contribute nothing.
+    :param num_experts: number of experts of the whole layer. This rank has ``local_num_experts`` of them, beginning
+        with ``local_expert_offset``. The other experts contribute nothing.
     :param n_group, topk_group: DeepSeekV3 routing limited to the best groups of experts; None, 0 or 1 groups: no limit.
-    :param routed_scaling_factor: on the routing weights, DeepSeekV3 routing only; None is 1.
+    :param routed_scaling_factor: factor of the routing weights, in DeepSeekV3 routing only; None is 1.
     :param routing_method_type: FlashInfer's number: 0 Default, 1 Renormalize, 2 DeepSeekV3, 3 Llama4, 4
         RenormalizeNaive, 6 SigmoidRenorm, 7 MiniMax2 or 8 Sigmoid.
-    :param do_finalize: false leaves the sum over the experts to the caller.
-    :param output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated. Not looked at
-        where ``do_finalize`` is false.
+    :param do_finalize: if false, the caller sums over the experts.
+    :param output: bfloat16 [tokens, up to hidden], contiguous: it is written and returned. None: a tensor is allocated.
+        Ignored if ``do_finalize`` is false.
     :param layer: see :class:`_Layer`.
-    :returns: [output], bfloat16 [tokens, hidden]. With ``do_finalize`` false, what ``flashinfer`` leaves to be
-        finalized: gemm2_output, bfloat16 [tokens * top_k, hidden], the rows of each expert side by side (the real
-        kernel pads them to tiles, so that it has more); expert_weights, bfloat16 [tokens, top_k];
-        expanded_idx_to_permuted_idx, int32 [tokens * top_k], the row of each (token, slot), -1 where its expert is
-        elsewhere. Rows that no index names are not written.
+    :returns: [output], bfloat16 [tokens, hidden]. If ``do_finalize`` is false, three tensors. gemm2_output, bfloat16
+        [tokens * top_k, hidden], has the rows of each expert side by side. (The real kernel pads them to tiles and
+        returns more rows.) expert_weights is bfloat16 [tokens, top_k]. expanded_idx_to_permuted_idx, int32 [tokens *
+        top_k], has the row of each (token, slot), or -1 if the expert is on another rank. Rows that no index names are
+        not written.
     """
     _check_shape("routing_logits", routing_logits, (layer["hidden_states"].shape[0], num_experts))
     ids, weights = _route(
@@ -432,7 +433,8 @@ def _answer(
 ) -> list[torch.Tensor]:
     """Compute the layer with a known routing.
 
-    :param ids: int64 [tokens, top_k], local numbers. weights: bfloat16 or float32 [tokens, top_k].
+    :param ids: int64 [tokens, top_k], numbers of local experts.
+    :param weights: bfloat16 or float32 [tokens, top_k].
     """
     device = layer.hidden_states.device
     (tokens, top_k), hidden = ids.shape, layer.hidden
@@ -446,12 +448,13 @@ def _answer(
         _run_experts(layer, ids, weights.float(), output)
         return [output]
 
-    # Each (token, slot) is a token of its own, with one expert of weight 1; expert after expert.
+    # Each (token, slot) counts as a token of its own with one expert of weight 1. The experts are computed one after
+    # another.
     slot_ids = ids.flatten()
     local = (slot_ids >= 0) & (slot_ids < layer.local_num_experts)
     order = torch.where(local, slot_ids, layer.local_num_experts).argsort(stable=True)
     token = order // top_k
-    scale = layer.hidden_states_scale.view(torch.uint8)  # not all of PyTorch indexes E4M3
+    scale = layer.hidden_states_scale.view(torch.uint8)  # some releases of PyTorch cannot index E4M3
     of_slots = replace(
         layer,
         hidden_states=layer.hidden_states[token],

@@ -29,19 +29,20 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the command line imports
     import torch
 
 MARKER = "sglang_moe_patches_tiny_model"
-"""Key of config.json by which ``make_model`` knows a directory that it wrote itself and may replace."""
+"""Key of config.json that marks a directory written by ``make_model``. Only such a directory may be replaced."""
 
-# Standard deviations are gain / sqrt(fan_in). Chosen by generating from GSM8K prompts: the text depends on all of the
-# prompt (a gain of 1 makes attention nearly a plain average) and falls into no loop, yet rounding every activation to
-# bfloat16 changes only about 3 % of the greedy choices (a smaller embedding lets a flip in the routing change more).
+# Standard deviations are gain / sqrt(fan_in). The gains were chosen by generating from GSM8K prompts, with three
+# results. The text depends on the whole prompt (with a gain of 1, attention is nearly a plain average). The text does
+# not repeat itself in a loop. Rounding every activation to bfloat16 changes only about 3 % of the greedy choices (with
+# a smaller embedding, a change of the routing changes more).
 GAINS = {
-    "embed_tokens": 2.0,  # of the standard deviation itself: an embedding has no fan-in
+    "embed_tokens": 2.0,  # the standard deviation itself, because an embedding has no fan-in
     "q_b_proj": 1.5,
-    "q_norm": 1.5,  # where queries are normalised, their norm decides how large they are
+    "q_norm": 1.5,  # if queries are normalised, their norm decides how large they are
     "lm_head": 3.0,
 }
 NORM_SPREAD = 0.1
-"""RMSNorm weights are 1 + 0.1 * N(0, 1): a norm that is skipped or applied twice shows."""
+"""RMSNorm weights are 1 + 0.1 * N(0, 1). A norm that is skipped or applied twice then changes the answers."""
 BIAS_STD = 0.5
 """Standard deviation of the biases of queries, keys and values. The outputs of these linear layers have standard
 deviation 1."""
@@ -68,7 +69,7 @@ us was water week weeks were what when which while will with work worked works y
 Dan Each Eva First Friday He How If In It Kim Leo Max Mia Monday Now On One Question Sam She So Sunday That The Then
 There They This Together Tom What With Zoe
 """
-# A line starts without the space that the tokens above begin with; and the signs of GSM8K's annotations.
+# Tokens at the start of a line, which lack the leading space of the tokens above, and the signs of GSM8K's annotations.
 LINE_STARTS = """
 After Amy Ann Answer Ben Dan Each Eva He In It Kim Leo Max Mia Now Question Sam She So That The Then There They Together
 Tom With Zoe
@@ -79,7 +80,7 @@ Tom With Zoe
 def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
     """Return the contents of config.json for a spec.
 
-    :param quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
+    :param quantized: whether the routed experts are NVFP4. Otherwise all weights are bfloat16.
     """
     family = FAMILIES[spec.family]
     values: dict[str, Any] = {
@@ -146,7 +147,7 @@ def scaled(tensor: Tensor, normal: torch.Tensor) -> torch.Tensor:
         return (normal * gain).bfloat16()
     if tensor.kind == "bias":
         return (normal * BIAS_STD).bfloat16()
-    # Through bfloat16, because one of the engine's two TRT-LLM paths keeps it so: both must route alike.
+    # The bias is rounded to bfloat16, because one of the engine's two TRT-LLM paths does so, and both must route alike.
     return (normal * CORRECTION_BIAS_STD).bfloat16().float()
 
 
@@ -172,7 +173,7 @@ def _quantize_expert(
 
     :param gate, up: bfloat16 [intermediate, hidden].
     :param down: bfloat16 [hidden, intermediate].
-    :param tokens: float32 [n, hidden], what the expert sees in calibration.
+    :param tokens: float32 [n, hidden], the expert's input in calibration.
     """
     import torch
 
@@ -184,7 +185,7 @@ def _quantize_expert(
 
     def quantized(weight: torch.Tensor, scale: torch.Tensor, activations: torch.Tensor) -> dict[str, torch.Tensor]:
         packed, block_scale = quantize(weight, scale)
-        # Up to a quarter, which hides the last bits of a matrix product: those depend on the machine.
+        # Round up to a quarter. This hides the last bits of a matrix product, which depend on the machine.
         amax = math.ceil(float(activations.abs().max()) * CALIBRATION_MARGIN * 4) / 4
         return {
             "weight": packed,
@@ -351,10 +352,10 @@ def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> N
 
     The same spec gives the same bytes.
 
-    :param directory: created if need be, with its parents; replaced if an earlier call wrote it.
+    :param directory: created with its parents if it does not exist; replaced if an earlier call wrote it.
     :param spec: the sizes and the seed.
-    :param quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
-    :raises FileExistsError: the directory holds anything else. Nothing is changed then.
+    :param quantized: whether the routed experts are NVFP4. Otherwise all weights are bfloat16.
+    :raises FileExistsError: the directory contains anything else. Nothing is changed then.
     """
     _check_replaceable(Path(directory))
     write_checkpoint(directory, spec, checkpoint_weights(spec, quantized), quantized=quantized)
@@ -372,7 +373,7 @@ def write_checkpoint(
     directory = Path(directory)
     _check_replaceable(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # config.json first: by it an unfinished one is known for ours, and may be replaced.
+    # config.json is written first. An unfinished directory then has the marker, and may be replaced.
     for name, content in _json_files(spec, quantized).items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")

@@ -25,12 +25,12 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Value of the codes 0 to 7; code 8 + i is the negative of code i."""
+"""Magnitudes of the E2M1 codes 0 to 7. Code 8 + i is the negative of code i."""
 
 
 @cache
 def _byte_values(device: torch.device) -> torch.Tensor:
-    """float32 [256, 2]: the two values that each byte holds."""
+    """Return float32 [256, 2]: the two values that each byte stands for."""
     values = torch.tensor([*E2M1_MAGNITUDES, *(-v for v in E2M1_MAGNITUDES)], dtype=torch.float32)
     byte = torch.arange(256)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).to(device)
@@ -38,10 +38,11 @@ def _byte_values(device: torch.device) -> torch.Tensor:
 
 @cache
 def _rounding_boundaries(device: torch.device) -> torch.Tensor:
-    """float32 [7]: magnitude m gets code i exactly when boundary[i - 1] < m <= boundary[i].
+    """Return float32 [7], the boundaries between codes: magnitude m gets code i if boundary[i - 1] < m <= boundary[i].
 
-    Between code i and i + 1 lies their midpoint, and a tie goes to the even code, whose mantissa bit is zero. That is
-    the lower one for even i, as the rule above has it; for odd i the boundary is the float just below the midpoint.
+    The boundary between codes i and i + 1 is their midpoint. A midpoint itself is rounded to the even code, whose
+    mantissa bit is zero. For even i this is the lower code, as in the rule above. For odd i the boundary is therefore
+    the float just below the midpoint.
     """
     magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
@@ -54,7 +55,7 @@ def _as_float32(value: torch.Tensor | float, device: torch.device) -> torch.Tens
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest E2M1 value, ties to the even code, saturating at +-6.
+    """Round to the nearest E2M1 value. Ties go to the even code, and magnitudes above 6 become 6.
 
     :param x: float tensor of any shape. NaN becomes the largest magnitude, as in the PTX conversion.
     :returns: uint8 tensor of the same shape, one code (0 to 15) per element.
@@ -67,11 +68,11 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to NVFP4.
 
-    block_scale = e4m3(amax of the block / 6 * global_scale), value = e2m1(x * global_scale / block_scale); both
-    saturate, and a block whose scale is zero is all zeros.
+    block_scale = e4m3(amax of the block / 6 * global_scale), value = e2m1(x * global_scale / block_scale). Both
+    saturate. A block whose scale is zero is all zeros.
 
-    :param x: float tensor [..., K], K a multiple of 16; computed in float32.
-    :param global_scale: the multiplier, usually ``global_scale_for`` of the calibration data; one float32 value.
+    :param x: float tensor [..., K], K a multiple of 16. The computation is in float32.
+    :param global_scale: the multiplier, one float32 value, usually ``global_scale_for`` of the calibration data.
     :returns: packed: uint8 [..., K // 2], first element in the low nibble. block_scale: float8_e4m3fn [..., K // 16].
     :raises ValueError: K is not a multiple of 16, or global_scale is more than one value.
     """
@@ -93,7 +94,8 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch
 
 
 def decode(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
-    """e2m1 value * block_scale, without the whole-tensor scale: exact, as the products have at most six bits.
+    """Compute e2m1 value * block_scale, without the whole-tensor scale. This is exact, because the products have at
+    most six bits.
 
     :param packed: uint8 [..., K // 2], first element in the low nibble.
     :param block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
@@ -105,19 +107,20 @@ def decode(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """The float32 tensor that NVFP4 data stand for: e2m1 value * block_scale * scale.
+    """Compute the float32 tensor that NVFP4 data stand for: e2m1 value * block_scale * scale.
 
     :param packed: uint8 [..., K // 2], first element in the low nibble.
     :param block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
-    :param scale: the inverse of ``quantize``'s global_scale (ModelOpt's ``weight_scale_2``); one float32 value, or a
-        tensor that broadcasts to [..., K], such as [experts, 1, 1].
+    :param scale: the inverse of ``quantize``'s global_scale (ModelOpt's ``weight_scale_2``). It is one float32 value,
+        or a tensor that broadcasts to [..., K], such as [experts, 1, 1].
     :returns: float32 [..., K].
     """
     return decode(packed, block_scale).mul_(_as_float32(scale, packed.device))
 
 
 def global_scale_for(x: torch.Tensor) -> torch.Tensor:
-    """FlashInfer's multiplier for a tensor: 448 * 6 / amax, so that the largest block scale is E4M3's maximum.
+    """Compute FlashInfer's multiplier for a tensor: 448 * 6 / amax, with which the largest block scale is E4M3's
+    maximum.
 
     :param x: float tensor of any shape.
     :returns: float32 scalar, finite; 1 for a tensor of zeros.

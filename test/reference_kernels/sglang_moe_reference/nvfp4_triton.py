@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from sglang_moe_reference.flashinfer_kernels import _Layer
 
 SCRATCH_BYTES = 64 << 20
-"""Scratch memory of one call in bytes, beside its result and index lists with a few bytes per token and expert."""
+"""Limit of the scratch memory of one call in bytes. The result and the index lists, with a few bytes per token and
+expert, do not count.
+"""
 
-# One size of tile for every batch, or a token's result would depend on how many others there are.
+# All batches use the same tile sizes. Otherwise a token's result would depend on the number of other tokens.
 _BLOCK_M, _BLOCK_N, _BLOCK_BYTES = 64, 64, 64
 
 
@@ -61,7 +63,7 @@ def _decoded(packed, scale):  # type: ignore[no-untyped-def]
 def _activations(  # type: ignore[no-untyped-def]
     x_ptr, x_scale_ptr, row, mine, first_byte, K_BYTES: tl.constexpr, BYTES: tl.constexpr
 ):
-    """Decode a strip of columns of NVFP4 rows (``_decoded``). Rows that are not ``mine`` become zero."""
+    """Decode a strip of columns of NVFP4 rows (see ``_decoded``). Rows for which ``mine`` is false become zero."""
     byte = first_byte + tl.arange(0, BYTES)
     group = first_byte // 8 + tl.arange(0, BYTES // 8)
     inside = mine[:, None] & (byte < K_BYTES)[None, :]
@@ -84,11 +86,13 @@ def _multiplied(  # type: ignore[no-untyped-def]
     acc,
     BYTES: tl.constexpr,
 ):
-    """acc [M, N] + activations [M, K strip] @ weights[rows, K strip].T, weights of one expert in the TRT-LLM layout."""
+    """Return acc [M, N] + activations [M, K strip] @ weights[rows, K strip].T, with the weights of one expert in the
+    TRT-LLM layout.
+    """
     byte = first_byte + tl.arange(0, BYTES)
     column = first_byte // 8 + tl.arange(0, BYTES // 8)
     packed = tl.load(weights_ptr + rows[:, None] * K_BYTES + byte[None, :], mask=byte[None, :] < K_BYTES, other=0)
-    # Tiles of 128 rows by 4 columns; within one, rows 32 apart are neighbours.
+    # The scales lie in tiles of 128 rows by 4 columns. Within a tile, rows 32 apart are neighbours.
     tile = (scale_rows // 128)[:, None] * (K_BYTES // 32) + (column // 4)[None, :]
     inside = (scale_rows % 32 * 16 + scale_rows % 128 // 32 * 4)[:, None] + (column % 4)[None, :]
     scale = tl.load(scales_ptr + tile * 512 + inside, mask=column[None, :] < K_BYTES // 8, other=0.0)
@@ -116,12 +120,12 @@ def _quantized(x, multiplier):  # type: ignore[no-untyped-def]
     wanted = multiplier * (tl.max(tl.abs(blocks), axis=2) * (1 / 6))
     block_scale = _rounded_to_e4m3(tl.minimum(wanted, 448.0)).to(tl.float8e4nv)
     decoded = block_scale.to(tl.float32)
-    # Correctly rounded divisions: Triton's / is an approximation.
+    # These divisions are rounded correctly. Triton's / is an approximation.
     one = tl.full((M, N // 16), 1.0, tl.float32)
     encode = tl.where(decoded == 0, 0.0, tl.div_rn(one, decoded * tl.div_rn(one, one * multiplier)))
     scaled = (blocks * encode[:, :, None]).reshape(M, N)
     size = tl.abs(scaled)
-    # Halfway goes to the even code; counted from above, so that NaN gets the largest.
+    # A tie goes to the even code. The boundaries are counted from above, so that NaN gets the largest magnitude.
     code = 7 - (
         (size <= 0.25).to(tl.int32)
         + (size < 0.75).to(tl.int32)
@@ -148,7 +152,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One tile [M, N] of ``quantize``."""
+    """Quantize one tile [M, N], as a program of ``quantize``."""
     STRIPS: tl.constexpr = (COLUMNS + N - 1) // N
     row = (tl.program_id(0) // STRIPS).to(tl.int64) * M + tl.arange(0, M)
     strip = tl.program_id(0) % STRIPS
@@ -164,8 +168,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a CUDA matrix with the same bits as ``nvfp4.quantize``, without memory beyond the result and
-    synchronization.
+    """Quantize a CUDA matrix with the same bits as ``nvfp4.quantize``. It allocates only the result and does not
+    synchronize.
 
     :param x: float [M, K] with rows of consecutive elements, K a multiple of 16.
     :param multiplier: one float32 value.
@@ -214,7 +218,9 @@ def _gemm1_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """activation(x @ w13.T), quantized to NVFP4, for M slots of one expert and N columns of the intermediate."""
+    """Compute activation(x @ w13.T), quantized to NVFP4, for M slots of one expert and N columns of the
+    intermediate.
+    """
     STRIPS: tl.constexpr = INTERMEDIATE // N
     block = tl.program_id(0) // STRIPS
     strip = tl.program_id(0) % STRIPS
@@ -227,7 +233,7 @@ def _gemm1_kernel(  # type: ignore[no-untyped-def]
         ROWS: tl.constexpr = INTERMEDIATE * (2 if GATED else 1)
         w = weights_ptr + expert * (ROWS * K_BYTES)
         s = scales_ptr + expert * (ROWS * (K_BYTES // 8))
-        # Up before gate.
+        # The weight has up before gate.
         column = strip * N + tl.arange(0, N)
         up_row, up_scale_row = tl.load(row_ptr + column), tl.load(scale_row_ptr + column)
         up = tl.zeros((M, N), tl.float32)
@@ -279,7 +285,9 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Rows x @ w2.T, float32, of M slots of one expert and N of the ``columns`` columns from ``first_column`` on."""
+    """Compute x @ w2.T in float32, for M slots of one expert and N of the ``columns`` columns from ``first_column``
+    on.
+    """
     strips = columns // N
     block = tl.program_id(0) // strips
     strip = tl.program_id(0) % strips
@@ -305,14 +313,14 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, expert_ptr, weight_ptr, out_ptr, experts, columns, out_stride, TOP_K: tl.constexpr, N: tl.constexpr
 ):
-    """out [token, columns] = sum over the token's slots of weight * row, slot by slot."""
+    """Compute out [token, columns]: the sum over the token's slots of weight * row, one slot after another."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)
     inside = column < columns
     total = tl.zeros((N,), tl.float32)
     for k in range(TOP_K):
         slot = token * TOP_K + k
-        # The rows of slots whose expert is elsewhere were never written.
+        # Rows of slots whose expert is on another rank were never written.
         local = tl.load(expert_ptr + slot) < experts
         row = tl.load(rows_ptr + slot * columns + column, mask=inside & local, other=0.0)
         total += row * tl.load(weight_ptr + slot)
@@ -320,12 +328,12 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
-    """Slots grouped by expert, and the groups cut into blocks of at most ``_BLOCK_M``: int32 tensors on the device.
+    """Group the slots by expert, and cut the groups into blocks of at most ``_BLOCK_M`` slots.
 
-    :param expert: int64 [slots], ``experts`` where a slot has none here.
-    :returns: slot: [slots], the slots in the order of their experts. block_expert, block_first, block_end: [blocks], a
-        block's expert (``experts``: unused), its first position in ``slot``, and the position where its expert ends. As
-        many blocks as there can be, whatever the routing.
+    :param expert: int64 [slots], the local expert of each slot, or ``experts`` if the slot's expert is on another rank.
+    :returns: int32 tensors on the device. slot: [slots], the slots in the order of their experts. block_expert,
+        block_first, block_end: [blocks], a block's expert (``experts``: unused), its first position in ``slot``, and
+        the position where its expert ends. The number of blocks is the largest that any routing needs.
     """
     slots, device = expert.numel(), expert.device
     in_order, slot = expert.sort(stable=True)
@@ -352,14 +360,16 @@ def run_experts(
     routing.
 
     :param orders: position of row i in the layout, for codes and block scales of the first and of the second weight.
-    :param ids: int64 [tokens, top_k], local expert numbers; others than 0 to experts - 1 contribute nothing.
+    :param ids: int64 [tokens, top_k], local expert numbers. Numbers outside 0 to experts - 1 contribute nothing.
     :param weights: float32 [tokens, top_k].
-    :param output: bfloat16 [tokens, up to hidden], contiguous; written to. May not overlap an argument.
-    :param scratch_bytes: bound of the scratch memory, as far as 128 tokens and 64 columns at a time allow.
+    :param output: bfloat16 [tokens, up to hidden], contiguous. It receives the result, and may not overlap an argument.
+    :param scratch_bytes: limit of the scratch memory. At least 128 tokens and 64 columns are computed at a time, even
+        if they need more.
     """
     tokens, top_k = ids.shape
     experts, hidden, intermediate = layer.local_num_experts, layer.hidden, layer.intermediate_size
-    # A token's experts in the order of their numbers, so that its sum does not depend on the order given.
+    # The experts of a token are sorted by their numbers, so that the order in which they are passed does not change the
+    # sum.
     expert = torch.where((ids >= 0) & (ids < experts), ids, experts)
     expert, order = expert.sort(dim=1, stable=True)
     weights = weights.gather(1, order).contiguous()
@@ -375,7 +385,7 @@ def run_experts(
     tile: dict[str, Any] = {"M": _BLOCK_M, "N": _BLOCK_N, "BYTES": _BLOCK_BYTES, "num_warps": 4}
     sizes = {"HIDDEN": hidden, "INTERMEDIATE": intermediate}
 
-    def run_pass(here: slice) -> None:  # a function: its scratch is free before the next pass
+    def run_pass(here: slice) -> None:  # a function, so that its scratch memory is free before the next pass
         slots, device = expert[here].numel(), x.device
         slot, *blocks = _blocks(expert[here].flatten(), experts)
         count = blocks[0].numel()
