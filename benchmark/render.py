@@ -55,14 +55,14 @@ def section_of_one(name: str, tables: Callable[[output.Result], str]) -> Section
 
 
 def raw_table(result: output.Result) -> str:
-    """Table of a result whose script no longer exists, or that was typed in."""
+    """Make the table of a result whose script no longer exists, or whose figures were typed in."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
 
 
 def full_names(benchmark: str, *names: str) -> tuple[str, ...]:
-    """Full names of several results of one benchmark."""
+    """Return the full names ``BENCHMARK/NAME`` of several results of one benchmark."""
     return tuple(f"{benchmark}/{name}" for name in names)
 
 
@@ -108,7 +108,7 @@ HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
 
 
 def added_host_time(load: Load) -> str:
-    """Sentence about host time, wrapped for a page."""
+    """Make the sentence about host time, wrapped for a page."""
     line = overhead.added_host_time(list(map(load, HOSTS)))
     return f"\n{textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)}\n"
 
@@ -184,7 +184,7 @@ PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
 
 
 def section(name: str, load: Load = output.load) -> str:
-    """Text of a section, between the two comments."""
+    """Make the text of a section, which stands between the two comments."""
     names, tables, headlines_of = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
     if headlines_of is not None:
         return f"{headlines_of(load)}\n"

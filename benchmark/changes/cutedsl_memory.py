@@ -62,7 +62,7 @@ class Buffers:
 
 
 def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
-    """Sizes of one rank's MoE layer, as arguments of FlashInfer's wrapper."""
+    """Return the sizes of one rank's MoE layer, as arguments of FlashInfer's wrapper."""
     rank = model.per_rank(Layout(tp, ep))
     return {
         "num_experts": model.experts,
@@ -74,7 +74,9 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
 
 
 def measure_buffers(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
-    """Measure the buffers of a wrapper for ``tokens`` tokens: FlashInfer's own, and those that all layers share."""
+    """Measure a wrapper for ``tokens`` tokens: all buffers that FlashInfer's own wrapper makes, and those that
+    layers share.
+    """
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
@@ -87,7 +89,7 @@ def measure_buffers(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffer
 
 
 def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cuda_graph_max_bs: int) -> Buffers:
-    """Buffers that the installed engine makes for one layer."""
+    """Measure the buffers that the installed engine makes for one layer."""
     from sglang.srt import server_args as engine
     from sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl import ensure_cutedsl_wrapper
 
@@ -106,7 +108,7 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         speculative_algorithm=None,
     )
     server.cutedsl_moe_max_num_tokens = lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server)
-    engine.logger.disabled = True  # the engine would log the chunked prefill size for each case
+    engine.logger.disabled = True  # otherwise the engine logs each chunked prefill size
     engine.ServerArgs._handle_data_parallelism(server)
     arguments = wrapper_arguments(model, tp, ep)
     scale = torch.ones(arguments["num_local_experts"], device="meta")
@@ -141,7 +143,7 @@ def disable_streams() -> None:
 
 
 def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
-    """Buffers of one model and layout, sized in all three ways."""
+    """Compute the buffers of one model and layout, sized in all three ways."""
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
     upstream, ours = measure_buffers(model, layout.tp, layout.ep, tokens * layout.dp)

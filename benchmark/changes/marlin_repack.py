@@ -116,7 +116,7 @@ def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Prepare one layer for Marlin.
 
     :returns: the prepared parameters, and ``seconds``, ``allocated`` and ``reserved``. The last two are peaks in bytes,
-        beside the loaded weights.
+        on top of the loaded weights.
     """
     module = make_loaded_layer(layer)
     torch.cuda.synchronize()

@@ -38,7 +38,7 @@ from common.moe_runners import LAYOUTS, RUNNERS, Batch, MarlinBatch, Runner, Var
 from common.shapes import MODELS
 
 STARTED = time.monotonic()
-"""Start of the program."""
+"""Time of the program's start, in seconds of the monotonic clock."""
 GRID = ("kimi-k2.5", "deepseek-v3-fused", "glm-4.5", "qwen3-235b", "qwen3-30b", "minimax-m2", "mixtral-8x7b")
 MARLIN_GRID = "kimi-k2.5:tp8,kimi-k2.5:tp4,qwen3-235b:tp4,glm-4.5:tp8"
 WEIGHTS = {"triton": ("bf16", "fp8"), "marlin": ("int4",)}
@@ -52,15 +52,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"slices": (2, 3, 4, 5, 7), "graphs": (4096,), "decode": (1, 64), "mixed": 16384, "rounds": 11},
     },
 }
-"""Defaults of the options, by runner."""
+"""Default values of the options, by MoE runner."""
 KINDS = ("cells", "decode", "graphs", "mixed", "left_out")
 """Kinds of measurements in a result."""
 Checked = tuple[torch.Tensor, torch.Tensor] | None
-"""Indices of some tokens and their outputs in float32; see ``Batch.expected``."""
+"""Indices of some tokens and their outputs in float32, see ``Batch.expected``. ``None``: outputs are compared bit by
+bit.
+"""
 
 
 def median_interval(ratios: list[float]) -> list[float]:
-    """95 % confidence interval of the median, between two of the ratios, by the binomial distribution."""
+    """Compute the 95 % confidence interval of the median by the binomial distribution. Its ends are two of the
+    ratios.
+    """
     ordered, below = sorted(ratios), 0
     while sum(math.comb(len(ordered), k) for k in range(below + 1)) / 2 ** len(ordered) <= 0.025:
         below += 1
@@ -69,7 +73,7 @@ def median_interval(ratios: list[float]) -> list[float]:
 
 
 def compute_errors(output: torch.Tensor, checked: Checked) -> dict[str, float] | None:
-    """Mean error of some tokens' outputs, relative to the mean of their outputs in float32."""
+    """Compute the mean error of some tokens' outputs, relative to the mean of their outputs in float32."""
     if checked is None:
         return None
     tokens, expected = checked
@@ -96,7 +100,7 @@ def peak_bytes(batch: Batch) -> int:
 
 
 def ratios_to_stock(samples: dict[str, list[float]], name: str) -> list[float]:
-    """Time divided by stock's time, round by round."""
+    """Divide the times of a variant by stock's times, round by round."""
     return [other / stock for stock, other in zip(samples[timing.STOCK], samples[name], strict=True)]
 
 
@@ -243,7 +247,7 @@ def measure_graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -
             with torch.cuda.stream(stream):
                 eager = run_restored(batch).clone()
             torch.cuda.synchronize()
-            expected = expected if runner.in_place else eager  # the order of Marlin's own sums changes
+            expected = expected if runner.in_place else eager  # Marlin's own sums have a random order
             timing.free_memory()
             reserved = torch.cuda.memory_reserved()
             graphs[name] = torch.cuda.CUDAGraph()

@@ -28,9 +28,9 @@ from sglang_moe_patches.changes.mori_input_truncation import bound as rows_bound
 EPS = (8, 16, 32)
 BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
 BUFFER_PER_RANK = 4096
-"""Rows of MoRI's default receive buffer, for each sending rank."""
+"""Rows of MoRI's default receive buffer for each rank that sends."""
 LIMIT_BATCH = 128
-"""Tokens on each rank of the largest decode batch for which the limit is set."""
+"""Number of tokens on each rank in the largest decode batch for which the limit is set."""
 TOP_K, EXPERTS = MODELS["deepseek-v3"].top_k, MODELS["deepseek-v3"].experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")
@@ -38,12 +38,12 @@ MODES = ("stock", "limit", "bound")
 
 @dataclass(frozen=True)
 class Case:
-    """Forward pass of the busiest rank.
+    """Forward pass of the busiest rank: the rank that receives the most rows.
 
     :param ep: number of expert-parallel ranks.
     :param batch: tokens on each rank.
-    :param received: rows that the busiest rank receives. ``stock``, ``limit`` and ``bound``: rows that its kernel
-        computes in each mode.
+    :param received: rows that the busiest rank receives.
+    :param stock: rows that its kernel computes in this mode; ``limit`` and ``bound`` likewise.
     """
 
     ep: int
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def lost(self) -> int:
-        """Number of rows that the limit loses."""
+        """Number of received rows that the fixed limit cuts off."""
         return max(0, self.received - self.limit)
 
     def ratio(self, mode: str) -> float:

@@ -172,7 +172,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
     residual = torch.empty_like(hidden_states)
 
     def layer_us(name: str) -> float:
-        """Processor time of one run of the layer, in microseconds."""
+        """Measure the processor time of one run of the layer, in microseconds."""
         nonlocal server
         server = "patched" if name == "patched" else "stock"
         if name == "patched":
@@ -184,7 +184,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
             reused = result.data_ptr() == hidden_states.data_ptr()
             if reused != (name == "patched"):
                 raise SystemExit(f"overhead: {name} {'used' if reused else 'did not use'} the layer's input")
-            start = time.thread_time()  # processor time, so that other processes do not count
+            start = time.thread_time()  # processor time, so that the time of other processes does not count
             for _ in range(options.steps):
                 skeleton.layer.forward(None, hidden_states, None, residual)
             return (time.thread_time() - start) / options.steps * 1e6
@@ -227,7 +227,7 @@ def host_tables(results: Sequence[output.Result]) -> str:
 
 
 def added_host_time(results: Sequence[output.Result]) -> str:
-    """Sentence about the host time that all changes add together, for the pages of single changes."""
+    """Make the sentence about the host time that all changes together add, for the pages of single changes."""
     added: dict[str, list[str]] = {}
     for result in results:
         figures = result["figures"]

@@ -135,7 +135,7 @@ def check(case: Case, engine: Engine) -> None:
     ours = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
     if not have_same_bytes(ours, expected):
         sys.exit(f"{case.model} {case.shard}: our result differs from the engine's")
-    # Swap two rows of the last expert, to see the comparison fail.
+    # Swap two rows of the last expert. The comparison must then fail.
     ours[0][-1, [0, 1]] = ours[0][-1, [1, 0]]
     if have_same_bytes(ours, expected):
         sys.exit(f"{case.model} {case.shard}: the comparison missed two swapped rows")
@@ -269,7 +269,7 @@ def main() -> None:
 
     machine.require_gpu("weight_shuffle.py")
     with tempfile.TemporaryDirectory(prefix="triton-cold-") as cold_cache:
-        # With an empty cache, the first call shows the time of the compilation.
+        # The first call shows the time of the compilation if the cache is empty.
         os.environ["TRITON_CACHE_DIR"] = cold_cache
         bandwidth = timing.copy_bandwidth()
         engine = Engine()

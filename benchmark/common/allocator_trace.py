@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_HELD"
-"""Environment variable: path of the file for the lines."""
+"""Environment variable with the path of the file to which the plugin appends a line per forward pass."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Memory around one forward pass, in bytes.
+    """Memory before, during and after one forward pass, in bytes.
 
     :param at: time after the host had started the forward pass, in seconds since the epoch.
     :param allocated: allocated memory before the forward pass.
@@ -39,12 +39,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Slack:
-    """Memory that all forward passes needed, beside the memory in use when the first one began, in bytes.
+    """Memory that all forward passes needed on top of the memory in use when the first one began, in bytes.
 
     :param tensors: growth of the allocated memory, at its peak.
     :param reserved: growth of the memory that the allocator reserved.
     :param lowest_free: lowest free memory of the GPU.
-    :param grown: growth of the largest reserved memory from the first to the second half of the long run.
+    :param grown: growth of the largest reserved memory, from the first to the second half of the load of random
+        prompts.
     """
 
     tensors: int
@@ -59,9 +60,9 @@ class Slack:
 
 
 def compute_slack(lines: Sequence[Line], long_run: Sequence[Line] = ()) -> Slack:
-    """Compute the needed memory from the lines.
+    """Compute the needed memory from the lines of all forward passes.
 
-    :param long_run: lines of the long run, whose halves are compared.
+    :param long_run: lines of the load of random prompts. Its two halves are compared.
     """
     first, later = lines[0], lines[1:] or lines
     half = len(long_run) // 2
@@ -100,13 +101,13 @@ def _record_forwards(module: Any) -> None:
     file: Any = None
 
     def read_counters() -> dict[str, int]:
-        """Read the allocator's counters. Empty without CUDA."""
+        """Read the allocator's counters. The result is empty without CUDA."""
         return dict(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else {}
 
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal file
-        # All ranks have the same file, so only rank 0 writes.
+        # All ranks have the same path of the file, so only rank 0 writes.
         if (
             torch.distributed.get_rank()
             or getattr(self, "is_draft_worker", False)

@@ -11,13 +11,17 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH = 640
-"""Units of the drawing's width. At 400 pixels the text is still 9 pixels high."""
+"""Width of the drawing, in the drawing's units. The text is still 9 pixels high if a page shows the drawing 400
+pixels wide.
+"""
 TEXT_LEFT, BAR_LEFT = 12, 12
 BAR_HEIGHT, BAR_GAP, LABEL_HEIGHT, GROUP_GAP = 15, 3, 20, 12
 VALUE_WIDTH = 210
-"""Units that stay free to the right of the longest bar, for its text."""
+"""Free space to the right of the longest bar for its text, in the drawing's units."""
 CHARACTER_WIDTH = 7.4
-"""Units of a character of the 13-unit text, at the most: labels are measured with it, because no font is at hand."""
+"""Largest width of a character of the 13-unit text, in the drawing's units. Labels are measured with it, because no
+font is at hand.
+"""
 STYLE = """
   text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
   .title { font-size: 15px; font-weight: 600 }
@@ -33,7 +37,7 @@ STYLE = """
 class Bar(NamedTuple):
     """One bar of a group.
 
-    :param length: its value on the chart's axis; 0 draws the text alone.
+    :param length: value of the bar on the chart's axis. With 0, only the text is drawn.
     :param text: the value as a reader sees it, with its unit.
     """
 
@@ -42,7 +46,7 @@ class Bar(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Bars that belong together, below one label; one bar for each series of the chart."""
+    """Group of bars below one label, with one bar for each series of the chart."""
 
     label: str
     bars: Sequence[Bar]

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     import httpx
 
 TIMEOUT_S = 900.0
-"""Timeout of a request. A prefill of the longest context is slow."""
+"""Timeout of a request in seconds. It is long, because a prefill of the longest context is slow."""
 IDLE_TIMEOUT_S = 60.0
 """Seconds that the server may take to become idle before it flushes its radix cache."""
 
 
 class Unanswered(RuntimeError):
-    """The server did not answer a request.
+    """Error: the server did not answer a request.
 
     :param lost: whether the connection ended. Otherwise the request timed out.
     """

@@ -36,14 +36,14 @@ PACKAGES = (
     "openai.types.responses",
 )
 """Third-party packages whose import is slow and does not look for a GPU."""
-#: Modules that every query imports.
+#: Names of the modules that every query imports.
 PRELOADED = (
     *("sglang.srt.server_args", "sglang.srt.model_loader.loader", "sglang.srt.models.registry"),
     *("sglang.srt.layers.moe.fused_moe_triton.layer", "sglang_moe_patches.core.dead_input.probe"),
 )
 SELECTED = {"SGLANG_MOE_PATCHES": "all", "SGLANG_MOE_PATCHES_KV_SIZING": "auto"}
-"""Variables that select every change, kv-sizing too."""
-#: Default function that is called for each server.
+"""Environment variables that select every change, kv-sizing too."""
+#: Name of the function that is called for each server by default.
 EXAMINE = "common.doctor_answers:examine"
 
 

@@ -22,10 +22,13 @@ TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-5
 UNROUNDED = 5
 """Numbers with at least this many decimals were not rounded. Matplotlib writes six, without zeros at the end."""
 NUDGE = 1e-8
-"""Relative change of an input: more than the error of the arithmetic, and less than one unit of any printed digit."""
+"""Relative change of an input. It is larger than the error of the arithmetic, and smaller than one unit of any
+printed digit.
+"""
 TRIES = 32
-"""Number of times that each input is changed at random, beside "all up" and "all down". With 32 tries, a figure of two
-inputs, such as a ratio, is missed once in 10^4 times."""
+"""Number of times that each input is changed at random, in addition to "all inputs up" and "all inputs down". With
+32 tries, a figure of two inputs, such as a ratio, is missed once in 10^4 times.
+"""
 
 # A number includes its sign and thousands separators, because -0.0 and 0.0, or 999.9 and 1,000.0, can be roundings of
 # one value. A version such as 1.2.3 is not a decimal number. Its parts are compared one by one.
@@ -42,7 +45,7 @@ def extract_numbers(text: str) -> tuple[str, list[str]]:
 
 
 def is_same_text(before: str, now: str, remake: Callable[[], Iterator[str]] = lambda: iter(())) -> bool:
-    """Whether two generated texts are equal but for the arithmetic of their machines.
+    """Return whether two generated texts are equal, apart from differences in the arithmetic of their machines.
 
     :param before: text that was generated on any machine.
     :param now: text that this machine generates.
@@ -78,13 +81,15 @@ def _is_close(before: str, now: str) -> bool:
 
 
 def _are_neighbours(before: str, now: str) -> bool:
-    """Whether two numbers could be roundings of one value: they differ by at most one in their last digit."""
+    """Return whether two numbers could be roundings of one value: they differ by at most one in their last digit."""
     decimals = _decimals(before)
     return decimals == _decimals(now) and abs(_value(before) - _value(now)) <= Decimal(10) ** -decimals
 
 
 def nudges() -> Iterator[Callable[[Any], Any]]:
-    """Functions that nudge a result: all numbers up, all numbers down, and each number at random from a fixed seed."""
+    """Yield functions that nudge a result: all numbers up, all numbers down, and each number at random from a fixed
+    seed.
+    """
     for factor in (1 + NUDGE, 1 - NUDGE):
         yield lambda result, factor=factor: nudge_floats(result, lambda: factor)
     for seed in range(TRIES):

@@ -26,9 +26,9 @@ from sglang_moe_patches.lab.observers.counting import LAYER, Tally, acts_of
 from sglang_moe_patches.lab.observers.events import Acts, parse_acts
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
-"""Environment variable: path of the file for the lines."""
+"""Environment variable with the path of the file to which the plugin appends a line per forward pass."""
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
-"""Environment variable: if set, measure no time and no memory."""
+"""Environment variable. If it is set, the plugin measures no time and no memory."""
 
 
 @dataclass

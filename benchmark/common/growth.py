@@ -1,4 +1,4 @@
-"""How far kv-sizing grew a server's KV cache, read from the server's ``/metrics`` and from its log."""
+"""Read from a server's ``/metrics`` and log how far kv-sizing grew the server's KV cache."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAND_IN = Path(__file__).parents[2] / "test/standins/tells_memory.py"
-"""Source of a plugin for machines without a GPU. It answers in place of the driver when kv-sizing reads free memory."""
+"""Source of an engine plugin for machines without a GPU. It answers in place of the driver when kv-sizing reads free
+memory.
+"""
 METRICS_FLAG = "--enable-metrics"
-"""Server argument without which ``/metrics`` does not exist."""
+"""Server argument that ``/metrics`` needs."""
 METRIC_PREFIX = "sglang_moe_patches:"
 LOG_PREFIX = "sglang-moe-patches: kv-sizing: "
 """Text that begins each log line of kv-sizing, after the engine's time and rank."""
 REHEARSAL = re.compile(r"\brehears\w* \w+ (?P<seconds>\d+(?:\.\d+)?) s\b")
-"""Duration of the rehearsal in a log line of kv-sizing, as in "rehearsed in 12 s". No metric has this number."""
+"""Matches the duration of the rehearsal in a log line of kv-sizing, as in "rehearsed in 12 s". No metric has this
+number.
+"""
 
 
 class Growth(NamedTuple):
@@ -22,7 +26,7 @@ class Growth(NamedTuple):
 
     :param tokens: KV cache size that the server uses.
     :param rule_tokens: KV cache size by the engine's own rule, or by the given ``--mem-fraction-static``.
-    :param need_bytes: memory of the largest forward pass, CUDA graphs and buffers, beside weights and KV cache.
+    :param need_bytes: memory of the largest forward pass, CUDA graphs and buffers, not counting weights and KV cache.
     """
 
     tokens: int
@@ -65,6 +69,6 @@ def kv_sizing_lines(log: str) -> list[str]:
 
 
 def rehearsal_seconds(lines: list[str]) -> float | None:
-    """Duration of the rehearsal, read from :func:`kv_sizing_lines`. ``None``: no rehearsal ran."""
+    """Read the duration of the rehearsal from :func:`kv_sizing_lines`. ``None``: no rehearsal ran."""
     match = next(filter(None, map(REHEARSAL.search, lines)), None)
     return float(match["seconds"]) if match else None

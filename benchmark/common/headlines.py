@@ -72,13 +72,13 @@ def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
 
 
 def index(load: Load) -> str:
-    """Make a table with a row for each question that the pages of benchmarks answer."""
+    """Make a table with a row for each question that the benchmark pages answer."""
 
     def figures(name: str) -> dict[str, Any]:
         return load(name)["figures"]
 
     def peaks(name: str) -> list[float]:
-        """Peak memory of one forward pass in MB, stock and patched."""
+        """Format the peak memory of one forward pass in MB, stock and patched."""
         return [figures(name)["memory"][server]["peak_forward_bytes"] / 1e6 for server in ("stock", "patched")]
 
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")

@@ -54,7 +54,7 @@ class InProcess:
         )
         self.bench = bench_module()
         self._publish()
-        port = self.server_args.nccl_port  # set if several ranks meet at it
+        port = self.server_args.nccl_port  # set if several ranks connect through it
         ports = SimpleNamespace(nccl_port=port) if port else PortArgs.init_new(self.server_args)
         loaded, self.tokenizer = self.bench.load_model(self.server_args, ports, rank, rank)
         self.runner = loaded.torch_runner
@@ -181,14 +181,14 @@ class InProcess:
 
     @staticmethod
     def _cache_kind(config: Any) -> tuple[int, int]:
-        """Number of key-value heads and their size. The number is 0 for a cache of latents (MLA)."""
+        """Return the number of key-value heads and their size. The number is 0 for a cache of latents (MLA)."""
         if hasattr(config, "kv_lora_rank"):
             return 0, config.kv_lora_rank
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_key_value_heads, size
 
     def _cache(self, config: Any) -> Any:
-        """KV cache for a model, constructed as the engine does."""
+        """Make the KV cache for a model, as the engine does."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         heads, size = kind = self._cache_kind(config)

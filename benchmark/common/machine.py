@@ -48,9 +48,11 @@ def conditions() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Commit of this repository: of the variable ``BENCHMARK_COMMIT``, else of git; ``None`` if both are missing.
+    """Return the commit of this repository, from the variable ``BENCHMARK_COMMIT`` or else from git; ``None``: both are
+    missing.
 
-    A machine that received a copy of the files has no git history, so whoever copies them sets the variable.
+    A machine that received a copy of the files has no git history. The person who copies the files sets the variable
+    there.
     """
     if named := os.environ.get("BENCHMARK_COMMIT"):
         return named

@@ -31,7 +31,7 @@ LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp4": Layout(tp=4), "tp8": Lay
 FUSED = ("deepseek-v3-fused", "glm-4.5")
 """Models with a shared expert that the Triton runner computes as another routed expert."""
 INT4_GROUPS = {"kimi-k2.5": 32, "glm-4.5": 32}
-"""Number of INT4 weights that share a scale, for each model for which it is not 128."""
+"""Number of INT4 weights that share a scale, by model. Models without an entry have 128."""
 ROUTED_SCALING_FACTOR = 2.5
 CHECKED_TOKENS = 48
 """Number of tokens of a batch whose outputs are also computed in float32."""
@@ -39,9 +39,9 @@ CHECKED_TOKENS = 48
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings with which a layer runs with moe-workspace. By default the change's own rule chooses the slices.
+    """Settings with which a layer runs with moe-workspace.
 
-    :param slices: number of slices, instead of the rule's number.
+    :param slices: fixed number of slices; ``None``: the change's own rule chooses the width of a slice.
     :param mb: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
     :param copies: whether Marlin's slices copy their columns. Without copies the answers are wrong. The time without
         copies shows what permuting the weights at load time would gain.
@@ -182,7 +182,7 @@ def _sum_only(expert_outputs: Any, output: Any, scale: float, copies: Any) -> No
 
 
 FORCED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
-"""Limits in ``column_slices`` that are lifted for a fixed number of slices."""
+"""Limits in ``column_slices`` that do not apply to a fixed number of slices, with the values that lift them."""
 
 
 def rank_of(model: str, layout: str, *, fused: bool) -> Rank:

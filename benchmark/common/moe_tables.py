@@ -13,9 +13,9 @@ from common.moe_runners import rank_of
 
 MB = 1e6
 MARLIN_MB = {("kimi-k2.5", "tp8"): 700, ("kimi-k2.5", "tp4"): 800, ("qwen3-235b", "tp4"): 420, ("glm-4.5", "tp8"): 500}
-"""Value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` in the table of each Marlin layer."""
+"""Value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` that the table of a Marlin layer shows, by layer."""
 MEMORY_KINDS = ("allocated", "reserved")
-"""Memory figures of the forty mixed batches."""
+"""Memory figures of the test with forty mixed batches."""
 HIGHEST_LOWER_END = "highest lower end of 95 % intervals"
 
 
@@ -51,7 +51,9 @@ def format_sliced_cell(cell: dict[str, Any]) -> str:
 
 
 def triton(result: output.Result) -> str:
-    """Make the tables of the Triton runner. They leave out measurements with another slice width than the rule's."""
+    """Make the tables of the Triton runner. They leave out measurements with a slice width other than
+    moe-workspace's rule chooses.
+    """
     return f"{rule_tables(result)}\n{graph_tables([result])}"
 
 
@@ -87,7 +89,9 @@ def find_cells_by_width(
 
 
 def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
-    """Make a table of memory and time with the rule, and with some settings: a row for each layer and its tiles."""
+    """Make a table of memory and time, with the width that moe-workspace's rule chooses and with some settings. It
+    has a row for each layer and its tiles.
+    """
     cells = result["figures"]["cells"]
     stock = {(*layer_key(cell), cell["tiles"], cell["tokens"]): cell["stock_peak"] for cell in cells}
 
@@ -113,7 +117,9 @@ def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int
 
 
 def rule_tables(result: output.Result) -> str:
-    """Table of all batches with the rule, a row for each layer, and a table of all measurements together."""
+    """Make two tables of the measurements in which moe-workspace's own rule chose the slices: one with a row for
+    each layer, and one of all measurements together.
+    """
     cells = [cell for cell in result["figures"]["cells"] if cell["asked_mb"] is None and cell["asked_slices"] is None]
     batches = sorted({cell["tokens"] for cell in cells})
     layers: dict[str, dict[int, str]] = {}
@@ -138,9 +144,10 @@ def rule_tables(result: output.Result) -> str:
 
 
 def layers_table(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
-    """Table of all layers for one number of tokens, with a column for each GPU model, and a table of all measurements.
+    """Make a table of all layers for one number of tokens, with a column for each GPU model, and a table of all
+    measurements.
 
-    :param results: results. Those of one GPU model are joined.
+    :param results: results of the benchmark. Those of one GPU model are joined.
     """
     gpus: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -220,7 +227,7 @@ def plot(result: output.Result, path: Path) -> None:
 
 
 def slices_by_rule(cell: dict[str, Any]) -> int:
-    """Number of slices that moe-workspace's rule chooses today for a Marlin layer."""
+    """Return the number of slices that moe-workspace's rule chooses today for a Marlin layer."""
     _, top_k, hidden, inner = cell["sizes"]
     layer = column_slices.LayerShape(cell["tokens"], top_k, hidden, inner, weight_bytes=cell["weight_bytes"])
     gemm = column_slices.MarlinGemm(cell["w2_bytes"] // hidden)
@@ -228,12 +235,14 @@ def slices_by_rule(cell: dict[str, Any]) -> int:
 
 
 def has_default_copies(cell: dict[str, Any]) -> bool:
-    """Whether a measurement used moe-workspace's copies, and no offered output."""
+    """Return whether a measurement used moe-workspace's copies, and no offered output."""
     return cell["copies"] == "ours" and not cell["offered"]
 
 
 def marlin(result: output.Result, tokens: int = 16384) -> str:
-    """Tables of Marlin: each layer with the rule and a setting; all measurements; decodes; mixed batches."""
+    """Make the tables of Marlin: each layer with the rule and with a setting, all measurements, decodes, and mixed
+    batches.
+    """
     figures = result["figures"]
     layers: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for cell in figures["cells"]:

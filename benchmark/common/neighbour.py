@@ -19,7 +19,9 @@ from common import growth, overfill, processes
 from common.client import Client
 
 LEAVE_FRACTION = 0.4
-"""Fraction of kv-sizing's margin that stays free. Below half of its margin kv-sizing gives KV cache back."""
+"""Fraction of kv-sizing's margin that stays free. kv-sizing gives KV cache back if less than half of its margin is
+free.
+"""
 STEP_BYTES = 256 << 20
 """Bytes that the neighbour allocates at a time on each GPU. It grows in steps, as real processes do."""
 STEP_INTERVAL_S = 0.25

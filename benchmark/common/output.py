@@ -95,7 +95,7 @@ def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse comma-separated positive integers, as ``type=`` of an option."""
+    """Parse comma-separated positive integers, as the ``type=`` function of an option."""
     values = tuple(int(part) for part in text.split(","))
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: not all positive")

@@ -37,9 +37,9 @@ from common.client import TIMEOUT_S, Client, Unanswered
 RANDOM_CLIENTS = 48
 """Number of concurrent clients of :func:`send_mixed`."""
 SHARED_PREFIXES = 6
-"""Number of prefixes that their prompts share."""
+"""Number of prefixes that the prompts of the random requests share."""
 ABORTED_FRACTION = 0.15
-"""Fraction of their requests for which the client closes the connection early."""
+"""Fraction of the random requests for which the client closes the connection early."""
 PENALIZED_FRACTION = 0.2
 """Fraction of the random requests that have penalties and a logit bias."""
 ABORT_TIMEOUT_S = 60.0
@@ -47,13 +47,15 @@ ABORT_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 240.0
 """Seconds until the last requests must have ended, if requests may not be aborted."""
 MAX_NEW_TOKENS_UNABORTED = 256
-"""Maximum new tokens of a request, if requests may not be aborted. The load then ends in time."""
+"""Maximum new tokens of a request if requests may not be aborted. With more tokens, the load would not end in time."""
 MIN_FILLING_REQUESTS = 256
 """Number of requests that fill a small KV cache. A large KV cache is filled with requests of whole prefill chunks."""
 PROMPT_FRACTION = 0.98
-"""Fraction of the KV cache that the prompts of these requests fill. Their new tokens need more than the rest."""
+"""Fraction of the KV cache that the prompts of the filling requests take. Their new tokens need more than the rest."""
 MAX_DECODED_TOKENS = 1024
-"""Maximum new tokens of a request of whole chunks. One more prefill chunk is faster than more new tokens."""
+"""Maximum new tokens of a filling request whose prompt has whole chunks. One more prefill chunk is faster than more
+new tokens.
+"""
 FILL_TIME_FRACTION = 0.75
 """Fraction of the load's time that filling the KV cache may take."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
@@ -133,7 +135,7 @@ def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
 
 
 def ranks_of(info: Mapping[str, Any]) -> int:
-    """Number of data-parallel ranks of a server: ranks of data-parallel attention, or independent replicas.
+    """Return the number of data-parallel ranks of a server: ranks of data-parallel attention, or independent replicas.
 
     :param info: the server's ``/get_server_info``.
     """

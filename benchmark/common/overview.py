@@ -20,18 +20,18 @@ from common.output import Result
 Load = Callable[[str], Result]
 
 FOLDER = "first-starts"
-"""Folder of ``benchmark/results`` with the servers of README's table."""
+"""Folder of ``benchmark/results`` with the results of the servers in README's table."""
 CHART_ROWS = ("qwen3-30b-h100-memory", "gpt-oss-120b-h100-memory", "qwen3-30b", "gpt-oss-120b", "qwen3-next-80b")
-"""Servers of README's chart."""
+"""Servers of README's chart, by the names of their results."""
 SWEPT_ROW = "qwen3-30b-h100-memory"
-"""Server of the chart of concurrent requests."""
+"""Server whose throughput a chart shows by the number of concurrent requests."""
 SERIES = ("stock", "patched")
 MB = 1e6
 PHASE_SECONDS = re.compile(r"(?:^|, )(?P<phase>[^,:]+) (?P<seconds>\d+\.\d) s")
 
 
 class MixedCommits(ValueError):
-    """The results for one table were measured on several commits."""
+    """Error: the results for one table were measured on several commits."""
 
 
 def first_starts(load: Load) -> dict[str, Result]:
@@ -48,7 +48,9 @@ def first_starts(load: Load) -> dict[str, Result]:
 
 
 def servers_of(result: Result) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    """Figures of the stock server (``None`` if it did not start) and of the patched server of a row."""
+    """Return the figures of a row's stock server and of its patched server. The first is ``None`` if the stock
+    server did not start.
+    """
     servers = result["figures"]["servers"]
     return servers.get("stock"), servers["grown"]
 
@@ -108,7 +110,7 @@ def concurrency_chart(load: Load) -> str:
 
 
 def _throughputs(figures: Mapping[str, Any], server: Mapping[str, Any]) -> dict[int, float]:
-    """Tokens per second by the number of requests at once."""
+    """Read the tokens per second of a server, by the number of concurrent requests."""
     rows = [*server.get("sweep", []), {"prompts": figures["prompts"], "total_throughput": server["total_throughput"]}]
     return {row["prompts"]: row["total_throughput"] for row in rows}
 

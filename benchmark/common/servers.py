@@ -29,7 +29,7 @@ EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 """Server arguments that switch all CUDA graphs off."""
 SERVERS = ("stock", "patched")
 QUESTIONS = 8
-"""Number of prompts that are sent one after the other, so that a server without noise repeats its answers."""
+"""Number of prompts that are sent one after the other. A server without random sums then repeats its answers."""
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
     "triton": ("--moe-runner-backend", "triton"),
@@ -94,7 +94,7 @@ class Setup:
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
             # Servers start at the same time on the same GPUs, so free memory changes during the check.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-            # With symmetric memory, each server compiles an allocator in TMPDIR.
+            # Each server with symmetric memory compiles an allocator in TMPDIR.
             "TMPDIR": str(self.temporary_folder(name)),
             # PyTorch compiles the router of some models. It chooses kernels by timing, and different kernels round
             # differently. Servers share the compiled kernels, because else even two stock servers could differ.
@@ -188,7 +188,7 @@ def answer_all(server: Server, longest: int, new_tokens: int, *, logprobs: bool 
 
 
 def digests(answers: Sequence[Mapping[str, Any]], part: str = "tokens") -> list[str]:
-    """Digest of each answer's tokens.
+    """Compute a digest of each answer's tokens.
 
     :param part: ``tokens``, or ``logprobs`` for a digest of their log-probabilities.
     """
@@ -216,7 +216,7 @@ def equal_answers(
 
 
 def first_tokens(answers: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """First token of each answer, with its log-probability."""
+    """Return the first token of each answer, with its log-probability."""
     return [(answer["tokens"][0], answer["logprobs"][0]) for answer in answers]
 
 
@@ -267,5 +267,5 @@ def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool 
 
 
 def is_same_answer(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
-    """Whether two answers have the same tokens and log-probabilities."""
+    """Return whether two answers have the same tokens and log-probabilities."""
     return bool(stock["tokens"] == patched["tokens"] and stock["logprobs"] == patched["logprobs"])

@@ -15,7 +15,9 @@ from common.client import Client
 
 ENGINE = "/sglang/srt/"
 OUTERMOST = ("/managers/scheduler.py", "/managers/tp_worker.py", "/model_executor/model_runner.py")
-"""Files with functions that are in the stack of every allocation, and so tell nothing about it."""
+"""Files with functions that are in the stack of every allocation, so that their names say nothing about an
+allocation.
+"""
 STOP_S = 300.0
 """Timeout for the engine to write the record."""
 Change = tuple[int, int, str]
@@ -45,7 +47,7 @@ def record_allocations(client: Client, folder: Path) -> Iterator[dict[str, int]]
 
 
 def bytes_at_peak(traces: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, int]:
-    """Bytes at the peak of the memory that was allocated since the record began, by the engine's function.
+    """Add up the bytes at the peak of the memory that was allocated since the record began, by the engine's function.
 
     :param traces: events of each GPU, in PyTorch's format. The GPU with the largest peak counts.
     """

@@ -42,7 +42,7 @@ class Ratio(TypedDict):
 
 
 def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
-    """Median time of one call on the GPU, in milliseconds.
+    """Measure the median time of one call on the GPU, in milliseconds.
 
     The calls are queued, so the host does not wait between them.
     """
@@ -58,7 +58,9 @@ def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
 
 
 def idle_ms(run: Run) -> float:
-    """Time of one call on an idle GPU, in milliseconds. It includes the host's time to launch the kernels."""
+    """Measure the time of one call on an idle GPU, in milliseconds. It includes the host's time to launch the
+    kernels.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -69,7 +71,7 @@ def idle_ms(run: Run) -> float:
 
 
 def queued_ms(run: Run, calls: int = 3) -> float:
-    """Time of one of several queued calls, in milliseconds.
+    """Measure the time of one of several queued calls, in milliseconds.
 
     The host runs ahead, as in a forward pass of many layers.
     """
@@ -84,7 +86,7 @@ def queued_ms(run: Run, calls: int = 3) -> float:
 
 
 def peak_bytes(run: Run) -> int:
-    """Peak of the memory that one call allocates, in bytes."""
+    """Measure the peak of the memory that one call allocates, in bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -129,7 +131,7 @@ def run_in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_
 
 
 def compare_with_stock(samples: Mapping[str, list[float]]) -> dict[str, Ratio]:
-    """Compare each other version of :func:`run_in_turn` with stock."""
+    """Compare each version of :func:`run_in_turn` except stock with stock."""
     return {name: compare_rounds(samples[STOCK], other) for name, other in samples.items() if name != STOCK}
 
 

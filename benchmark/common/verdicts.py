@@ -13,10 +13,11 @@ TRUE_DROPS = (0, 1, 2, 3, 5, 10)
 
 
 def worse_probability(questions: int, losses: float, gains: float) -> float:
-    """Probability of the verdict "worse".
+    """Compute the probability of the verdict "worse".
 
-    :param losses: true share of losses.
-    :param gains: true share of gains.
+    :param questions: number of questions.
+    :param losses: true share of questions that only the stock server answers correctly.
+    :param gains: true share of questions that only the patched server answers correctly.
     """
     from scipy.stats import binom
 

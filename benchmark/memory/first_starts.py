@@ -33,12 +33,12 @@ class Row(NamedTuple):
 
     :param server: model and GPUs, as the table names them.
     :param as_run: part of the model that runs; "whole" if nothing was left out.
-    :param load: requests of the load.
+    :param load: requests of the load, in words.
     :param arguments: arguments of ``benchmark/memory/serving.py``.
-    :param server_arguments: arguments of the server, beyond those that ``benchmark/memory/serving.py`` gives every
-        server.
+    :param server_arguments: arguments of the server, in addition to those that ``benchmark/memory/serving.py`` gives
+        every server.
     :param predicted_tokens: KV cache sizes of the stock and the patched server, predicted before the run.
-    :param gpus: GPUs of the server. A machine with fewer leaves the row out.
+    :param gpus: number of GPUs of the server. A machine with fewer GPUs leaves the row out.
     """
 
     server: str
@@ -51,8 +51,9 @@ class Row(NamedTuple):
 
 
 def model(name: str, layers: int, *, shard: int = 1, context: int = 65_536) -> tuple[str, ...]:
-    """Arguments of ``benchmark/memory/serving.py`` that choose a model, its engine defaults, and a chunk of 8,192
-    tokens."""
+    """Return arguments of ``benchmark/memory/serving.py``: the model, the engine's default limits, and a chunk of
+    8,192 tokens.
+    """
     sizes = ("--shard", str(shard), "--layers", str(layers), "--context", str(context))
     return ("--model", name, *sizes, "--chunk", "8192", "--requests", "0")
 

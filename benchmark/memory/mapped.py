@@ -34,20 +34,22 @@ BUFFERS = 96
 ROW_BYTES = 1024
 """Bytes of one token in one buffer."""
 BATCHES, LAUNCHES, REPLAYS, GRAPH_KERNELS = 40, 500, 200, 400
-"""Batches of launches; launches of a batch; replays of a graph; kernels of a graph."""
+"""Number of batches of launches, of launches in a batch, of replays of a graph, and of kernels in a graph."""
 READ_BUFFERS, READ_ROWS, READS = 8, 1 << 17, 25
-"""Number of buffers that are read one after the other; rows that are read of each buffer; number of repetitions."""
+"""Number of buffers that are read one after the other, of rows that are read in each buffer, and of repetitions."""
 WINDOWS, WINDOW_S = 16, 0.25
-"""Number and length of the time windows in which launches are measured. Free memory is read once in each window."""
+"""Number of time windows in which launches are measured, and the length of a window in seconds. Free memory is read
+once in each window.
+"""
 START_S = 10.0
-"""Seconds until the process that reads free memory must have started."""
+"""Timeout in seconds for the start of the process that reads free memory."""
 FIGURES = {
     "launch": ("launch of a kernel", "us"),
     "replay": (f"launch of a graph of {GRAPH_KERNELS} kernels", "us"),
     "read": ("reads of random rows of 1 KiB", "GB/s"),
     "longest": ("longest launch while free memory is asked for once", "ms"),
 }
-"""(description, unit) of each figure."""
+"""Description and unit of each figure."""
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def map_buffers(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
 
 
 def launch_us(number: torch.Tensor) -> float:
-    """Host time to launch one of many kernels, in microseconds."""
+    """Measure the host time to launch one of many kernels, in microseconds."""
     times = []
     for _ in range(BATCHES):
         start = time.perf_counter()
@@ -94,7 +96,7 @@ def launch_us(number: torch.Tensor) -> float:
 
 
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Host time to launch a CUDA graph on an idle GPU, in microseconds."""
+    """Measure the host time to launch a CUDA graph on an idle GPU, in microseconds."""
     times = []
     for _ in range(REPLAYS):
         torch.cuda.synchronize()
@@ -105,7 +107,7 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
-    """Bandwidth of reads of random rows, in GB/s. As many bytes are written."""
+    """Measure the bandwidth of reads of random rows, in GB/s. As many bytes are written, and they do not count."""
     rows = torch.randint(len(buffers[0]), (READ_ROWS,), device="cuda")
 
     def read() -> None:
@@ -116,7 +118,7 @@ def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
 
 
 def longest_ms(number: torch.Tensor) -> float:
-    """Time of the longest launch in a window, in milliseconds, until its kernel has finished.
+    """Measure the longest launch in each window, in milliseconds, until its kernel has finished.
 
     Another process asks the driver for free memory once in each window.
     """

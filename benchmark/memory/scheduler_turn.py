@@ -28,11 +28,11 @@ STATES = {
     "all that run are penalized": (True, False),
     "one that waits is penalized": (False, True),
 }
-"""By the name of a row: whether the running requests are penalized, and whether one that waits is."""
+"""Names of the rows, and for each whether the running requests are penalized, and whether a waiting request is."""
 
 
 def request_of(penalized: bool) -> Any:
-    """A request of the engine's."""
+    """Make a request of the engine's class."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ def request_of(penalized: bool) -> Any:
 
 
 def scheduler_of(running: int, waiting: int, state: str) -> Any:
-    """A scheduler of the engine's, as far as a turn without a forward pass goes."""
+    """Make a scheduler of the engine's class, with all that a turn without a forward pass needs."""
     import torch
     import zmq
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -71,7 +71,7 @@ def scheduler_of(running: int, waiting: int, state: str) -> Any:
 
 
 def add_hooks(scheduler: Any) -> None:
-    """Add what a server has whose KV cache was sized."""
+    """Add the hooks that a server has after kv-sizing has sized its KV cache."""
     from sglang_moe_patches.core.gpu_memory import Memory
     from sglang_moe_patches.memory.kv_sizing import ranks, serving
     from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
@@ -88,10 +88,10 @@ def add_hooks(scheduler: Any) -> None:
 
 
 def turn_us(scheduler: Any, turns: int) -> float:
-    """Microseconds of processor time of one turn."""
+    """Measure the processor time of one turn, in microseconds."""
     import zmq
 
-    begin = time.thread_time()  # other programs' turns do not count
+    begin = time.thread_time()  # the time of other programs does not count
     for _ in range(turns):
         with suppress(zmq.ZMQError):
             scheduler.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK)
@@ -151,10 +151,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
         make_model(Path(work) / "model", ModelSpec(layers=1, dense_layers=1))
-        InProcess(Path(work) / "model")  # the engine has its settings from then on
+        InProcess(Path(work) / "model")  # the engine's global settings exist from here on
         from sglang.srt.server_args import get_global_server_args
 
-        get_global_server_args().pp_max_micro_batch_size = 4096  # as a server of one stage with defaults
+        get_global_server_args().pp_max_micro_batch_size = 4096  # the default with one pipeline stage
         rows = measure(options)
     figures = {"running": options.running, "waiting": options.waiting, "rounds": options.rounds, "rows": rows}
     output.finish(options, output.result("scheduler-turn", figures), tables)

@@ -53,24 +53,24 @@ SERVERS = {
     "stock-again": ("none", ""),
     "variable": ("none", ""),
 }
-"""(``SGLANG_MOE_PATCHES``, variable of activation-segments) of each server."""
+"""Values of ``SGLANG_MOE_PATCHES`` and of activation-segments' variable, by server."""
 VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
-"""Further environment variables of a server."""
+"""Further environment variables, by server."""
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
 MIXED = 64
-"""Default number of mixed requests."""
+"""Default number of requests of many lengths that are sent at once."""
 CLIENTS = 16
 """Number of clients that send prompts of random lengths."""
 BATCH = 32
-"""Requests of the larger decode batch."""
+"""Number of requests in the larger decode batch."""
 SHORT = 48
-"""Tokens of a prompt whose decode steps are timed."""
+"""Number of tokens of a prompt whose decode steps are timed."""
 ANSWER_TOKENS = 16
-"""New tokens of each answer to a question."""
+"""Number of new tokens in each answer to a question."""
 
 
 class Failed(RuntimeError):
-    """The server rejected a request."""
+    """Error: the server rejected a request."""
 
 
 class Requests:
@@ -104,7 +104,8 @@ class Requests:
     def time_decode(self, requests: int, seed: str) -> float:
         """Time a decode step of ``requests`` requests, in milliseconds.
 
-        It is the difference between a long and a short run, divided by the number of steps that the long run has more.
+        The time is the difference between a long and a short run, divided by the number of additional steps in the long
+        run.
         """
         steps = self.options.steps
         short, long = (self.send([self.prompt(SHORT, seed, n, r) for r in range(requests)], n) for n in (2, steps + 2))
@@ -227,7 +228,7 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
         for name in names:
             try:
                 figures = serve(name, options, work, model, group)
-            except Exception as error:  # the figures of the other servers are worth keeping
+            except Exception as error:  # keep the figures of the other servers
                 print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 continue
             with lock:

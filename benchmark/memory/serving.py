@@ -172,7 +172,7 @@ LOADS = {"overfill": "overfilled", "penalized": "with penalties", "taken": "memo
 
 
 class Failed(RuntimeError):
-    """A server could not be measured. The message says why."""
+    """Error: a server could not be measured. The message says why."""
 
 
 def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
@@ -379,7 +379,7 @@ def run_further_loads(
     """
     loads = []
     if options.overfill:
-        # With speculative decoding, one release stopped answering after an abort, also without our changes.
+        # One release stopped answering after an abort with speculative decoding, also without our changes.
         may_abort = "--speculative-algorithm" not in options.arguments
         drive = partial(overfill.overfill, server, info, vocabulary, options.overfill, may_abort=may_abort)
         loads.append(("overfill", drive))
@@ -504,12 +504,12 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
 
 
 def keeps_engine_size(name: str, found: dict[str, Any]) -> bool:
-    """Whether kv-sizing was on but kept the KV cache size of the engine's own rule."""
+    """Return whether kv-sizing was on but kept the KV cache size of the engine's own rule."""
     return kind_of(name).grows and found["growth"] is None
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Errors of the further loads, which the server must survive."""
+    """Return the errors of the further loads, which the server must survive."""
     loads = [(words, found[key]) for key, words in LOADS.items() if key in found]
     failed = [f"{words}: out of memory" for words, load in loads if load["out_of_memory"]]
     failed += [f"{words}: {error}" for words, load in loads for error in load["errors"]]
@@ -622,7 +622,9 @@ def peak_table(result: output.Result) -> str:
 
 
 def _count_equal_answers(measured: Mapping[str, Any], name: str, part: str) -> str:
-    """Count the answers that equal those of the stock server, and otherwise those of the server ``ZEROS``."""
+    """Count the answers of a server that equal the stock server's. If some differ, also count those that equal the
+    answers of the server ``ZEROS``.
+    """
     alike, zeros = servers.equal_answers(measured, name, part), ""
     if ZEROS in measured and name not in ("stock", ZEROS) and measured[name][part] != measured["stock"][part]:
         zeros = servers.equal_answers(measured, name, part, ZEROS)

@@ -96,8 +96,8 @@ def residual_as_buffer(patcher: Patcher) -> None:
 def lost_row(patcher: Patcher) -> None:
     """Set the last output row of every MoE input of two or more rows to zero.
 
-    A MoRI limit that is one below the number of received rows has this effect. MoRI needs AMD GPUs, so the row is
-    cleared after the kernel.
+    A MoRI limit that is one row too low has this effect. MoRI needs AMD GPUs, so the mutation clears the row after the
+    kernel.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 

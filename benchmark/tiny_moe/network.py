@@ -43,7 +43,8 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of neighbouring elements, as DeepSeek does, not pairs from the two halves.
+    """Rotate pairs of neighbouring elements, as DeepSeek does. (Other models rotate pairs of one element from each
+    half.)
 
     :param x: [..., length, heads, dim].
     :param cos: [length, dim / 2].

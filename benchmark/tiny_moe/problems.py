@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEST_SHARE = 10
-"""One of this many combinations of template and numbers is a test problem."""
+"""Number of combinations of template and numbers of which one is a test problem. The others are training problems."""
 
 NAMES = {
     "he": ("Tom", "Ben", "Sam", "Max", "Leo", "Dan"),

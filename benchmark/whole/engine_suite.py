@@ -34,16 +34,16 @@ from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 REGISTERED = Path("test") / "registered"
 FOLDERS = ("moe/", "quant/", "ep/", "lora/", "kernels/", "layers/", "ops/", "unit/layers/", "unit/lora/", "rl/")
-"""Beginnings of the paths of selected files."""
+"""Folders below `test/registered` whose files are selected, as beginnings of paths."""
 ABOUT_MOE = re.compile(r"moe|experts", re.IGNORECASE)
-"""Text that a file outside of `moe/` and `quant/` must contain to be selected."""
+"""Matches a text that a file outside of `moe/` and `quant/` must contain to be selected."""
 NEEDS_MODEL = {
     *("from_pretrained", "popen_launch_server", "popen_launch_pd_server", "Engine", "SRTRunner", "HFRunner"),
     *("snapshot_download", "hf_hub_download", "load_dataset", "try_cached_model", "run_bench_serving"),
 }
-"""Functions that download a model or start one by its name."""
+"""Functions that download a model, or that start a server with a model's public name."""
 MODEL_NAME = re.compile(r"^DEFAULT_\w*MODEL\w*$")
-"""Names of constants with the name of a public model."""
+"""Matches the names of constants that have the name of a public model."""
 GPUS = re.compile(r"\b(\d+)-gpu")
 OTHER_DEVICES = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci": "CPU"}
 
@@ -146,14 +146,14 @@ def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dic
 
 
 def outcome_counts(side: dict[str, Any]) -> str:
-    """Numbers of passed, failed and skipped tests, as text."""
+    """Format the numbers of passed, failed and skipped tests."""
     counts = Counter(test["outcome"] for test in side["tests"].values())
     parts = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome]]
     return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"
 
 
 def import_error(module: str = "sglang.test.test_utils") -> str:
-    """Error when a test imports a module; "" if the import works.
+    """Return the error when a test imports a module; "": the import works.
 
     An incomplete installation would fail every test, stock and patched.
     """
@@ -166,7 +166,7 @@ def import_error(module: str = "sglang.test.test_utils") -> str:
 
 
 def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    """Tests whose outcome differs between the sides. The name "" stands for the whole file."""
+    """Find the tests whose outcome differs between the sides. The name "" stands for the whole file."""
 
     def outcome(side: dict[str, Any], name: str) -> tuple[Any, ...]:
         test = side["tests"].get(name, {})
@@ -178,7 +178,7 @@ def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]
 
 
 def broken_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    """Tests that pass stock and do not pass patched. The name "" stands for the whole file."""
+    """Find the tests that pass stock and do not pass patched. The name "" stands for the whole file."""
     if patched["errors"] and not stock["errors"]:
         return [""]
     passed = [name for name, test in stock["tests"].items() if test["outcome"] == "passed"]

@@ -50,7 +50,7 @@ FIGURES = {
     "rss_mb": ("peak memory, MB", 1),
     "modules": ("modules imported", 0),
 }
-"""(name in the table, digits) of each figure."""
+"""Name in the table and number of digits of each figure."""
 
 
 def launch(with_package: bool) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def measure(runs: int) -> dict[str, Any]:
     for run in range(runs + 1):
         for name, launches in launched.items():
             figures = launch(name == "patched")
-            if run:  # the first runs only warm the disk cache
+            if run:  # the first runs only fill the disk cache
                 launches.append(figures)
     stock, patched = (launches[-1] for launches in launched.values())
     only_ours = set(patched["imported_by_plugins"]) - set(stock["imported_by_plugins"])

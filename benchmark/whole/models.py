@@ -30,7 +30,7 @@ BRIEF = {
     "graphs of prefills": "graphs of prefills",
     "not predicted": "not predicted",
 }
-"""Short form in the table of each longer text of `doctor --model`."""
+"""Short forms that the table uses, by the longer text of `doctor --model` or by a part of this text."""
 RESOLVED = (
     *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "chunked_prefill_size", "max_prefill_tokens"),
     *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph", "attention_backend", "decode_attention_backend"),
@@ -38,7 +38,7 @@ RESOLVED = (
 )
 """Resolved server arguments that the formulas read."""
 Sizes = tuple[int, int, int, int, str, str | None]
-"""Hidden size, experts, top-k and intermediate size of a rank's MoE layer, its runner, and its quantization."""
+"""Sizes of one rank's MoE layer (hidden size, experts, top-k, intermediate size), its runner, and its quantization."""
 
 
 def ask(model: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_resolved(asked: dict[str, Any]) -> dict[str, Any]:
-    """An answer with those of the resolved arguments alone that predictions read."""
+    """Return an answer of the engine with only the resolved arguments that predictions read."""
     if "refused" in asked:
         return asked
     return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
@@ -81,31 +81,31 @@ def load_measured_peaks() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
 
 
 def forwards() -> Iterator[dict[str, Any]]:
-    """Results of whole forward passes at one rank's sizes."""
+    """Yield the results of whole forward passes at one rank's sizes."""
     for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         yield output.load(f"peak-memory/{path.stem}")["figures"]
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    """Results of the runner alone. Of several results with the same sizes, the last counts."""
+    """Yield the results of the runner alone. If several have the same sizes, the last one counts."""
     for name in ("h100", "h200-more", "h200"):
         yield from output.load(f"moe-workspace/{name}")["figures"]["cells"]
 
 
 def key_of(found: dict[str, Any]) -> Sizes:
-    """Key of a result of :func:`forwards`."""
+    """Return the key of a result of :func:`forwards`."""
     share, served = MODELS[found["model"]].shard(found["shard"]), found["served"]
     return key(share, Layout(tp=found["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
 
 
 def key_of_cell(cell: dict[str, Any]) -> Sizes:
-    """Key of a result of :func:`cells`."""
+    """Return the key of a result of :func:`cells`."""
     layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
     return key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
 
 
 def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
-    """Key by which a measurement is found: the sizes of a rank's MoE layer, its runner and its quantization."""
+    """Return the key of a measurement: the sizes of a rank's MoE layer, its runner and its quantization."""
     rank = fuse_like_engine(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
@@ -139,7 +139,7 @@ def tables(result: output.Result) -> str:
 
 
 def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
-    """Key of a report of ``doctor``; see :func:`key`."""
+    """Return the key of a report of ``doctor``; see :func:`key`."""
     server, sizes = found["server"], found["sizes"]
     return (
         *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
@@ -160,7 +160,7 @@ def _peak(found: dict[str, Any]) -> str:
 
 
 def is_lower_bound(found: dict[str, Any]) -> bool:
-    """Whether the peak may be larger than the predicted one."""
+    """Return whether the peak may be larger than the predicted one."""
     return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
 
 

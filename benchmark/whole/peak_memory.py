@@ -88,7 +88,7 @@ def predict(
 def choose_width(
     served: weights.ServedModel, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
 ) -> int:
-    """Number of columns in a slice that moe-workspace's rule chooses today, with Triton's untuned tiles."""
+    """Return the number of columns in a slice that moe-workspace's rule chooses today, with Triton's untuned tiles."""
     max_bytes = None if moe_workspace_mb is None else moe_workspace_mb * 10**6
     sizes = (tokens, rank.top_k, rank.hidden, rank.intermediate)
     if served.runner == "marlin":

@@ -31,18 +31,20 @@ DOES_NOT_START = "does not start: its weights leave no memory"
 HOPPER = ("H100", "H200", "H20")
 IN_LAYERS = {"output-buffer", "deferred-shared-experts", "moe-workspace", "cutedsl-sizing", "mori-input-truncation"}
 LITTLE = 0.05
-"""Share of a peak below which a saving counts as little."""
+"""Fraction of the peak memory. A recipe that saves at most this fraction counts as saving little."""
 Key = tuple[models.Sizes, int]
 
 
 def read_recipes() -> dict[str, Any]:
-    """``sources`` by their short names, and ``recipes`` as they were published."""
+    """Read recipes.json: ``sources`` by their short names, and ``recipes`` as they were published."""
     found: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     return found
 
 
 def servers_with_config() -> list[dict[str, Any]]:
-    """The recipes whose model's ``config.json`` is at hand, as :func:`.doctor_answers.ask_each` takes them."""
+    """Return the recipes for which the model's ``config.json`` is at hand, in the form that
+    :func:`.doctor_answers.ask_each` takes.
+    """
     configs = {model["source"]: model["config"] for model in config.served_models()}
     return [
         recipe | {"gpu": recipe["gpu"].lower(), "config": configs[recipe["model"]]}
@@ -52,14 +54,14 @@ def servers_with_config() -> list[dict[str, Any]]:
 
 
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
-    """Parts of a report of ``doctor --model`` that the page shows."""
+    """Return the parts of a report of ``doctor --model`` that the page shows."""
     if "refused" in found:
         return found
     sizing = next(change for change in found["changes"] if change["name"] == "kv-sizing")
     is_left_alone = sizing["reason"].endswith(eligibility.given_reason("auto"))
     return {
         "server": found["server"],
-        "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},  # a folder of that moment
+        "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},  # a temporary folder
         "peaks": [found["stock"]["peak"], found["patched"]["peak"]] if found["stock"] else None,
         "at_least": models.is_lower_bound(found),
         "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
@@ -76,7 +78,9 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(answer: dict[str, Any]) -> str:
-    """Outcome of a recipe with kv-sizing. A recipe without a report has the refusal as its reason."""
+    """Return the outcome of a recipe with kv-sizing, one of the constants above. A recipe without a report has the
+    refusal as its reason.
+    """
     if answer.get("refused") == NO_CONFIG:
         return NO_CONFIG
     return answer.get("kv_sizing", REASON) if answer.get("starts", True) else DOES_NOT_START
@@ -87,7 +91,9 @@ def reason(answer: dict[str, Any]) -> str:
 
 
 def counts(results: list[output.Result]) -> str:
-    """How many recipes are sized, measured, or neither and why, on each release."""
+    """Make a table of the number of recipes by outcome, with a column for each release. Recipes that kv-sizing
+    neither sizes nor measures are counted by their reason.
+    """
     rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, LEFT_ALONE, DOES_NOT_START)}
     for at, result in enumerate(results):
         for each in result["figures"]["recipes"]:
@@ -99,7 +105,9 @@ def counts(results: list[output.Result]) -> str:
 
 
 def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, Any]]:
-    """Place and answer of the first release that would start a recipe; of the first release if none would."""
+    """Return the index and the answer of the first release for which doctor has a report on a recipe; otherwise
+    those of the first release.
+    """
     found = ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"])
     return next(found, (0, answers[0]["found"]))
 
@@ -128,7 +136,7 @@ def on_hopper(results: list[output.Result]) -> str:
 
 
 def tables(results: list[output.Result]) -> str:
-    """A row for each recipe, of the first release that would start it."""
+    """Make a table with a row for each recipe, on the first release for which doctor has a report on it."""
     wholes, alone = measured()
     rows, absent = [], set()
     for answers in zip(*(result["figures"]["recipes"] for result in results), strict=True):
@@ -158,11 +166,13 @@ def tables(results: list[output.Result]) -> str:
 
 
 def measured() -> tuple[dict[Key, str], dict[Key, str]]:
-    """Links to what was measured, whole forwards and the runner alone, by a rank's sizes and the chunk."""
+    """Make the links to measurements of whole forward passes, and of the runner alone. The keys are a rank's sizes
+    and the chunk size.
+    """
     wholes: dict[Key, str] = {}
     for forward in models.forwards():
         wholes[models.key_of(forward), forward["tokens"]] = f"[forward]({PAGES}/peak-memory.md)"
-    # The result triton-server/deepseek-v3-fp8-shard8-32768.
+    # This measurement is the result triton-server/deepseek-v3-fp8-shard8-32768.
     sizes = models.key(MODELS["deepseek-v3-fused"], Layout(tp=8), "triton", BLOCKS)
     wholes[sizes, 32768] = f"[server]({PAGES}/triton-server.md)"
     alone = {
@@ -173,7 +183,7 @@ def measured() -> tuple[dict[Key, str], dict[Key, str]]:
 
 
 def answer_recipes() -> Iterator[dict[str, Any]]:
-    """Each recipe as it was published, with what doctor says of it."""
+    """Yield each recipe as it was published, with the summary of doctor's report on it."""
     answers = {}
     for server, found in doctor_answers.ask_each(servers_with_config()):
         answers[_name(server)] = summarize(found)

@@ -26,14 +26,16 @@ from whole import models
 
 SERVING = output.RESULTS / "serving"
 GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
-"""Names for ``doctor --gpu``."""
+"""Names of the GPU models for ``doctor --gpu``, by the driver's names."""
 ADMITTED = re.compile(r"([\d,]+) requests run at once")
 FACTS = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "arguments")
-"""The figures of a result that decide its servers' memory."""
+"""Figures of a result that decide the memory of its servers."""
 
 
 def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Result name, server name, result and server of each server that measured its need with a release."""
+    """Find the servers that measured their need with a release. Yield the result's name, the server's name, the
+    result and the server.
+    """
     for path in sorted(SERVING.glob("*.json")):
         result = output.load(f"serving/{path.stem}")
         if result["conditions"]["engine"] != release:
@@ -44,7 +46,7 @@ def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], d
 
 
 def describe_server(result: dict[str, Any]) -> dict[str, Any]:
-    """The servers of a result, as :func:`.doctor_answers.ask_each` takes one."""
+    """Describe the servers of a result in the form that :func:`.doctor_answers.ask_each` takes."""
     figures = result["figures"]
     options = argparse.Namespace(**{name: figures[name] for name in FACTS}, quick=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +61,7 @@ def describe_server(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(server: dict[str, Any]) -> dict[str, Any]:
-    """The engine's answers about a server, or the reason why there are none."""
+    """Return the engine's answers about a server, or the key ``refused`` with the reason why there are none."""
     try:
         return model_report.ask_engine(server["config"], server["flags"], server["gpu"])
     except model_report.CannotAsk as error:
@@ -67,7 +69,7 @@ def ask(server: dict[str, Any]) -> dict[str, Any]:
 
 
 def admitted_requests(server: dict[str, Any]) -> int:
-    """Requests that a measured server ran at once, by its log; 0: its log does not say."""
+    """Read from a measured server's log how many requests it ran at once; 0: the log does not say."""
     found = ADMITTED.search("\n".join(server["said"]))
     return int(found[1].replace(",", "")) if found else 0
 
@@ -76,7 +78,9 @@ def admitted_requests(server: dict[str, Any]) -> int:
 
 
 def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
-    """The predicted room of a measured server; and the relative errors of its need and of its KV tokens."""
+    """Return the predicted room of a measured server, and the relative errors of the predicted need and of the
+    predicted KV tokens.
+    """
     asked = answer["asked"]
     sizes = config.read(answer["config"], answer["result"])
     requests = admitted_requests(server) // (asked["resolved"].get("pp_size") or 1)
@@ -86,7 +90,9 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
 
 
 def tables(results: list[output.Result]) -> str:
-    """A row for each measured server, and the number of those within :data:`NEED_ERROR`."""
+    """Make a table with a row for each measured server, and a sentence on how many predictions are within
+    :data:`NEED_ERROR`.
+    """
     rows, errors, token_errors = [], [], []
     for result in results:
         measured = {(name, kind): (found, server) for name, kind, found, server in measured_servers(release_of(result))}
@@ -123,7 +129,7 @@ def tables(results: list[output.Result]) -> str:
 
 
 def release_of(result: output.Result) -> str:
-    """The release that a result is of."""
+    """Return the engine release of a result."""
     release: str = result["conditions"]["engine"]
     return release
 

@@ -47,25 +47,26 @@ from sglang_moe_reference import environment
 
 MB = 1e6
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
-"""(``SGLANG_MOE_PATCHES``, variable of activation-segments) of each server."""
+"""Values of ``SGLANG_MOE_PATCHES`` and of activation-segments' variable, by server."""
 WORKSPACE_MB = "600"
 """``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` of both servers. By default moe-workspace does not cut layers with tuned
 tiles, such as Qwen3-30B's, and then the soak would not test it."""
 MAX_GROWTH_FRACTION = 0.02
-"""Allowed growth of reserved memory in the second half, beside the growth of tensors. It is a fraction of the memory
-that forward passes reserved in the first half."""
+"""Limit on the growth of reserved memory in the second half, not counting the growth of tensors. It is a fraction of
+the memory that forward passes reserved in the first half.
+"""
 LEAVE, ABORT = 0.08, 0.08
-"""Fraction of requests whose client closes the connection, and fraction that is aborted by id."""
+"""Fraction of the requests whose client closes the connection, and fraction of the requests that are aborted by id."""
 SHARE = 0.3
-"""Fraction of requests that begin with the shared prefix."""
+"""Fraction of the requests that begin with the shared prefix."""
 FLUSH_EVERY, UPDATE_EVERY = 2, 4
-"""Number of rounds between two flushes, and between two weight updates."""
+"""Number of rounds from one flush to the next, and from one weight update to the next."""
 FATAL = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
-"""Text in a server's log that counts as an error."""
+"""Matches texts in a server's log that count as errors."""
 START_S, TIMEOUT_S = 400.0, 300.0
-"""Timeout of a server's start, and of a request."""
+"""Timeouts of a server's start and of a request, in seconds."""
 PROBE_TOKENS = 24
-"""New tokens of an answer to a fixed prompt."""
+"""Number of new tokens in an answer to a fixed prompt."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def find_failures(figures: dict[str, Any]) -> list[str]:
             failures.append(
                 f"patched: {growth / MB:,.0f} MB more reserved in the second half, beyond what tensors grew"
             )
-        # With experts as wide as Qwen3-30B's, the activation's output does not fit into the dead input.
+        # The activation's output does not fit into the dead input if experts are as wide as Qwen3-30B's.
         if figures["gpu"] and not (patched["columns"] or patched["dead_inputs"]):
             failures.append("patched: no change acted in any forward pass")
     return failures

@@ -34,13 +34,17 @@ from sglang_moe_patches.core.machine import has_gpu
 MB = 1e6
 SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
 WARM_UP = 2
-"""Rounds that do not count."""
+"""Number of rounds at the beginning that do not count."""
 SHORT = 48
-"""Tokens of a prompt for decode steps. It has more than one token, so that its prefill does not count as a decode."""
+"""Number of tokens in a prompt for decode steps. It has more than one token, so that its prefill does not count as a
+decode.
+"""
 
 
 def server_names(copies: int) -> list[str]:
-    """Names of the servers: stock, patched and stock again. With several copies, as many of both kinds."""
+    """Return the names of the servers: stock, patched and stock again. With several copies, each of stock and
+    patched has as many.
+    """
     more = [f"{name}-{copy}" for copy in range(3, copies + 1) for name in servers.SERVERS]
     return [*SERVERS[: 3 if copies == 1 else 4], *more]
 
