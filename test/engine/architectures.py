@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-"""Fields that most architectures share."""
+"""Fields of ``config.json`` that most architectures share."""
 
 
 def config(architecture: str, model_type: str, **own: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ LINEAR = {
     "linear_num_value_heads_cpu": 2,
     "linear_num_key_heads_cpu": 2,
 }
-"""Fields of linear attention."""
+"""Fields of ``config.json`` that describe linear attention."""
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 CONFIGS = {
     "qwen3-moe": config("Qwen3MoeForCausalLM", "qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[]),

@@ -107,7 +107,7 @@ def start_server(arguments: list[str], variables: dict[str, str], output: Path) 
 def insert(page: Path, fragments: Mapping[str, str]) -> None:
     """Insert HTML into an existing page.
 
-    :param fragments: HTML, by the name of the marker in front of which it goes: ``<!-- name -->`` in the page.
+    :param fragments: HTML, by the name of the marker before which it is inserted: ``<!-- name -->`` in the page.
     :raises ValueError: the page has no such marker.
     """
     text = page.read_text(encoding="utf-8")

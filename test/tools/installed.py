@@ -2,7 +2,7 @@
 
     build/wheel/environment/bin/python -I test/tools/installed.py  # make wheel
 
-Needs nothing but the package and what it installs.
+The script needs only the package and its dependencies.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from importlib import metadata, resources
 PACKAGE = "sglang_moe_patches"
 DISTRIBUTION = "sglang-moe-patches"
 GROUP, PLUGIN = "sglang.srt.plugins", "moe_patches"
-"""Entry point by which the engine finds the plugin."""
+"""Group and name of the entry point by which the engine finds the plugin."""
 DATA = ("py.typed", "lab/regress/report.html.j2", "lab/predict/models.json")
 
 
 def problems() -> list[str]:
-    """Faults of the installation, each in one line; none if the engine would find the plugin."""
+    """Return the faults of the installation, each in one line; none if the engine would find the plugin."""
     found = [point for point in metadata.entry_points(group=GROUP) if point.name == PLUGIN]
     if [point.value for point in found] != [f"{PACKAGE}.plugin:register"]:
         return [f"entry point {PLUGIN} of {GROUP}: expected {PACKAGE}.plugin:register, found {found}"]

@@ -1,5 +1,6 @@
-"""Comparison of two servers' answers, which should be equal. A statistical test decides whether a patch causes
-differences."""
+"""Comparison of two servers' answers, which should be equal. A statistical test decides whether a patch or the stock
+engine causes differences.
+"""
 
 from __future__ import annotations
 

@@ -175,7 +175,9 @@ def offering(family: str, found: dict[str, Any]) -> list[str]:
 
 
 def offers(found: dict[str, Any]) -> str:
-    """A table of the families that offer, by the engine's modules, and of those that do not on the newest release."""
+    """Return a table of the families that may offer their dead input, and of those that may not on the newest
+    release.
+    """
     names = sorted({name for facts in found.values() for name in facts["families"]})
     where: dict[str, list[str]] = {}
     for name in names:
@@ -191,7 +193,7 @@ def offers(found: dict[str, Any]) -> str:
 
 
 def whole(outcomes: dict[str, Any]) -> str:
-    """A table of the last runs of all tests."""
+    """Return a table of the results of the last runs of `make test-all`."""
     rows = []
     for release, parts in outcomes.items():
         found = [parts.get(part) for part in PARTS]

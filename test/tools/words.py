@@ -57,7 +57,7 @@ class Text(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """Sentences without markup."""
+        """Sentences of the text, without markup."""
         plain = MARKUP.sub(lambda match: match[1] or " X ", self.text)
         return [" ".join(part.split()) for part in SENTENCE_END.split(plain) if re.search("[a-z]", part)]
 
@@ -76,7 +76,7 @@ class Shares(NamedTuple):
 
 
 def find_flags(sentence: str, *, is_first: bool) -> list[str]:
-    """Reasons why a sentence is flagged.
+    """Return the reasons why a sentence is flagged.
 
     :param is_first: whether it is the first sentence of a docstring or a comment.
     """
@@ -89,7 +89,7 @@ def find_flags(sentence: str, *, is_first: bool) -> list[str]:
 
 
 def flag_text(text: Text) -> list[tuple[str, list[str]]]:
-    """Sentences of a text, each with its flags."""
+    """Return the sentences of a text, each with its flags."""
     may_be_headless = text.name != "page"
     return [
         (sentence, find_flags(sentence, is_first=may_be_headless and number == 0))
@@ -116,7 +116,7 @@ def measure(texts: Iterable[Text]) -> Shares:
 
 
 def texts_in(root: Path) -> Iterator[Text]:
-    """Texts of a file, or of all Python files and pages below a folder. Hidden folders are left out."""
+    """Yield the texts of a file, or of all Python files and pages below a folder. Hidden folders are left out."""
     for path in [root] if root.is_file() else sorted([*root.rglob("*.py"), *root.rglob("*.md")]):
         is_hidden = any(part.startswith(".") for part in path.parts[len(root.parts) :])
         if is_hidden or path.name in SKIPPED_FILES:
@@ -130,7 +130,7 @@ def texts_in(root: Path) -> Iterator[Text]:
 
 
 def docstrings(path: Path, source: str) -> Iterator[Text]:
-    """Docstrings of modules, classes, functions and attributes."""
+    """Yield the docstrings of modules, classes, functions and attributes."""
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         for index, statement in enumerate(body if isinstance(body, list) else []):
@@ -146,7 +146,7 @@ def docstrings(path: Path, source: str) -> Iterator[Text]:
 
 
 def comments(path: Path, source: str) -> Iterator[Text]:
-    """Comments. Comments in consecutive lines are one text."""
+    """Yield the comments. Comments in consecutive lines are one text."""
     block: list[str] = []
     start = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -165,7 +165,7 @@ def comments(path: Path, source: str) -> Iterator[Text]:
 
 
 def paragraphs(path: Path, source: str) -> Iterator[Text]:
-    """Paragraphs and list items of a page, without tables, headings, code and generated parts."""
+    """Yield the paragraphs and list items of a page, without tables, headings, code and generated parts."""
     prose = GENERATED.sub(lambda match: "\n" * match[0].count("\n"), source)
     line = 1
     for paragraph in re.split(r"(\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) ))", prose):

@@ -114,8 +114,8 @@ def test_one_shared_wrapper_gives_the_answers_of_one_wrapper_per_layer(
 
 
 def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, monkeypatch):
-    """Stock allocates FlashInfer's output buffer when the KV cache already occupies the rest of the GPU. With
-    data-parallel ranks it is the largest buffer.
+    """The change keeps FlashInfer from allocating its output buffer. Stock allocates the buffer when the KV cache
+    already occupies the rest of the GPU, and with data-parallel ranks it is the largest one.
     """
     made, empty = [], torch.empty
 
@@ -327,8 +327,8 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 
 @pytest.mark.every_release
 def test_the_stated_default_of_the_budget_is_the_installed_engines():
-    """README's table states the installed engine's default. The package's own check is used only if the engine has
-    none.
+    """The default budget in README's table is the installed engine's. The package's own check is used only if the
+    engine has none.
     """
     dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     overrides = [dispatcher]
@@ -344,8 +344,8 @@ def test_the_stated_default_of_the_budget_is_the_installed_engines():
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
-    """This package's check refuses the budget, or the engine's own check does. Releases 0.5.11 and 0.5.12.post1 do
-    not allow this combination of arguments.
+    """Either this package's check or the engine's own check refuses a budget that is too small. Releases 0.5.11 and
+    0.5.12.post1 do not allow this combination of arguments.
     """
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},

@@ -156,7 +156,9 @@ def test_what_another_kernel_reads_stays(engine, checkpoint):
 
 
 def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch, patcher):
-    """The change asks the engine's own functions about the platform."""
+    """The change is applied on Hopper if the release serves NVFP4 there. It asks the engine's own functions about
+    the platform.
+    """
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang_moe_patches.core.patch import Status
 

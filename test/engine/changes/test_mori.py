@@ -288,7 +288,9 @@ def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]
 def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
     make_layers, kernel, monkeypatch, mode, dtype
 ):
-    """The test covers normal and low-latency dispatch, with BF16, FP8 and FP4 rows."""
+    """The engine's own forward pass gives equal results with a quarter of the rows. The test covers normal and
+    low-latency dispatch, with BF16, FP8 and FP4 rows.
+    """
     padded = pad_tokens(monkeypatch, [4, 2, 4, 3], 1, extend=False)
     assert padded == [4, 4, 4, 4]
     sent = random_inputs(padded, 1, seed=1)
@@ -412,7 +414,9 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
 
 
 def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel, set_limit):
-    """While the engine captures a CUDA graph, it announces the padded batch size and no counts of tokens."""
+    """The engine announces the padded batch size and no counts of tokens while it captures a CUDA graph. The
+    captured shapes must be valid for every later batch.
+    """
     from sglang.srt.layers import dp_attention
 
     layers = make_layers()
@@ -440,8 +444,8 @@ def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kerne
 
 
 def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monkeypatch):
-    """The cases have the engine's padding, uneven and idle ranks, three layouts, limits up to twice the buffer, and
-    forward passes with and without counts.
+    """The change loses no row in random forward passes. The cases have the engine's padding, uneven and idle ranks,
+    three layouts, limits up to twice the buffer, and forward passes with and without counts.
     """
     seen: Counter[str] = Counter()
     layers, forwards = make_layers(), []

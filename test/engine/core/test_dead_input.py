@@ -141,7 +141,9 @@ class CannotBeImported:
 def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
     engine, path, stock_qwen3, kernels, monkeypatch
 ):
-    """The engine itself ignores a model module that cannot be imported, and serves other models."""
+    """Other families still offer their input if DeepSeek's module cannot be imported. The engine itself ignores such
+    a module and serves other models.
+    """
     name = "sglang.srt.models.deepseek_v2"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [CannotBeImported(name), *sys.meta_path])
@@ -188,8 +190,8 @@ def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
-    """The layer after it offers nothing either. The engine registers the hooks of --forward-hooks after it has built
-    a model.
+    """A layer with a forward hook offers nothing, and neither does the layer after it. The engine registers the
+    hooks of --forward-hooks after it has built a model.
     """
     with installed(output_buffer.CHANGE):
         model = engine.load(path)
@@ -267,7 +269,9 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
     ],
 )
 def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_input(backend, engine, path, kernels):
-    """The kernel fills its output with NaN before it writes it, so code that still reads the dead input answers NaN."""
+    """Answers equal stock, and each layer writes its output over its input. The kernel first fills its output with
+    NaN, so code that still reads the dead input would answer NaN.
+    """
 
     def answers():
         model = engine.load(path)
@@ -293,7 +297,9 @@ def layer_class(family):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["deepseek-v3", *FAMILIES_ONE_IN_CI])
 def test_offering_the_residual_changes_a_familys_answers(family, path, run, monkeypatch):
-    """Without the guard, the first layer offers its input, which becomes the residual."""
+    """The answers change if the first layer offers its input, which becomes the residual. The guard prevents this
+    offer, and the test removes the guard.
+    """
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
     assert same_answers(run(path, output_buffer.CHANGE), stock)  # the residual is checked in every forward pass
@@ -344,7 +350,9 @@ def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, pa
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monkeypatch):
-    """The loop over the layers is replaced by code that the proofs do not cover. Such code may keep a layer's input."""
+    """A layer offers nothing if code without a proof runs the loop over the layers. Such code may keep a layer's
+    input.
+    """
     with installed(output_buffer.CHANGE):
         stack = engine_code.module("sglang.srt.models.qwen3_moe").Qwen3MoeModel
         loop = stack.forward

@@ -59,7 +59,9 @@ def test_answers_depend_on_the_checkpoint_and_are_deterministic(engine, checkpoi
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_the_checkpoint_reaches_the_model(engine, checkpoint, family, tmp_path):
-    """The engine's loaders ignore unknown names. A parameter that is not loaded keeps arbitrary values."""
+    """The model loads every tensor of the checkpoint. The engine's loaders ignore unknown names, and a parameter
+    that is not loaded keeps arbitrary values.
+    """
     folder = checkpoint(family=family)
     tensors = load_file(folder / "model.safetensors")
     shutil.copytree(folder, tmp_path / "other")
@@ -101,7 +103,9 @@ def test_the_kernel_that_routes_by_itself_routes_as_the_engine_does(engine, chec
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_minimax_with_the_kernel_that_routes_by_itself_is_refused(engine, checkpoint):
-    """The engine does not pass MiniMax-M2's routing method to the kernel."""
+    """The kernel that computes the routing itself refuses MiniMax-M2, because the engine does not pass this model's
+    routing method to the kernel.
+    """
     with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
         model = engine.load(checkpoint(family="minimax-m2"))
         with pytest.raises(NotImplementedError, match="routing_bias with routing_method_type=0"):
@@ -126,8 +130,9 @@ def test_the_engines_own_experts_answer_from_the_bfloat16_checkpoint(engine, che
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
 def test_routed_experts_are_scaled_once(engine, checkpoint, family):
-    """On the CPU the engine multiplies the output of NVFP4 experts by a factor that the routing weights already
-    contain."""
+    """The output of routed experts is scaled once. On the CPU, the engine alone would multiply the output of NVFP4
+    experts by a factor that the routing weights already contain.
+    """
     layer = moe_layer(engine.load(checkpoint(family=family)), family)
     hidden = torch.randn(5, 256).bfloat16()
     with torch.no_grad():

@@ -61,7 +61,9 @@ def test_undoing_all_changes_restores_the_answers(engine, checkpoint):
 
 
 def test_an_engine_whose_plugin_list_leaves_this_plugin_out_loads_no_module_of_it():
-    """A module of this package must be loaded before it can patch the engine, so no loaded module means no patch."""
+    """The engine loads no module of this package if ``SGLANG_PLUGINS`` leaves its plugin out. A patch needs a loaded
+    module, so there is no patch either.
+    """
     code = (
         "import sys; from sglang.srt.plugins import load_plugins; load_plugins(); "
         "print([n for n in sys.modules if n.startswith('sglang_moe_patches')])"

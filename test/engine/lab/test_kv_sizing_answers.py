@@ -30,7 +30,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_consistent(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
-    """Whether ``doctor``'s row has the server's decision and the server's reason."""
+    """Return whether ``doctor``'s row has the server's decision and the server's reason."""
     if "refused" in doctor or "refused" in server:
         return "refused" in doctor and "refused" in server
     row = row_of(doctor)
@@ -181,7 +181,9 @@ def decision_reason(running: Server, log: str) -> str:
     ],
 )
 def test_a_started_server_decides_as_doctor_predicts(name, tmp_path: Path, checkpoint, monkeypatch):
-    """Stand-ins pretend that a GPU exists and report its free memory. Everything else is the server's own."""
+    """A started server decides as doctor predicts. Stand-ins pretend that a GPU exists and report its free memory.
+    Everything else is the server's own.
+    """
     case = STARTED[name]
     if RELEASE in case.fails_on:
         pytest.skip(f"SGLang {RELEASE} ends this server: {case.fails_on[RELEASE]}")

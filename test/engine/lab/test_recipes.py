@@ -22,7 +22,7 @@ CHOSEN_BY_LAYERS = {"triton", "marlin"}
 
 
 def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]) -> bool:
-    """Whether ``doctor``'s report agrees with the engine's resolved arguments."""
+    """Return whether ``doctor``'s report agrees with the engine's resolved arguments."""
     if "refused" in engine and any("draft-model-path" in flag for flag in recipe["flags"]):
         return any(
             "draft model" in line for line in doctor["unknown"]

@@ -133,7 +133,9 @@ def test_each_argument_that_is_asked_for_is_one_of_the_engines():
 
 
 def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
-    """The test calls the engine's own ``GroupCoordinator.graph_capture``, on a group without real communicators."""
+    """The engine's own context manager around captures, ``GroupCoordinator.graph_capture``, suspends expandable
+    segments. The test's group has no real communicators.
+    """
     from contextlib import nullcontext
     from types import SimpleNamespace
 

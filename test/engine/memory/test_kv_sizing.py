@@ -97,8 +97,8 @@ def arguments_read() -> set[str]:
 
 @pytest.mark.every_release
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
-    """kv-sizing leaves servers with some arguments alone. If it misspelt an argument, it would leave no server
-    alone.
+    """kv-sizing recognizes some servers by their arguments and leaves them alone. It would not recognize a server by
+    a misspelt argument.
     """
     assert arguments_read() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
@@ -620,7 +620,9 @@ def find_processes(command: str) -> list[psutil.Process]:
 @pytest.mark.every_release
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, checkpoint):
-    """Kubernetes sends SIGTERM to the launcher. A single rank may also be killed."""
+    """All processes of a server end if the launcher or a rank is ended during the rehearsal. Kubernetes sends
+    SIGTERM to the launcher.
+    """
     ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1")
     signalled: list[psutil.Process] = []
 
