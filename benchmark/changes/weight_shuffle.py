@@ -172,7 +172,7 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
 def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
     """Load and prepare a model of ``layers`` layers, and measure the memory that is reserved but not used after it.
 
-    :returns: bytes after the engine's and after our preparation.
+    :returns: bytes after the engine's preparation, and after this package's.
     """
     free = torch.cuda.mem_get_info()[0]
     experts = max(1, min(case.experts, int(case.experts * 0.25 * free / (layers * case.layer_bytes))))

@@ -26,7 +26,7 @@ UNIFORM = math.sqrt(3)
 FP4_DEVIATION = math.sqrt(68.5 / 8)
 """Standard deviation of uniform E2M1 codes: plus or minus 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 ZEROS_BEHIND_SCALES = "BENCHMARK_ZEROS_BEHIND_SCALES"
-"""Environment variable. If set, the memory behind each layer's MXFP4 scales is zero. Stock MXFP4 kernels on Hopper
+"""Environment variable. If set, the memory after each layer's MXFP4 scales is zero. Stock MXFP4 kernels on Hopper
 read that memory, which otherwise contains arbitrary bytes."""
 _LOADED = "benchmark: allocated once the model was loaded: {} bytes"
 _CACHED = "Memory pool end"

@@ -1,4 +1,4 @@
-"""Read from a server's ``/metrics`` and log how far kv-sizing grew the server's KV cache."""
+"""Read the KV cache size that kv-sizing chose from a server's ``/metrics``, and kv-sizing's lines from the log."""
 
 from __future__ import annotations
 

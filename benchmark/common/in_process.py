@@ -173,7 +173,7 @@ class InProcess:
         cut_at = SimpleNamespace(cut_len=cut)
         self.bench.prepare_extend_inputs_for_correctness_test(cut_at, [array("q", prompt)], requests, self.runner)
         (request,) = requests
-        if hasattr(request, "fill_ids"):  # the function of these releases reads row 0, whatever the request's row is
+        if hasattr(request, "fill_ids"):  # the function of these releases reads row 0 of the table for any request
             prefix = self.runner.req_to_token_pool.req_to_token[request.req_pool_idx, :cut]
             request.prefix_indices = prefix.to(request.prefix_indices.dtype)
         _, logits, _ = self.bench.extend(requests, self.runner)

@@ -88,7 +88,7 @@ def require_gpu(name: str, instead: str = "") -> None:
     """End the program with a message if PyTorch sees no GPU.
 
     :param name: name of the benchmark.
-    :param instead: advice what to run without a GPU.
+    :param instead: advice about what to run without a GPU.
     """
     import torch
 

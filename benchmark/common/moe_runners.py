@@ -129,7 +129,7 @@ class Runner(ABC):
 
     @abstractmethod
     def slice_step(self, gemm: Any) -> int:
-        """Number of columns of which the width of a slice must be a multiple.
+        """Return a number of columns. The width of a slice must be a multiple of this number.
 
         :param gemm: description of the GEMM that the rule receives.
         """

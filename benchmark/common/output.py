@@ -38,11 +38,11 @@ class Parser(argparse.ArgumentParser):
     """Argument parser with a second set of defaults."""
 
     quick: dict[str, Any]
-    """Defaults with ``--quick``."""
+    """Default values of the options with ``--quick``."""
 
 
 def program() -> str:
-    """Beginning of the command line that runs this process's benchmark."""
+    """Return the beginning of the command line that runs this process's benchmark."""
     script = Path(sys.argv[0])
     return f"python benchmark {script.parent.name}/{script.stem}"
 

@@ -19,7 +19,7 @@ OUTERMOST = ("/managers/scheduler.py", "/managers/tp_worker.py", "/model_executo
 allocation.
 """
 STOP_S = 300.0
-"""Timeout for the engine to write the record."""
+"""Timeout in seconds for the engine to write the record."""
 Change = tuple[int, int, str]
 """Address, bytes and function of an allocation. With 0 bytes, the allocation was freed."""
 

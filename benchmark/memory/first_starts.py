@@ -127,7 +127,7 @@ ROWS = {
 def command(row: Row, work: Path, result: Path, servers: str) -> list[str]:
     """Command that runs ``benchmark/memory/serving.py`` for a row.
 
-    It keeps the servers' logs in a folder beside the result.
+    It keeps the servers' logs in a folder next to the result.
     """
     logs = str(result.with_suffix(""))
     options = ["--work", str(work), "--json", str(result), "--servers", servers, "--logs", logs]
@@ -140,7 +140,7 @@ def work_folder(row: Row, work: Path) -> Path:
 
 
 def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
-    """Run both servers of a row. The log of the row is ``NAME.log`` beside its result.
+    """Run both servers of a row. The log of the row is ``NAME.log`` next to its result.
 
     :returns: exit code of ``benchmark/memory/serving.py``.
     """

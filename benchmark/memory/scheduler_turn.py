@@ -2,9 +2,10 @@
 
     sglang-moe-reference exec -- python benchmark memory/scheduler_turn       # any machine
 
-A turn reads an empty inbox, takes in its requests, and asks how many requests may join the running ones: once, and once
-for each request that waits. These functions are the engine's. Nothing is computed, so the numbers are the whole cost of
-the hooks beside stock. Reading the GPU's free memory is left out: the server does it once a second.
+A turn is one iteration of the event loop. It reads an empty inbox, processes its requests, and asks how many requests
+may join the running ones: once, and once for each waiting request. These functions are the engine's. Nothing is
+computed, so the figures are the whole cost of the hooks, compared with stock. Reading the GPU's free memory is left
+out, because the server does it only once a second.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ and answer the same requests: first eight questions, one after the other, then a
 - names of changes, as in `fp4-weights` or `kv-sizing+moe-workspace`: only these changes. They show what one change
   does.
 - `stock-again`, `grown-again`: a second start. It shows whether another start gives the same results.
-- `stock-zeros`: stock, but the memory behind each layer's MXFP4 scales is zero. Kernels on Hopper read that memory.
+- `stock-zeros`: stock, but the memory after each layer's MXFP4 scales is zero. Kernels on Hopper read that memory.
 
 The last three kinds only answer the questions. With --mem-fraction-static after `--`, the KV cache grows all the same
 (SGLANG_MOE_PATCHES_KV_SIZING=always).

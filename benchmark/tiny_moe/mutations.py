@@ -79,7 +79,7 @@ def residual_as_buffer(patcher: Patcher) -> None:
     from sglang_moe_patches.core.dead_input import offer
     from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 
-    # Replace this package's own wrapper. Beside a foreign wrapper, the change would do nothing.
+    # Replace this package's own wrapper. If another plugin's wrapper were there, the change would do nothing.
     def make(original: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(

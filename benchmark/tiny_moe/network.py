@@ -236,7 +236,7 @@ class Model(nn.Module):
 
     @property
     def moe_layers(self) -> list[Moe]:
-        """MoE blocks of the layers that have one."""
+        """MoE blocks of the model, in the order of their layers."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Moe)]
 
     def quantize(self, on: bool) -> None:

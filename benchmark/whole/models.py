@@ -165,7 +165,7 @@ def is_lower_bound(found: dict[str, Any]) -> bool:
 
 
 def _remarks(found: dict[str, Any]) -> str:
-    """Short remarks: whether no change acts in the model's layers, and what is unknown about this model."""
+    """Return short remarks: whether no change acts in the model's layers, and what is unknown about this model."""
     remarks = []
     if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in found["changes"]):
         remarks.append("on request")

@@ -15,8 +15,8 @@ lab/predict/forward.py).
 Both servers answer the same prompts twice, one at a time. If the patched server differs in a token or log-probability
 that the stock server repeats, there is no result. If the stock server repeats no answer, as with Marlin on Hopper, the
 result says how far answers are apart. The first forward pass of --tokens tokens is not measured, because libraries
-allocate workspaces in it. The figures are those of one rank: bytes beside the memory allocated before the forward pass.
---workspace-mb stands for the memory of the vendor's NVFP4 kernel. --moe-workspace-mb is
+allocate workspaces in it. The figures are those of one rank: bytes on top of the memory that was allocated before the
+forward pass. --workspace-mb stands for the memory of the vendor's NVFP4 kernel. --moe-workspace-mb is
 SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server.
 """
 

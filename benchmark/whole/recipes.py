@@ -1,8 +1,8 @@
-"""Published recipes: the runner, the changes that act and kv-sizing's decision, for each recipe at its own flags.
+"""Find the runner, the changes that act and kv-sizing's decision for each published recipe, with its own flags.
 
     python benchmark whole/recipes --json benchmark/results/recipes/0.5.23.json
 
-Nothing is served. ``sglang-moe-patches doctor --model`` is asked about each recipe, with every change selected and
+No server starts. ``sglang-moe-patches doctor --model`` is asked about each recipe, with every change selected and
 ``SGLANG_MOE_PATCHES_KV_SIZING=auto``. recipes.json has the recipes and their sources. doctor's models.json
 has the sizes.
 """

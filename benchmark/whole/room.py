@@ -1,8 +1,8 @@
-"""The memory that ``doctor --model`` predicts beside weights and KV cache, compared with the measured servers.
+"""Compare the memory that ``doctor --model`` predicts, without weights and KV cache, with that of measured servers.
 
     python benchmark whole/room --json benchmark/results/room/0.5.12.post1.json
 
-Nothing is served. ``doctor`` is asked about each server in benchmark/results/serving that measured its need with the
+No server starts. ``doctor`` is asked about each server in benchmark/results/serving that measured its need with the
 installed release. The result keeps the engine's answers; the page is made from them and from the measured servers.
 """
 

@@ -399,7 +399,7 @@ def classify_answer(status: int, text: str) -> str:
 
 
 def served_model(options: Any) -> ServedModel:
-    """Model that the options choose."""
+    """Return the model that the options choose."""
     if options.quick:
         return ServedModel(TINY)
     return ServedModel(MODELS[options.model], moe_layers=options.layers, runner="triton")
