@@ -171,7 +171,7 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
 
 
 def test_passes_and_strips_change_nothing(monkeypatch):
-    tokens, hidden = (200, 384) if DEVICE == "cuda" else (130, 128)  # at the least 128 tokens and 64 columns at a time
+    tokens, hidden = (200, 384) if DEVICE == "cuda" else (130, 128)  # the minimum: 128 tokens and 64 columns at a time
     shared, arguments = layer(2, hidden, 64, device=DEVICE), batch(tokens, 2, hidden, 1, DEVICE)
     expected = in_triton(**shared, **arguments)
     run = nvfp4_triton.run_experts

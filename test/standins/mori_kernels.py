@@ -4,7 +4,7 @@
 ranks that are threads of one process. :func:`fused_moe` stands in for ``aiter.fused_moe.fused_moe``. They behave as the
 hardware does, so that faults show:
 
-- Rows behind the received rows contain NaN and valid expert ids.
+- Rows after the received rows contain NaN and valid expert ids.
 - Rows arrive in random order.
 - The kernel writes no output for rows that it does not receive.
 - Combine reads every received row.
@@ -141,7 +141,7 @@ class Network:
         """Send the output of every received row back to its sender, and add up the outputs of each row.
 
         :param outputs: output of each rank, [at least the received rows, hidden]. Missing rows are counted in
-            :attr:`lost_rows` and contribute nothing. The hardware would read the memory behind the tensor instead.
+            :attr:`lost_rows` and contribute nothing. The hardware would read the memory after the tensor instead.
         :returns: [``max_rows_per_rank``, hidden] for each rank. Rows without any output are NaN.
         """
         places = self.ranks * self.max_rows_per_rank

@@ -49,7 +49,7 @@ def register():
     hooks[here + "serving"] = look_often
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
-    hooks["sglang.srt.batch_invariant_ops"] = lambda ops: setattr(ops, "enable_batch_invariant_mode", int)  # a GPU's
+    hooks["sglang.srt.batch_invariant_ops"] = lambda ops: setattr(ops, "enable_batch_invariant_mode", int)  # for GPUs
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
         hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):

@@ -167,7 +167,7 @@ def tokens_of_forwards():
             sampling.normalize(None)
             ids = [pick.randrange(VOCABULARY) for _ in range(prompt)]
             req = Req(str(number), "", ids, sampling, vocab_size=VOCABULARY)
-            if isinstance(req.output_ids, array):  # # newer releases
+            if isinstance(req.output_ids, array):  # newer releases
                 req = Req(str(number), "", array(req.output_ids.typecode, ids), sampling, vocab_size=VOCABULARY)
             scheduler.waiting_queue.append(req)
         found = []

@@ -146,7 +146,7 @@ def test_deepseek_v4_runs_its_shared_experts_last_and_as_often_as_stock(
         for parameter in block.parameters():
             if parameter.is_floating_point():
                 parameter.data.normal_(0, 0.1)
-        block.gate.forward = block.topk.forward = lambda *args, **more: None  # of a GPU, and nothing here asks them
+        block.gate.forward = block.topk.forward = lambda *args, **more: None  # they need a GPU, and no result is used
         hidden = torch.randn(5, config.hidden_size).to(next(block.shared_experts.parameters()).dtype)
         more = {"skip_shared_experts": True} if skips else {}
         return block.forward_normal(hidden, **more), list(run_order)

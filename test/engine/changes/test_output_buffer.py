@@ -89,7 +89,7 @@ def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, 
     assert engines[first_is_moe][0] != stock(first_is_moe)[0]
     for path in (first_is_dense, first_is_moe):
         assert same_answers(patched(engine, path), stock(path))
-    # Without the guard, the engine's own offer stays active beside this package's.
+    # Without the guard, the engine's own offer stays active in addition to this package's.
     monkeypatch.setattr(offer, "make_empty_offer", lambda original: original)
     assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
 

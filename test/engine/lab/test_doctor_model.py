@@ -16,7 +16,7 @@ from sglang_moe_patches.lab.predict import config, engine_query, model_report
 
 QWEN, QWEN_LARGE = "Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"
 IN_BF16 = "QWEN in BF16"
-"""Stands for ``QWEN`` without quantization. The engine has files of tuned tiles for this layer on an H200."""
+"""Stands for ``QWEN`` without quantization. The engine has files of tuned tiles for its MoE layer on an H200."""
 CHUNK = "--chunked-prefill-size"
 DRAFT = "nvidia/gpt-oss-120b-Eagle3"
 STEPS = [f"--speculative-{each}" for each in ("num-steps=3", "eagle-topk=1", "num-draft-tokens=4")]

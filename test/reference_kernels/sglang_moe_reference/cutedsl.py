@@ -5,7 +5,7 @@ replace the kernels that the wrapper calls (:data:`KERNELS`) and have the same s
 replace the second stream, on which the wrapper zeroes the output (:data:`ON_ONE_STREAM`).
 
 The stand-ins use the wrapper's buffers as the real kernels do. A buffer that is too small, shared at the wrong time or
-poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile behind the last
+poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile after the last
 token are not written, neither by the real kernels nor by the stand-ins.
 
 As in :mod:`~sglang_moe_reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
