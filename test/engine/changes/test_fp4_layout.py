@@ -1,7 +1,9 @@
-"""fp4-weights lays out MXFP4 experts for ``triton_kernels`` in parts: the engine's own result, and no holes.
+"""fp4-weights lays out MXFP4 experts for ``triton_kernels`` in parts: the result equals the engine's own, and leaves no
+holes.
 
-The engine's functions and ``triton_kernels``' layouts are the real ones. Layouts are Hopper's. Whole layers run on the
-``meta`` device, and a model of PyTorch's allocator counts their memory.
+A hole is memory that PyTorch's allocator has reserved and no tensor uses. The engine's functions and the layouts of
+``triton_kernels`` are the real ones, for a Hopper GPU. Whole layers run on the ``meta`` device, and a model of
+PyTorch's allocator counts their memory.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ SHAPES = {
     "odd": (7, 192, 320),
     "one expert": (1, 128, 64),
 }
-"""Experts, hidden size and intermediate size."""
+"""Shapes of the tested layers: number of experts, hidden size and intermediate size."""
 
 
 @pytest.fixture
 def mxfp4(engine, monkeypatch):
-    """The engine's module for MXFP4, on a Hopper GPU."""
+    """The engine's module for MXFP4, set up as on a Hopper GPU."""
     from sglang.srt.layers.quantization import mxfp4
 
     as_on_hopper(monkeypatch)
@@ -47,13 +49,13 @@ def mxfp4(engine, monkeypatch):
 
 
 def has_room(mxfp4):
-    """Return whether this release's weights are created with room for their layout."""
+    """Return whether the change creates this release's weights with room for their layout."""
     return fp4_weights._creates_only_zeros(mxfp4.Mxfp4MoEMethod.create_weights)
 
 
 @pytest.fixture
 def room(mxfp4):
-    """Skip releases whose weights have no room for their layout."""
+    """Skip the test on releases whose weights have no room for their layout."""
     if not has_room(mxfp4):
         pytest.skip("this release does not create the weights as zeros")
 
@@ -73,7 +75,7 @@ def make_layer(engine, mxfp4, experts, hidden, intermediate):
 
 
 def load(layer):
-    """Fill a layer with the same random bytes each time."""
+    """Fill a layer with the same random bytes in each call. Return the address of each parameter."""
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         generator = torch.Generator().manual_seed(place)
         if "bias" not in name:
@@ -82,7 +84,7 @@ def load(layer):
 
 
 def laid_out(layer):
-    """Tensors of ``triton_kernels`` that a forward pass reads, with their layouts."""
+    """Return the tensors of ``triton_kernels`` that a forward pass reads, with their layouts."""
     method = layer.quant_method
     configs = (method.w13_precision_config, method.w2_precision_config)
     scales = [getattr(config, "weight_scale", None) or config.b_mx_scale for config in configs]
@@ -122,7 +124,9 @@ def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monk
 
 
 def count_parts(monkeypatch):
-    """Number of experts of each call in which ``triton_kernels`` lays out weights that have memory."""
+    """Return a list that receives the number of experts in each call that lays out weights. Calls on the ``meta``
+    device do not count.
+    """
     calls, tensor = [], importlib.import_module("triton_kernels.tensor")
     convert = tensor.convert_layout
 
@@ -179,7 +183,9 @@ def test_weights_that_something_else_holds_are_not_written_over(engine, mxfp4, n
 
 
 def record(engine, mxfp4, monkeypatch, layers, shape):
-    """Memory events of a model's layers on the ``meta`` device: their creation, then the layout of each one."""
+    """Return the memory events of a model's layers on the ``meta`` device, in three lists: creation of all layers,
+    layout of the first layer, and layout of the others.
+    """
     recorder, marks = Recorder("meta"), []
 
     def unrecorded(function):
@@ -209,7 +215,11 @@ def record(engine, mxfp4, monkeypatch, layers, shape):
 
 
 def measure(created, first, others):
-    """Allocator after all layers, and the most that the layout of the first one allocated and reserved."""
+    """Replay the memory events in a model of PyTorch's allocator.
+
+    :returns: the allocator after all layers, and the most bytes that the layout of the first layer allocated and
+        reserved.
+    """
     allocator = Allocator()
     allocator.run(created)
     allocated, reserved = allocator.allocated, allocator.reserved

@@ -127,7 +127,7 @@ def made_kind(name, engine, monkeypatch):
 
 
 def as_on_hopper(monkeypatch):
-    """Have ``triton_kernels`` lay out weights for Hopper."""
+    """Make ``triton_kernels`` lay out weights as for a Hopper GPU."""
     from sglang.srt.layers.quantization import mxfp4
 
     layout = importlib.import_module("triton_kernels.tensor_details.layout")
