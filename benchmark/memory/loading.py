@@ -1,4 +1,4 @@
-"""GPU memory of a server that has loaded FP4 experts: allocated, reserved, in holes, at its peak; and its KV tokens.
+"""Measure the GPU memory of servers that have loaded FP4 experts (allocated, reserved, in holes, peak), and KV tokens.
 
     python benchmark memory/loading --json loading.json  # gpt-oss-120b, MXFP4, whole
     python benchmark memory/loading --leave-free 80943 --json h100.json -- --mem-fraction-static 0.83  # as on an H100
@@ -8,7 +8,7 @@
 Servers start one after the other, with random weights and the engine's defaults:
 
 - `stock`: SGLANG_MOE_PATCHES=none.
-- `stock-zeros`: stock, and MXFP4's kernels read zeros behind a layer's scales.
+- `stock-zeros`: stock, and MXFP4's kernels read zeros after a layer's scales.
 - `before`: fp4-weights, which lays out all experts of a layer at once, as it did before.
 - `new`: fp4-weights.
 - `before-grown`, `new-grown`: the same with kv-sizing. Their KV cache size is read twice: by the engine's rule, and
@@ -17,8 +17,8 @@ Servers start one after the other, with random weights and the engine's defaults
 The allocator is read once the model is loaded and unused segments are returned (torch.cuda.empty_cache). Then each
 server answers eight questions. Holes are bytes that are reserved and not allocated.
 
---leave-free has another process take GPU memory first, so that this many MiB are free: 80943 is the free memory of an
-idle H100. With the same --json a later run adds its servers to the file.
+--leave-free makes another process allocate GPU memory first, so that this many MiB are free. An idle H100 has 80943 MiB
+of free memory. With the same --json a later run adds its servers to the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from memory import serving
 
 MB = 1e6
 WHOLE = "BENCHMARK_WHOLE_LAYOUT"
-"""Variable of a server that lays out all experts of a layer at once, as fp4-weights did before."""
+"""Environment variable of a server that lays out all experts of a layer at once, as fp4-weights did in earlier
+versions.
+"""
 SERVERS = {
     "stock": "stock",
     "stock-zeros": serving.ZEROS,
@@ -68,7 +70,9 @@ def register() -> None:
 
 
 def _lay_out_whole(in_parts: Any) -> None:
-    """Take out what this benchmark compares: parts, room for their result, and the return of unused segments."""
+    """Switch off the three steps that this benchmark compares: the layout in parts, the room for its result in the
+    loaded weights, and the return of unused segments.
+    """
     in_parts.wrap_swizzle = lambda original: original
     in_parts.create_with_room = lambda swizzle, create, layer: create()
     in_parts.free_cached_memory = lambda: None
@@ -88,7 +92,9 @@ def _measure(loader: Any) -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process's allocator after its unused segments were returned; empty without a GPU."""
+    """Return unused segments to the driver, and measure the bytes of this process's allocator. The result is empty
+    without a GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -113,7 +119,7 @@ def _memory() -> dict[str, int]:
 
 
 def variables(name: str, options: Any, work: Path) -> dict[str, str]:
-    """The environment of a server."""
+    """Return the environment of a server."""
     own = serving.variables(SERVERS[name], options, work)
     folder = work / "loading-plugin"
     if not folder.exists():
@@ -123,7 +129,11 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
 
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
-    """Figures of one server. If it does not start, ``failed`` says why, and there is only what was seen until then."""
+    """Start one server, let it answer the questions, and return its figures.
+
+    If the server does not start, ``failed`` has the reason, and the other figures are those that the server logged
+    before.
+    """
     own, log = variables(name, options, work), work / f"{name}.log"
     Path(own["HOME"]).mkdir(parents=True, exist_ok=True)
     arguments = serving.server_arguments(options, model, SERVERS[name])
@@ -147,13 +157,15 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
 
 
 def loaded(log: str) -> dict[str, Any]:
-    """Figures of the rank that reserved most, by a server's log; empty if the model was not loaded."""
+    """Read the figures of the rank that reserved the most memory from a server's log. They are empty if the model
+    was not loaded.
+    """
     ranks = [json.loads(line.partition(_SAYS)[2]) for line in log.splitlines() if _SAYS in line]
     return max(ranks, key=lambda rank: rank.get("reserved", 0), default={})
 
 
 def failure(log: str, error: Exception) -> str:
-    """Why a server did not start: the last line of its log that names an error."""
+    """Return why a server did not start: the last line of its log that names an error."""
     named = [line for line in log.splitlines() if "Error" in line or "Not enough memory" in line]
     return (named[-1] if named else f"{type(error).__name__}: {error}").strip()[-300:]
 
@@ -165,7 +177,7 @@ TOKENS = ("server", "KV tokens by the rule", "grown", "answers as stock-zeros'",
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """For each run, a table of memory, and a table of KV tokens and answers."""
+    """Make two tables for each run: one of memory, and one of KV tokens and answers."""
     parts = []
     for result in results:
         figures = result["figures"]
@@ -204,7 +216,9 @@ def _token_cells(found: dict[str, Any]) -> list[str]:
 
 
 def _alike(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
-    """Of how many answers, and of how many log-probabilities, the bytes equal those of stock with zeros."""
+    """Count the answers, and the log-probabilities of answers, that equal those of the server ``stock-zeros`` bit by
+    bit.
+    """
     own = figures["servers"]
     zeros = next(
         (r["figures"]["servers"]["stock-zeros"] for r in results if "stock-zeros" in r["figures"]["servers"]), None
