@@ -29,14 +29,16 @@ _NEUTRAL = ("torch", "contextlib", "functools")
 
 
 class Unsupported(Exception):
-    """The engine is not as a change expects. The message names the difference."""
+    """Raised if the engine is not as a change expects. The message names the difference."""
 
 
 # --- The installation ------------------------------------------------------------------------------------------------
 
 
 def version() -> str | None:
-    """Return the installed SGLang release, or ``None``. It is only displayed: decisions depend on the engine's code."""
+    """Return the installed SGLang release, or ``None`` if there is none. It is only displayed: decisions depend on the
+    engine's code.
+    """
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -52,7 +54,7 @@ def is_plugin_registered() -> bool:
 
 
 def is_plugin_left_out(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ``SGLANG_PLUGINS`` is set without this plugin, so that the engine does not load it."""
+    """Return whether ``SGLANG_PLUGINS`` is set and does not name this plugin. The engine then does not load it."""
     named = environ.get("SGLANG_PLUGINS", "")
     return bool(named) and PLUGIN_NAME not in (name.strip() for name in named.split(","))
 
@@ -125,9 +127,9 @@ def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
     """Return the function or class ``owner.name``, and check that no other plugin has wrapped or replaced it.
 
     Other plugins may wrap or replace the engine's functions (:mod:`sglang.srt.plugins.hook_registry`). The engine then
-    runs other code than the code that a probe reads, and another wrapper might undo the other plugin's work.
+    runs other code than the code that a probe reads, and a further wrapper might undo the other plugin's work.
 
-    :param owner: a module or a class. A class must itself come from this function.
+    :param owner: a module or a class. A class must itself be a result of this function.
     :param package: the package that must define the function or class.
     :returns: the original function or class, without this package's own wrappers.
     :raises Unsupported: the attribute does not exist, or another package defines it.
@@ -160,7 +162,9 @@ def _wrapped(function: Any) -> Iterator[Any]:
 
 
 def _home(name: str) -> str:
-    """Return the top-level package of a module. The engine's plugin framework counts as a package of its own."""
+    """Return the name of a module's top-level package. For a module of the engine's plugin framework, return ``a
+    plugin``.
+    """
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 
 
@@ -187,7 +191,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 def require_parameters(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> None:
     """Check the names of a function's first parameters.
 
-    :param exactly: the function must not have other parameters.
+    :param exactly: whether the function must have no other parameters.
     :raises Unsupported: the function's parameters do not begin with ``expected``, or it has others that are not
         allowed.
     """
@@ -211,9 +215,9 @@ def find_calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
 
 
 def find_uses(function: Callable[..., Any], name: str) -> set[str]:
-    """Return how a function's source code reads a local variable.
+    """Return the expressions and statements in a function's source code that read a local variable.
 
-    :returns: the source text of the expressions and statements that directly contain the variable.
+    :returns: the source texts of those that directly contain the variable.
     """
     return {
         ast.unparse(parent)
@@ -224,9 +228,10 @@ def find_uses(function: Callable[..., Any], name: str) -> set[str]:
 
 
 def load_definition(owner: ModuleType, name: str) -> FunctionType:
-    """Return the function that a module's source code defines, without the decorator that hides it.
+    """Return a function as a module's source code defines it, without its decorator.
 
-    The function is created from the module's compiled code. It has no default values.
+    If a decorator replaces the function, the module itself does not give access to it. The result is therefore created
+    from the module's compiled code. It has no default values.
 
     :raises Unsupported: the module defines no function of that name, or several.
     """
@@ -253,7 +258,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def sets_attribute(function: Callable[..., Any], attribute: str) -> bool:
-    """Return whether a function's code assigns to an attribute of that name, of any object."""
+    """Return whether a function's code assigns to an attribute of this name. The attribute may belong to any object."""
     return any(
         i.opname == "STORE_ATTR" and i.argval == attribute for i in dis.get_instructions(inspect.unwrap(function))
     )

@@ -22,12 +22,12 @@ _PARAMETERS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
 _ROUTES = "_moe_patches_routes"
 
 Route = Callable[[Any, Any, dict[str, Any]], Callable[..., Any] | None]
-"""Type of a route: a function of a call's ``hidden_states``, ``topk_ids`` and keyword arguments. It returns the
-function that receives the call instead of the engine's, or ``None``."""
+"""Type of a route. A route is a function that receives a call's ``hidden_states``, ``topk_ids`` and keyword arguments.
+It returns the function that receives the call instead of the engine's function, or ``None``."""
 
 
 def probe() -> tuple[ModuleType, FunctionType]:
-    """Return the engine's module and its fused-MoE function.
+    """Return the engine's module with the fused-MoE function, and the function itself.
 
     :raises engine.Unsupported: the function does not have the parameters that routes expect, or another plugin has
         patched it.
@@ -44,9 +44,9 @@ def probe() -> tuple[ModuleType, FunctionType]:
 
 
 def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
-    """Add a route to the wrapper. The first route wraps the engine's fused-MoE function.
+    """Add a route to the wrapper. If the engine's fused-MoE function is not wrapped yet, wrap it first.
 
-    :param first: put the route before the routes that were added earlier.
+    :param first: whether to ask this route before the routes that were added earlier.
     """
     module = engine.module(MODULE)
     if not hasattr(getattr(module, NAME), _ROUTES):
@@ -59,7 +59,7 @@ def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
 def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[..., Any]:
     """Wrap the engine's fused-MoE function.
 
-    :returns: the wrapper. Its attribute :data:`_ROUTES` is a tuple of routes, to which :func:`add_route` adds.
+    :returns: the wrapper. Its attribute :data:`_ROUTES` contains the routes. :func:`add_route` adds a route there.
     """
     import torch
 

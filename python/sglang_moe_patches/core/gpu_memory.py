@@ -1,4 +1,6 @@
-"""Memory figures of this process's GPU, from the driver and PyTorch's allocator. Reading them does not synchronize."""
+"""Memory figures of one GPU, from the driver and from PyTorch's allocator in this process. Reading them does not
+synchronize.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logger of this package. Its lines appear in the server's log, beside the engine's lines."""
+"""Logger of this package. Its lines appear in the server's log, together with the engine's lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def once(level: int, key: str, message: str, *arguments: Any) -> None:
     """Log a message once in this process, although the caller may run in every forward pass.
 
     :param level: a level of ``logging``.
-    :param key: identifies the message. A second message with the same key is not logged, whatever its arguments are.
+    :param key: identifies the message. A second message with the same key is not logged, even if its arguments differ.
     """
     if key not in _logged:
         _logged.add(key)

@@ -1,4 +1,4 @@
-"""Facts about the machine, and this package's names on it. This module imports neither torch nor the engine."""
+"""Facts about the machine, and names that this package uses on it. This module imports neither torch nor the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLUGIN_NAME = "moe_patches"
 
 
 def has_gpu() -> bool:
-    """Return whether a CUDA driver with a device is installed. CUDA is not initialized."""
+    """Return whether this machine has an NVIDIA driver or GPU. The check does not initialize CUDA."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
 
 

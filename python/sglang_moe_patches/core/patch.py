@@ -1,8 +1,8 @@
 """Definition of a change, and the functions that probe, install and undo changes.
 
 A *change* is one module or package in ``changes`` or ``memory`` that defines one :class:`Change`. Its ``plan`` function
-probes the installed engine and returns a :class:`Plan`: a status, a reason and an installer. Because the probe returns
-the installer that matches the engine, the engine is not probed again to install the change.
+probes the installed engine and returns a :class:`Plan`: a status, a reason and an installer. The installer already
+matches the engine, so the engine is not probed again to install the change.
 
 Probing changes nothing. An installer patches the engine through a :class:`Patcher`. If an installer fails, all its
 patches are undone.
@@ -29,28 +29,28 @@ from sglang_moe_patches.core.variables import OWN_VARIABLES, RETIRED_VARIABLES, 
 
 
 class Status(StrEnum):
-    """Status of a change on an engine, and on a server if its arguments are known."""
+    """Status of a change on an engine, or on one server of the engine if the server's arguments are known."""
 
     APPLIED = "applied"
     """The change patches the engine."""
     NATIVE = "native"
-    """The engine does the same by itself; nothing is patched."""
+    """The engine already does what the change would do. Nothing is patched."""
     EXTENDED = "extended"
-    """The engine does a part of the change by itself. A patch does the rest."""
+    """The engine already does a part of what the change would do. A patch does the rest."""
     HARDENED = "hardened"
-    """The engine does the same by itself, but with a fault. A patch corrects the fault."""
+    """The engine already does what the change would do, but with a fault. A patch corrects the fault."""
     NOT_NEEDED = "not needed here"
     """This configuration never runs the code that the change patches."""
     OFF = "off"
-    """The change could act on this server, but an environment variable of this package must enable it first."""
+    """The change does nothing on this server until an environment variable enables it."""
     UNSUPPORTED = "unsupported"
-    """The engine is not as the change expects, or another plugin has patched it. Nothing is patched."""
+    """The engine's code differs from what the change expects, or another plugin has patched it. Nothing is patched."""
     NOT_SELECTED = "not selected"
-    """``SGLANG_MOE_PATCHES`` does not select the change."""
+    """The environment variable ``SGLANG_MOE_PATCHES`` does not select the change."""
 
 
 ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
-"""Statuses of a change that has patched the engine."""
+"""Statuses with which a change patches the engine."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Skip:
     """Result of :attr:`Change.skip` if a server never runs the code that a change patches.
 
     :param reason: why the server never runs that code.
-    :param can_be_enabled: an environment variable of this package can enable the change on this server. The change's
-        status is then ``off``, else ``not needed here``.
+    :param can_be_enabled: whether an environment variable can enable the change on this server. If so, the change's
+        status is ``off``, else ``not needed here``.
     """
 
     reason: str
@@ -74,7 +74,8 @@ class Plan:
     """Result of a change's probe.
 
     :param reason: why the change has this status; may be empty.
-    :param install: installs the change's patches. It is ``None`` unless the status is one of :data:`ACTIVE`.
+    :param install: function that installs the change's patches. It is ``None`` unless the status is one of
+        :data:`ACTIVE`.
     """
 
     status: Status
@@ -109,14 +110,14 @@ class Plan:
 class BuiltModel:
     """A model that the engine has built while the changes were installed.
 
-    An engine query builds it with one layer of each kind to find out what the changes decide.
+    ``doctor --model`` builds such a model, with one layer of each kind, to show what the changes decide.
 
     :param model: the engine's model. Its weights may be tensors of PyTorch's ``meta`` device or fake tensors.
     :param tokens: tokens of the largest prefill chunk, as a MoE layer receives it. With data parallelism, this is the
         sum of one chunk per rank.
     :param top_k: number of experts per token, for layers that leave this number to their router.
-    :param tiles: returns the tile sizes of Triton's second GEMM for a ``FusedMoE`` layer, or ``None`` if they are not
-        known.
+    :param tiles: function that returns the tile sizes of Triton's second GEMM for a ``FusedMoE`` layer. It returns
+        ``None`` if it does not know them.
     """
 
     model: Any
@@ -126,7 +127,7 @@ class BuiltModel:
 
 
 def combine_installs(*parts: Install | None) -> Install:
-    """Return an installer that runs several installers in this order. ``None`` is ignored."""
+    """Return an installer that runs several installers in this order. ``None`` stands for no installer."""
 
     def install(patcher: Patcher) -> None:
         for part in filter(None, parts):
@@ -145,7 +146,7 @@ SHARED_BUFFERS = "one set of buffers for all layers"
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of a change for the layers of a model.
+    """Decision of a change for the layers of one model.
 
     :param effects: effects of the change in at least one layer, such as :data:`SHARED_LAST`. If it is empty, the change
         does nothing in this model.
@@ -166,19 +167,20 @@ class Decision:
 class Count:
     """Definition of a counter for an action of a change.
 
-    :mod:`sglang_moe_patches.lab.observers.counting` counts the action in observed processes. It wraps one function of
-        this package, which runs whenever the change may act.
+    In observed processes, :mod:`sglang_moe_patches.lab.observers.counting` counts the action. It wraps one function of
+    this package, which runs whenever the change may act.
 
-    :param name: identifies the action. Changes that share an action use the same name.
-    :param description: describes the action for people. It follows the change's name: "ran in columns".
+    :param name: name of the action. Changes that share an action use the same name.
+    :param description: phrase for people, which follows the change's name, such as "ran in columns".
     :param module: module of this package that defines the function.
     :param function: name of the function in the module, or ``Class.method``.
-    :param amount: returns how often or how much the change acted, from the function's result and arguments; 0 if not at
-        all.
-    :param unit: unit of ``amount``, for people; empty if it only counts calls.
-    :param before_layer: the function runs before the layer's routed experts, and the action counts for these experts.
-    :param skip_reason: returns why the change did not act, or an empty text if the reason is not known. The arguments
-        describe the largest input of a MoE layer that ran: tokens, top-k, hidden size and bytes per element.
+    :param amount: function that returns how often or how much the change acted in one call, or 0 if it did not act. It
+        receives the call's result and then the call's arguments.
+    :param unit: unit of ``amount``, for people. It is empty if ``amount`` only counts calls.
+    :param before_layer: whether the function runs before the layer's routed experts start. Its action is then
+        attributed to the layer that starts next.
+    :param skip_reason: function that returns why the change did nothing, or "" if the reason is unknown. It receives
+        the sizes of the largest MoE input observed: tokens, top-k, hidden size and bytes per element.
     """
 
     name: str
@@ -197,19 +199,20 @@ class Change:
 
     :param name: name of the change in ``SGLANG_MOE_PATCHES``.
     :param summary: one line for ``doctor`` and the pages.
-    :param plan: probes the installed engine and imports the engine's modules that it needs. It raises
-        :class:`engine.Unsupported` if the engine is not as the change expects.
-    :param skip: returns a :class:`Skip` if a server with these ``ServerArgs`` never runs the code that the change
-        patches, else ``None``. It raises :class:`engine.Unsupported` if an environment variable enables the change on a
-        server that cannot have it. It runs before ``plan``, so that a server imports no modules for a change that it
-        does not need.
+    :param plan: function that probes the installed engine and returns the plan. It imports the engine's modules that it
+        needs. It raises :class:`engine.Unsupported` if the engine is not as the change expects.
+    :param skip: function that receives a server's ``ServerArgs``. It returns a :class:`Skip` if such a server never
+        runs the code that the change patches, else ``None``. It raises :class:`engine.Unsupported` if an environment
+        variable enables the change on a server that cannot run it. It is called before ``plan``, so that a server
+        imports no modules for a change that it does not need.
     :param variables: environment variables that the change reads. If the change is selected, an invalid value ends the
         start-up.
     :param counts: counters for the change's actions.
-    :param decide: returns the change's decision for a model that was built while the change was installed. It calls the
-        functions that decide in a forward pass. ``None``: the change acts alike on all models.
-    :param launcher_hooks: names of engine modules, with the hook that runs when any process imports the module. The
-        launcher imports such modules, too.
+    :param decide: function that returns the change's decision for a model. The model was built while the change was
+        installed. The function calls the same code that decides in a forward pass. ``None`` means that the change acts
+        alike on all models.
+    :param launcher_hooks: pairs of the name of an engine module and a hook. The hook runs in every process that imports
+        the module. The launcher is such a process, too.
     """
 
     name: str
@@ -226,13 +229,16 @@ class Change:
 
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
 _PREFIX_OF_OURS = "SGLANG_MOE_PATCH"
-"""Prefix of all variables of this package. It also matches a misspelt ``SGLANG_MOE_PATCH_…``."""
+"""Beginning of the names of all this package's variables. Many misspelt names begin in the same way."""
 _NEW_NAMES = {"nvfp4-weights": "fp4-weights"}
-"""Former names of changes, with the present names. A former name is refused; the message names the present one."""
+"""Mapping from a change's former name to its present name. ``SGLANG_MOE_PATCHES`` may not contain a former name. The
+error message then gives the present name."""
 
 
 def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
-    """Return the variable ``SGLANG_MOE_PATCHES``, which selects some of ``changes`` by their names."""
+    """Return the definition of the environment variable ``SGLANG_MOE_PATCHES``, which selects some of ``changes`` by
+    their names.
+    """
     known = [change.name for change in changes]
 
     def parse(text: str) -> set[str]:
@@ -265,7 +271,7 @@ def selected_names(changes: Iterable[Change], environ: Mapping[str, str] = os.en
 
 
 def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
-    """Return every environment variable that this package and ``changes`` read, with the name of its reader.
+    """Return every environment variable that this package and ``changes`` read, each with the name of its reader.
 
     :returns: pairs of a reader and a variable. The reader is a change, ``all changes`` or ``observers``.
     """
@@ -275,9 +281,9 @@ def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
 
 
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
-    """Check the values of all environment variables that matter. The start-up and ``doctor`` report the same errors.
+    """Check the values of this package's environment variables. The start-up and ``doctor`` both call this function.
 
-    The variables of a change matter only if the change is selected. A variable that the engine reads, too, is not
+    The variables of a change are checked only if the change is selected. A variable that the engine reads, too, is not
     checked here: the change checks it if the server uses it.
 
     :raises ValueError: a value is invalid, or a variable of an earlier version is set. The message is one line. It
@@ -294,7 +300,8 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
 
 
 def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return one warning for each environment variable that looks like one of this package and that no code reads.
+    """Return one warning for each environment variable whose name looks like one of this package's, but which no code
+    reads.
 
     Such a variable is usually a typing error.
     """
@@ -311,7 +318,7 @@ def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, s
 
 
 class PatchError(RuntimeError):
-    """A selected change cannot be applied, and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids a start without it."""
+    """Raised if a selected change cannot be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids a start without it."""
 
 
 def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
@@ -324,12 +331,11 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
 
 
 def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
-    """Return the plan of a change if ``names`` are selected. Nothing is installed.
+    """Return the plan of a change, if the changes ``names`` are selected. Nothing is installed.
 
     :param server_args: the engine's ``ServerArgs``, resolved or not. If it is ``None``, the plan holds for every server
         of this environment.
-    :raises WrongValue: a variable of the engine, which this server uses, has a value with which the server must not
-        start.
+    :raises WrongValue: an engine variable that this server uses has a value with which the server must not start.
     """
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
@@ -364,9 +370,10 @@ def probe(change: Change) -> Plan:
 
 
 def error_reason(error: Exception, prefix: str = "") -> str:
-    """Return the reason that an exception gives: the message of an ``Unsupported``, or another exception as one line.
+    """Return an exception as the reason of a plan. For :class:`engine.Unsupported` this is its message. For another
+    exception it is ``prefix`` and one line with the exception's type and message.
 
-    :param prefix: begins the line of another exception.
+    :param prefix: text before the line of another exception, such as "probing the engine failed: ".
     """
     return str(error) if isinstance(error, engine.Unsupported) else prefix + one_line_error(error)
 
@@ -380,7 +387,7 @@ def one_line_error(error: Exception) -> str:
 def best_effort(part: str) -> Iterator[None]:
     """Log an exception of an optional patch instead of raising it, so that the server starts without the patch.
 
-    :param part: names the part of the engine that stays unpatched, for the log line.
+    :param part: name of the part of the engine that stays unpatched, for the log line.
     :raises PatchError: an exception occurred and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     try:
@@ -398,7 +405,7 @@ _ABSENT = object()
 
 
 class Patcher:
-    """Patcher of modules, classes and other objects. It sets attributes and can restore all of them."""
+    """Tool that sets attributes of modules, classes and other objects, and can restore all of them."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -414,14 +421,14 @@ class Patcher:
         self.add(owner, name, new)
 
     def add(self, owner: Any, name: str, new: Any) -> None:
-        """Set the attribute ``owner.name``, which may not exist."""
+        """Set the attribute ``owner.name``. The attribute need not exist before."""
         self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, new)
 
     def wrap(self, owner: Any, name: str, make_wrapper: Callable[[Any], Any]) -> None:
         """Replace ``owner.name`` by ``make_wrapper(original)``.
 
-        The wrapper is an ordinary function: ``torch.compile`` traces through it, and a call costs one frame.
+        The wrapper is an ordinary function, so ``torch.compile`` traces through it, and a call costs one stack frame.
         """
         self.replace(owner, name, make_wrapper(inspect.getattr_static(owner, name)))
 
@@ -436,12 +443,12 @@ class Patcher:
 
 
 def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Turn a function into the ``make_wrapper`` of :meth:`Patcher.wrap`.
+    """Return a ``make_wrapper`` for :meth:`Patcher.wrap` that calls ``wrapper`` instead of the original function.
 
     A call through such a wrapper needs one more stack frame than a wrapper that is written by hand. Do not use it for
     functions that run in a forward pass.
 
-    :param wrapper: receives the original function and then the arguments of each call.
+    :param wrapper: function that receives the original function and then the arguments of each call.
     """
 
     def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -460,7 +467,7 @@ def replace_globals(function: FunctionType, module: ModuleType, patcher: Patcher
     The replacements are stored in the module under new names, and the copy's code refers to these names. A lookup is as
     fast as before. The copy finds all other globals in its module at the time of the call.
 
-    :param replaced: the replacements, by the names of the globals.
+    :param replaced: the new values, by the names of the globals that they replace.
     """
     new = {}
     for name, value in replaced.items():

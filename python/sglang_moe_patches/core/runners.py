@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
 """Values of ``--moe-runner-backend`` for TRT-LLM's kernels, which never write into their input. The last value exists
-from 0.5.13 on. It has kernels of its own for LoRA adapters, and otherwise the same kernels."""
+from 0.5.13 on. It has kernels of its own for LoRA adapters, and uses the same kernels as the other values otherwise."""
 CUTEDSL = "flashinfer_cutedsl"
 OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
-"""Runners that do not write into their input if ``inplace`` is off. Triton reads ``inplace``; the others ignore it and
-never write into their input. The engine switches ``inplace`` on for all of them."""
+"""Runners that do not write into their input if ``inplace`` is off. ``inplace`` is an attribute of a runner's
+configuration. It permits the runner to write its output over its input. Triton reads ``inplace``; the others ignore it
+and never write into their input. The engine switches ``inplace`` on for all of them."""
 
 
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
-    """Return the ``skip`` function of a change that acts on these values of ``--moe-runner-backend`` alone.
+    """Return the ``skip`` function of a change that acts only with these values of ``--moe-runner-backend``.
 
     The change is not skipped if the draft model uses one of the runners, or if the value is ``auto``, which the engine
     may still resolve to one of them.
@@ -62,10 +63,9 @@ def runner_of(experts: Any) -> str | None:
 
 
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:
-    """Return whether the runner of a ``FusedMoE`` layer may take an offered dead input. An unknown runner may.
+    """Return whether the runner of a ``FusedMoE`` layer may take the layer's dead input. An unknown runner may take it.
 
-    :param runner: the result of :func:`runner_of`. A runner of TRT-LLM takes a dead input only if the weights are
-        NVFP4.
+    :param runner: the result of :func:`runner_of`. TRT-LLM's runners take a dead input only if the weights are NVFP4.
     """
     if runner in TRTLLM:
         return is_nvfp4(experts)
@@ -89,9 +89,10 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def preserves_input(experts: Any) -> bool:
-    """Return whether the runner of a ``FusedMoE`` layer leaves its input intact once ``inplace`` is off.
+    """Return whether the runner of a ``FusedMoE`` layer leaves its input unchanged if ``inplace`` is off.
 
-    Other runners overwrite their input in any case, free it (DeepGEMM), or are not known.
+    The result is false for a runner that overwrites its input in any case, for one that frees it (DeepGEMM), and for an
+    unknown runner.
     """
     import torch
 
@@ -104,7 +105,7 @@ def preserves_input(experts: Any) -> bool:
 
 
 def serves_lora() -> bool:
-    """Return whether this server may run LoRA adapters. They have runners of their own, which read ``inplace``."""
+    """Return whether this server may run LoRA adapters. Adapters have runners of their own, which read ``inplace``."""
     return bool(server_setting("get_lora", "enable_lora") or server_setting("get_lora", "lora_paths"))
 
 
@@ -126,7 +127,9 @@ def server_setting(context: str, name: str) -> Any:
 
 
 def plan_without_flashinfer() -> Plan | None:
-    """Return the plan of a change to FlashInfer's kernels if FlashInfer is not installed (AMD, CPU), else ``None``."""
+    """Return the plan *not needed* for a change to FlashInfer's kernels if FlashInfer is not installed (AMD, CPU), else
+    ``None``.
+    """
     if engine.has_module("flashinfer"):
         return None
     return Plan.not_needed("FlashInfer is not installed, so none of its kernels runs")
@@ -134,8 +137,8 @@ def plan_without_flashinfer() -> Plan | None:
 
 SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 IN_POOL = "is_tensor_in_symmetric_mempool"
-"""Name of the engine's function that returns whether a tensor lies in the pool. :data:`SYMMETRIC_MEMORY_MODULE` defines
-it."""
+"""Name of the engine's function that returns whether a tensor lies in the engine's pool of NCCL symmetric memory. The
+module :data:`SYMMETRIC_MEMORY_MODULE` defines the function."""
 _MAX_ADDRESSES = 4096
 """Largest number of addresses that :func:`remember_pool_addresses` stores."""
 
@@ -144,8 +147,8 @@ class SymmetricMemory:
     """The engine's pool of NCCL symmetric memory. A collective is faster if its input lies in this pool.
 
     :param module: the engine's module that manages the pool.
-    :param pool: returns the engine's context manager for the output of a runner. Tensors that are allocated inside it
-        come from the pool if the server uses the pool for them.
+    :param pool: function that returns the engine's context manager for the output of a runner. Tensors that are
+        allocated inside it come from the pool if the server uses the pool for them.
 
     Its method ``contains`` returns whether a tensor lies in the pool.
     """
@@ -162,14 +165,14 @@ class SymmetricMemory:
 
     @property
     def is_active(self) -> bool:
-        """Return whether a tensor that is allocated now comes from the pool."""
+        """Return whether a tensor that is allocated now comes from the pool of NCCL symmetric memory."""
         return self._module._active_symmetric_memory_context is not None
 
     def output_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for the allocation of a runner's output.
+        """Return a context manager in which a runner's output is to be allocated.
 
-        The engine's in-place output shares the memory of the runner's input. If that input lies in the pool, a new
-        output comes from the pool, too.
+        A stock runner that works in place writes its output over its input, which may lie in the pool of NCCL symmetric
+        memory. The context manager lets a new output come from that pool, too.
         """
         return nullcontext() if self.is_active or not self.is_enabled else self._pool()
 
@@ -179,12 +182,12 @@ def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[t
 
     The engine's function searches a snapshot of the pool, which is too slow for every layer.
 
-    - "Inside" stays true for an address, because the pool never frees memory while the process lives. The engine relies
-      on this, too.
-    - "Outside" is not cached, because the pool may grow and contain the address later. A rank with an outdated
-      "outside" would allocate from the pool when the other ranks do not, and all ranks need the same pool.
+    - A positive answer stays true for an address, because the pool never frees memory while the process lives. The
+      engine relies on this, too.
+    - A negative answer is not cached, because the pool may grow and contain the address later. A rank with an outdated
+      negative answer would allocate from the pool when the other ranks do not, and all ranks need the same pool.
 
-    :param walk: the engine's function.
+    :param walk: the engine's function, which returns whether a tensor lies in the pool.
     """
     inside = set[int]()
 
@@ -204,7 +207,7 @@ def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[t
 
 
 def probe_symmetric_memory() -> SymmetricMemory:
-    """Probe the engine's module for NCCL symmetric memory.
+    """Probe the engine's module for NCCL symmetric memory, and return a :class:`SymmetricMemory`.
 
     :raises engine.Unsupported: a name or a parameter in the engine's modules is not as expected.
     """
@@ -234,7 +237,7 @@ def probe_inplace(fused_moe: Any) -> Any:
 def is_in_place(experts: Any) -> bool:
     """Return whether the runner of a ``FusedMoE`` layer writes its output over its input in every forward pass.
 
-    This is false if :func:`disable_inplace_while` may switch ``inplace`` off for some forward passes.
+    The result is false if :func:`disable_inplace_while` may switch ``inplace`` off for some forward passes.
     """
     config = getattr(experts, "moe_runner_config", None)
     return (
@@ -243,10 +246,10 @@ def is_in_place(experts: Any) -> bool:
 
 
 def disable_inplace_while(config: Any, is_disabled: Callable[[], bool]) -> None:
-    """Make ``config.inplace`` false while ``is_disabled`` returns true, and unchanged otherwise.
+    """Make ``config.inplace`` read as false while ``is_disabled`` returns true. At other times it keeps its value.
 
-    Forward passes in several contexts read the same configuration at the same time. The attribute itself therefore
-    cannot be switched off and on.
+    Forward passes in several contexts read the same configuration at the same time, so the attribute itself cannot be
+    switched off and on.
 
     :param config: the configuration of a runner.
     """

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class WrongValue(ValueError):
-    """A variable has an invalid value. The message names the variable and its valid values."""
+    """Raised if a variable has an invalid value. The message names the variable and its valid values."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Variable(Generic[T]):
     :param parse: converts the variable's stripped text into its value. It raises a ``ValueError`` for invalid text; the
         message names the expected values and the text.
     :param default: text that replaces an unset or empty variable.
-    :param is_engine_variable: the engine reads the variable, too. It starts with any value, so a wrong value is refused
-        where the variable is used.
+    :param is_engine_variable: whether the engine reads the variable, too. The engine starts with any value, so a wrong
+        value is refused only where a change uses the variable.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Variable(Generic[T]):
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
         """Return the variable's value.
 
-        :raises WrongValue: the message names the variable and its valid values.
+        :raises WrongValue: the value is invalid. The message names the variable and its valid values.
         """
         try:
             return self.parse(environ.get(self.name, "").strip() or self.default)
@@ -48,14 +48,14 @@ class Variable(Generic[T]):
 
 
 def parse_zero_or_one(text: str) -> bool:
-    """Parse the text of a variable that is 0 or 1."""
+    """Parse the text of a variable whose value is 0 or 1. Return False or True."""
     if text not in ("0", "1"):
         raise ValueError(f"expected 0 or 1, got {text!r}")
     return text == "1"
 
 
 def positive_number_parser(unit: str) -> Callable[[str], int | None]:
-    """Return the ``parse`` function of a variable with an integer value of at least 1.
+    """Return a ``parse`` function for a variable whose value is an integer of at least 1.
 
     The function returns ``None`` for empty text.
 
@@ -84,7 +84,8 @@ RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
         "the whole forward pass, and the experts' weights are read as often",
     ),
 }
-"""Variables of earlier versions. Each name maps to the change that read it, and to advice for the user."""
+"""Names of variables that only earlier versions read. Each name maps to the change that read the variable, and to
+advice for the user."""
 
 STRICT = Variable(
     "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", parse_zero_or_one, "0"
@@ -97,4 +98,5 @@ OWN_VARIABLES: tuple[tuple[str, Variable[Any]], ...] = (
     ("all changes", STRICT),
     ("observers", OBSERVE),
 )
-"""Each variable of this package, with the part of the package that reads it."""
+"""Variables of this package that belong to no change. Each entry is the name of the reader (``all changes`` or
+``observers``) and the variable."""

@@ -1,7 +1,7 @@
 """Channel between the decoder layer that offers a buffer and the MoE runner that takes the buffer.
 
-A process has one channel. If the engine has a channel of its own, :mod:`.probe` finds that channel and it is used.
-Otherwise this module's channel is used.
+A process uses one channel. If the engine has a channel of its own, :mod:`.probe` finds it, and the process uses that
+channel. Otherwise the process uses this module's channel.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ENGINE_OFFER = "moe_output_buffer_ctx"
 
 
 class Channel(NamedTuple):
-    """Functions that read and write the offered buffer. Each execution context has its own value.
+    """Two functions that read and write the offered buffer. Each execution context (``contextvars``) has its own offer.
 
-    :param get: returns the offered buffer, or ``None`` if no buffer is offered.
-    :param set: replaces the offered buffer; ``None`` withdraws the offer.
+    :param get: function that returns the offered buffer, or ``None`` if no buffer is offered.
+    :param set: function that replaces the offered buffer. ``None`` withdraws the offer.
     """
 
     get: Callable[[], torch.Tensor | None]
@@ -62,9 +62,9 @@ def fits(
 
     The buffer must fill its storage (:func:`is_whole`).
 
-    :param needs_symmetric_memory: a new tensor would come from the pool of NCCL symmetric memory, so the buffer must
-        lie in that pool, too.
-    :param in_symmetric_memory: returns whether a tensor lies in the pool of NCCL symmetric memory.
+    :param needs_symmetric_memory: whether a new tensor would come from the pool of NCCL symmetric memory. The buffer
+        must then lie in that pool, too.
+    :param in_symmetric_memory: function that returns whether a tensor lies in the pool of NCCL symmetric memory.
     """
     return (
         buffer.shape == shape
@@ -77,9 +77,8 @@ def fits(
 
 @contextmanager
 def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
-    """Offer ``buffer`` to the MoE runners that run inside this context manager.
-
-    At the end the previous offer is restored.
+    """Offer ``buffer`` to the MoE runners that run inside this context manager, and restore the previous offer at the
+    end.
 
     :param buffer: tensor [tokens, hidden] with values that no later code reads. ``None`` withdraws the present offer.
     """
@@ -101,7 +100,7 @@ def replace_offer(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def offered_buffer() -> torch.Tensor | None:
-    """Return the buffer that is offered in this execution context, or ``None``. The offer stays."""
+    """Return the buffer that is offered in this execution context, or ``None``. The offer is not withdrawn."""
     return _channel.get()
 
 
@@ -121,8 +120,8 @@ def take_output(
     """Take the offered buffer as an output tensor, and withdraw the offer.
 
     :param conditions: the keyword arguments of :func:`fits`.
-    :returns: a new tensor object on the buffer's memory. ``None`` if no buffer is offered or the buffer does not fit;
-        the offer then stays.
+    :returns: a new tensor object on the buffer's memory. The result is ``None``, and the offer stays, if no buffer is
+        offered or the buffer does not fit.
     """
     buffer = _channel.get()
     if buffer is None or not fits(buffer, shape, dtype, device, **conditions):
@@ -137,8 +136,9 @@ def take_output(
 def take_scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Take the memory of the offered buffer as scratch memory of any shape and dtype, and withdraw the offer.
 
-    :returns: a tensor of this shape and dtype on the buffer's memory. ``None`` if no buffer is offered, or if the
-        buffer is too small, on another device or only a part of its storage; the offer then stays.
+    :returns: a tensor of this shape and dtype on the buffer's memory. The result is ``None``, and the offer stays, if
+        no buffer is offered or the buffer cannot be used: it is too small, on another device, or fills only a part of
+        its storage.
     """
     buffer = _channel.get()
     needed = math.prod(shape) * dtype.itemsize

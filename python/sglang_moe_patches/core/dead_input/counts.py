@@ -1,4 +1,4 @@
-"""Counters for dead inputs. Several changes offer or take dead inputs, and they share these counters."""
+"""Counters of how often a dead input was offered and taken. Several changes share these counters."""
 
 from __future__ import annotations
 

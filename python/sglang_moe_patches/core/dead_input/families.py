@@ -4,7 +4,7 @@ No list says which families offer their dead input. :mod:`.probe` inspects the l
 """
 
 DEEPSEEK = "deepseek_v2"
-"""Family of DeepSeek V2 and of the models that reuse its layers, such as DeepSeek-R1 and Kimi-K2. Only in this family
-can the shared experts run after the routed experts, and the inputs of attention be freed early."""
+"""Name of the family of DeepSeek V2 and of the models that reuse its layers, such as DeepSeek-R1 and Kimi-K2. Only in
+this family can the shared experts run after the routed experts, and the inputs of attention be freed early."""
 MODELS = "sglang.srt.models"
-"""Engine package that contains one module for each model family."""
+"""Name of the engine's package that contains one module for each model family."""

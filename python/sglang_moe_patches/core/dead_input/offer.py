@@ -1,6 +1,7 @@
 """Wrapper around a decoder layer's ``forward`` that offers the layer's dead input.
 
-The wrapper acts on marked layers alone (:func:`mark_offering`). :mod:`.probe` marks each layer that the proofs cover.
+The wrapper acts only on marked layers (:func:`mark_offering`). :mod:`.probe` marks each layer whose input is proved to
+be dead.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _MIN_OFFER_BYTES = "_moe_patches_offers_its_input_from"
-"""Attribute of a marked layer: the smallest input, in bytes, that the layer offers."""
+"""Name of an attribute of a marked layer. Its value is the size in bytes of the smallest input that the layer offers.
+"""
 _PRODUCER = "_moe_patches_producer"
-"""Attribute of a marked layer: the previous layer, whose output is this layer's input. The previous layer is kept in a
-tuple, because PyTorch would register a bare module as a submodule of this layer."""
+"""Name of an attribute of a marked layer. Its value is a tuple of one element: the previous layer, whose output is this
+layer's input. Without the tuple, PyTorch would register the previous layer as a submodule of this layer."""
 _HOOKS = "_moe_patches_forward_hooks"
-"""Attribute of a marked layer, set in its first forward pass: PyTorch's dictionaries of forward hooks. They are those
-of the layer, of the previous layer, of all submodules of both, and the global ones."""
+"""Name of an attribute of a marked layer, set in the layer's first forward pass. Its value is a list of PyTorch's
+dictionaries of forward hooks: those of the layer, of the previous layer, of all submodules of both, and the global
+ones."""
 MIN_SCRATCH_BYTES = 1 << 20
-"""Smallest input, in bytes, that a layer offers if its runner takes a buffer only while it computes in column slices:
-Marlin takes the buffer as its output, and Triton in place takes it as scratch memory. A decode's input is smaller than
-this limit. No decode is computed in column slices: even with the tokens of many ranks, its expert outputs stay
-below moe-workspace's threshold."""
+"""Smallest input, in bytes, that a layer offers if its runner takes a buffer only while it computes in column slices.
+Marlin then takes the buffer as its output, and Triton in place takes it as scratch memory. A decode's input is smaller
+than this limit. No decode needs the buffer, because no decode is computed in column slices: even with the tokens of
+many ranks, its expert outputs stay below moe-workspace's threshold."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -78,12 +81,12 @@ def _forward_hooks(layer: Any) -> list[Any]:
 
 
 def residual_argument(forward_batch: Any, residual: Any) -> Any:
-    """Return the residual, for layers that receive it as an argument."""
+    """Default for ``residual_of``: return the residual that the layer receives as an argument."""
     return residual
 
 
 def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
-    """Return the residual, for releases that keep it in the batch (``forward_batch.residual_stream``), or ``None``.
+    """Return the residual in releases that keep it in the batch (``forward_batch.residual_stream``), or ``None``.
 
     ``None`` means that the layer's input is or may become the residual:
 
@@ -99,7 +102,7 @@ def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
 def is_plain_addition(update: Any) -> bool:
     """Return whether an update of the residual is an addition and nothing else.
 
-    Releases have two names for the attribute that says so.
+    The update has an attribute that says so. The attribute's name depends on the release.
     """
     return bool(getattr(update, "is_plain_add", False) or getattr(update, "adds_plainly", False))
 
@@ -107,19 +110,21 @@ def is_plain_addition(update: Any) -> bool:
 def is_plain_norm(read: Any) -> bool:
     """Return whether a stage of a layer reads the residual through its norm and in no other way.
 
-    The addition to the residual may run in the same kernel as the norm. Releases have two names for the attribute that
-    says so.
+    The addition to the residual may run in the same kernel as the norm. ``read`` has an attribute that says whether the
+    condition holds. The attribute's name depends on the release.
     """
     return bool(getattr(read, "is_plain_norm", False) or getattr(read, "norms_plainly", False))
 
 
 def return_unchanged(hidden_states: Any) -> Any:
-    """Return the layer's input itself, for layers that receive a tensor."""
+    """Default for ``tensor_of``: return the layer's input, which already is a tensor. (In some releases it is a handle,
+    from which the tensor must be fetched.)
+    """
     return hidden_states
 
 
 USUAL_PARAMETERS = ("positions", "hidden_states", "forward_batch", "residual")
-"""Positional parameters of most decoder layers, in their order."""
+"""Names of the positional parameters of most decoder layers, in their order."""
 
 
 def make_layer_forward(
@@ -131,13 +136,14 @@ def make_layer_forward(
 ) -> Callable[..., Any]:
     """Wrap a layer's ``forward``: offer the input of a marked layer while ``original`` runs.
 
-    Nothing is offered if the input is not dead (:func:`may_offer`), smaller than the layer's limit or visible to a
-    hook.
+    Nothing is offered if the input is not dead (:func:`may_offer`), if it is smaller than the layer's limit, if the
+    batch is idle, or if a forward hook may see the input.
 
-    :param is_compiling: returns whether ``torch.compile`` traces the call; nothing is offered then.
+    :param is_compiling: function that returns whether ``torch.compile`` traces the call. Nothing is offered then.
     :param parameters: the names of the layer's positional parameters.
-    :param residual_of: returns the residual, from the batch and the argument ``residual``.
-    :param tensor_of: returns the tensor of the input, or an object without ``nbytes``, which is not offered.
+    :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual.
+    :param tensor_of: function that receives the layer's input and returns its tensor. If it returns an object without
+        ``nbytes``, nothing is offered.
     """
     places = {name: index for index, name in enumerate(parameters)}
     input_at, batch_at, residual_at = (
@@ -178,7 +184,8 @@ def initialize_and_probe(
 ) -> Any:
     """Wrap the engine's function that builds a model: build the model, probe it and return it.
 
-    :param probe_model: marks the layers of the model that may offer their input. If it fails, one line is logged.
+    :param probe_model: function that marks the layers of the model that may offer their input. If it fails, one line is
+        logged.
     :param original: the engine's function.
     """
     model = original(*args, **kwargs)
@@ -194,7 +201,7 @@ def stage_layers(stack: Any) -> list[Any]:
 
 
 def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
-    """Mark a layer, so that it offers its input from now on. If its runner takes no buffer, the layer stays unmarked.
+    """Mark a layer, so that it offers its input from now on. If the layer's runner takes no buffer, do nothing.
 
     :param producer: the previous layer, whose output is this layer's input.
     :param experts: the layer's routed experts, a ``FusedMoE``.
@@ -213,8 +220,9 @@ def is_offering(layer: Any) -> bool:
 
 
 def make_empty_offer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the engine's context manager that offers a layer input by one that offers nothing.
+    """Return a function whose context manager offers nothing. It replaces the engine's function, which offers a layer
+    input.
 
-    The engine offers inputs without a check that they are dead. :func:`make_layer_forward` checks.
+    The engine offers inputs without a check that they are dead. :func:`make_layer_forward` makes this check.
     """
     return functools.wraps(original)(lambda buf: nullcontext())

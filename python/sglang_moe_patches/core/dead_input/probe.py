@@ -31,11 +31,11 @@ class LayerFacts:
 
     :param layer: the class that defines ``forward``.
     :param parameters: the names of the positional parameters of ``forward``.
-    :param residual_of: returns the residual that belongs to an input, from the batch and the argument ``residual``.
-    :param tensor_of: returns the tensor of an input.
-    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The code of
-        the class does not show what the submodules return, so each layer is checked
-        (:func:`require_attention_input_dies`).
+    :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual that
+        belongs to an input.
+    :param tensor_of: function that returns the tensor of an input.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The class's
+        code does not show the submodules' results, so each layer is checked (:func:`require_attention_input_dies`).
     """
 
     layer: Any
@@ -54,8 +54,8 @@ class LayerFacts:
 class Offers:
     """Result of :func:`probe_offers`: the channel to use, and the installer of the offers.
 
-    :param note: reason why the layers of DeepSeek's family cannot offer their input; empty if they can. ``doctor``
-        shows it. This family is the only one that is probed before a model is built.
+    :param note: reason why the layers of DeepSeek's family cannot offer their input. It is empty if they can.
+        ``doctor`` shows it. Only this family is probed before a model is built.
     :param channel: the engine's own channel, or ``None`` if the engine has none.
     """
 
@@ -63,7 +63,7 @@ class Offers:
     channel: Channel | None
 
     def install(self, patcher: Patcher) -> None:
-        """Install this package's offers and disable the engine's own, for every model that is built from now on.
+        """Install this package's offers and disable the engine's own offers, for every model that is built from now on.
 
         Several changes need the offers, so a second call in a process does nothing.
         """
@@ -74,8 +74,8 @@ class Offers:
             patcher.add(channel, "_channel", self.channel)
             for module in _modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
-            # The engine's runner calls this slow function for every offered buffer. This package offers a buffer in
-            # more layers than the engine does.
+            # For every offered buffer, the engine's runner asks whether the buffer lies in the pool, and the answer
+            # takes long. This package offers a buffer in more layers than the engine does.
             pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
             is_in_pool = runners.remember_pool_addresses(getattr(pool, runners.IN_POOL))
             for module in _pool_query_modules():
@@ -91,7 +91,8 @@ def has_engine_offer() -> bool:
 
 
 def probe_offers() -> Offers:
-    """Probe the engine. If another change has installed the offers in this process, return those.
+    """Probe the engine for offers of dead inputs. If another change has installed the offers in this process, return
+    those.
 
     :raises engine.Unsupported: the engine's function that builds models is missing or patched, or the engine's own
         channel is not as expected.
@@ -115,7 +116,8 @@ def probe_offers() -> Offers:
 def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
     """Mark and wrap the layers of a new model whose input is proved to be dead. Log why the other layers offer nothing.
 
-    :param wrapped: the classes of layers whose ``forward`` is wrapped. This function adds the classes that it wraps.
+    :param wrapped: the classes of layers whose ``forward`` is wrapped already. This function adds the classes that it
+        wraps.
     """
     for stack, dead in probe_stacks(model):
         stage = offer.stage_layers(stack)
@@ -170,7 +172,7 @@ class StackFacts:
 
 
 def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
-    """Yield each stack of decoder layers in a model that has routed experts, with the facts about the stack.
+    """Yield each stack of decoder layers with routed experts in a model, together with the facts about the stack.
 
     A stack is a module with a ``ModuleList`` named ``layers``. The first layer of a pipeline stage is left out, because
     its input belongs to the caller or to another stage.
@@ -258,7 +260,8 @@ def probe_layer(layer: type) -> LayerFacts:
 
 
 def require_attention_input_dies(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
-    """Check the submodules that a layer uses up to the norm after attention. The code of its class does not show them.
+    """Check the submodules that a layer uses up to the norm after attention. They cannot be checked from its class
+    alone.
 
     :param attention: the names of these submodules, and the arguments through which they receive attention's input.
     :param experts: the class of the layer's routed experts.
@@ -294,7 +297,7 @@ _returns_own_memory = functools.cache(proofs.returns_own_memory)
 def require_unpatched_parts(layer: Any, require_methods: Callable[[type], None]) -> None:
     """Check that no other plugin's code sees a layer's tensors.
 
-    Another plugin's wrapper, around a norm for example, may keep a tensor that shares memory with the layer's input.
+    A wrapper of another plugin, for example around a norm, may keep a tensor that shares memory with the layer's input.
 
     :param require_methods: :func:`require_unpatched_methods`, or a cached version of it.
     :raises engine.Unsupported: a module of the layer, or an object that calls its norms or kernels, has code that is
@@ -309,7 +312,7 @@ def require_unpatched_parts(layer: Any, require_methods: Callable[[type], None])
                 require_methods(type(value))
 
 
-#: Attributes of a module that are no modules themselves and receive its tensors: they call its norms or run its
+#: Names of a module's attributes that are not modules, but receive the module's tensors: they call its norms or run its
 #: kernels.
 _TENSOR_HANDLERS = ("layer_communicator", "attn_boundary", "ffn_boundary", "quant_method")
 
@@ -327,7 +330,7 @@ def require_unpatched_methods(kind: type) -> None:
                 engine.require_unpatched(base, name)
 
 
-#: Packages whose classes may be base classes of a module.
+#: Names of the packages whose classes may be base classes of a module.
 _PACKAGES = ("sglang", "torch", "builtins", "abc", "typing")
 
 
@@ -373,7 +376,7 @@ def _choose_residual_of(layer: str, parameters: tuple[str, ...]) -> Callable[[An
 
 
 def _batches_carry_residual() -> bool:
-    """Return whether this release keeps the residual in the batch, under the expected names."""
+    """Return whether this release keeps the residual in the batch, under the names that this package knows."""
     batches = engine.module("sglang.srt.model_executor.forward_batch_info")
     try:
         from sglang.srt.layers.layer_boundary.residual.stream import Contribution, ResidualStream
@@ -402,7 +405,7 @@ def _choose_tensor_of(forward: Any) -> Callable[[Any], Any]:
 
 
 def _find_engine_channel() -> Channel:
-    """Return the engine's own channel.
+    """Return the engine's own channel for offered buffers.
 
     The engine keeps the offered buffer in a context variable of :data:`ENGINE_MODULE`, or in the flags of the forward
     pass.
@@ -427,6 +430,8 @@ def _modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
 
 
 def _pool_query_modules() -> list[Any]:
-    """Return the engine's modules that can ask whether a tensor lies in the pool of NCCL symmetric memory."""
+    """Return the engine's modules that have the function :data:`.runners.IN_POOL`, which looks for a tensor in the
+    pool.
+    """
     engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
     return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]

@@ -20,15 +20,16 @@ from sglang_moe_patches.core.dead_input.channel import ENGINE_OFFER
 
 Code = Callable[..., Any] | ast.FunctionDef
 MethodOf = Callable[[str], Code | None]
-"""Function that maps the name of a layer's attribute to its code: ``None`` for a submodule, the code for a method."""
+"""Type of a function that receives the name of a layer's attribute. It returns the code of a method, and ``None`` for a
+submodule."""
 Place = int | str
-"""Place of an argument in a call: its position, its keyword, or ``*`` or ``**`` for an unpacked argument."""
+"""Type of an argument's place in a call: its position, its keyword, or ``*`` or ``**`` for an unpacked argument."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
-"""Engine function that returns the tensor of a layer's input. In some releases the input is a handle for a sum that is
-not computed yet."""
-#: Methods that run the norm before attention and the addition to the residual. They keep no reference to the layer's
-#: input.
+"""Name of the engine's function that returns the tensor of a layer's input. In some releases the input is a handle for
+a sum that is not computed yet."""
+#: Names of methods that run the norm before attention and the addition to the residual. These methods keep no reference
+#: to the layer's input.
 _NORMS_BEFORE_ATTENTION = frozenset(
     {
         "self.layer_communicator.prepare_attn",
@@ -37,13 +38,13 @@ _NORMS_BEFORE_ATTENTION = frozenset(
     }
 )
 _NORMS_AFTER_ATTENTION = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_boundary.prepare"})
-#: Functions that add to a layer's result in place. The result stays the same tensor, the next layer's input.
+#: Names of functions that add to a layer's result in place. The result stays the same tensor, the next layer's input.
 _IN_PLACE_ADDITIONS = frozenset({"residual_batch.add_to_output"})
-#: Functions that return newly allocated memory.
+#: Names of functions that return newly allocated memory.
 _COPIES = frozenset({"residual_batch.snapshot"})
 _IS_IDLE = "forward_batch.forward_mode.is_idle()"
 _NAMESPACE_FUNCTIONS = frozenset({"locals", "vars", "eval", "exec"})
-#: Attributes of a tensor that do not refer to its memory.
+#: Names of a tensor's attributes that do not refer to its memory.
 _METADATA_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
 _DEFERRED_CODE = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.GeneratorExp)
 #: Syntax that binds a name inside an expression or a pattern, in another scope, or at a later time.
@@ -101,7 +102,7 @@ def input_dies(forward: Code) -> bool:
 def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
     """Find the statement that passes ``hidden_states`` to the norm before attention and overwrites that name.
 
-    :returns: the statement, or ``None``; and the second alias of the input, or ``None``.
+    :returns: two values: the statement or ``None``, and the second alias of the input or ``None``.
     """
     if not _is_modelled(definition):
         return None, None
@@ -120,7 +121,7 @@ def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str 
 
 
 def _find_second_alias(statement: ast.stmt | None) -> str | None:
-    """Return the name to which a statement assigns the layer's input, or ``None`` if it is another statement.
+    """Return the name to which a statement assigns the layer's input, or ``None`` if the statement does something else.
 
     The statement may also assign the tensor of the input (:data:`TENSOR_OF_HANDLE`).
     """
@@ -164,7 +165,7 @@ class AttentionFacts:
 
 
 def attention_input_dies(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
-    """Return whether no code can read attention's input after attention (:func:`follow_attention`)."""
+    """Return whether attention's input can no longer be read after attention (:func:`follow_attention`)."""
     return follow_attention(forward, method_of) is not None
 
 
@@ -233,7 +234,7 @@ def _attribute_of_self(node: ast.AST) -> str | None:
 class _AliasTracker:
     """State of a proof that follows aliases through a layer's ``forward`` and methods.
 
-    :param method_of: returns the code of the layer's methods.
+    :param method_of: function that returns the code of the layer's methods (:data:`MethodOf`).
     :param submodules: places at which each submodule has received an alias so far.
     :param methods: stack of the methods that are being followed, innermost last. It is empty in ``forward``, which must
         not return before the norm after attention.
@@ -337,7 +338,7 @@ def _split_condition(test: ast.expr) -> list[str]:
 
 
 def _called_attribute(node: ast.AST) -> str | None:
-    """Return the attribute of ``self`` that ``node`` calls, or ``None`` if it is no such call.
+    """Return the name of the attribute of ``self`` that ``node`` calls, or ``None`` if ``node`` is another expression.
 
     The attribute is a submodule, a list of submodules of which one is called, or a method.
     """
@@ -351,10 +352,12 @@ def _called_attribute(node: ast.AST) -> str | None:
 
 
 def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
-    """Return whether a submodule's ``forward`` returns no argument that it receives at these places.
+    """Return whether a submodule's ``forward`` returns newly allocated memory, and none of the arguments in ``places``.
 
-    In a batch without tokens it may return an argument. The proof assumes that the submodule's own methods and
-    submodules return new memory, and that all other functions return the memory of their arguments.
+    In a batch without tokens ``forward`` may return such an argument. The proof assumes that the submodule's own
+    methods and submodules return new memory, and that all other functions return the memory of their arguments.
+
+    :param places: places of the arguments that may share memory with the layer's input.
     """
     definition = _parse_definition(forward)
     parameters = _find_parameters(definition, places)
@@ -364,7 +367,7 @@ def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
 
 
 def _submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
-    """Return the names that may alias a submodule's arguments after ``statement``.
+    """Return the names that may alias the submodule's tracked arguments after ``statement``.
 
     :param aliases: the aliases before the statement.
     :returns: ``None`` if the statement may return an alias.
@@ -557,7 +560,7 @@ def _follow_statements(
 ) -> set[str] | None:
     """Return the aliases after all statements; ``None`` if the proof fails in one of them.
 
-    :param follow_one: returns the aliases after one statement, or ``None`` if the proof fails.
+    :param follow_one: function that returns the aliases after one statement, or ``None`` if the proof fails.
     """
     after: set[str] | None = aliases
     for statement in statements:
@@ -603,8 +606,8 @@ def _find_uses(tree: ast.AST, name: str) -> list[ast.Name]:
 def _aliased_names(value: ast.AST, returns_new_memory: Callable[[ast.Call], object] = _called_attribute) -> set[str]:
     """Return the names whose memory an expression's value may share.
 
-    :param returns_new_memory: returns a true value if a call returns new memory. By default, calls of the layer's
-        submodules and methods do.
+    :param returns_new_memory: function that returns a true value if a call returns new memory. By default, calls of the
+        layer's submodules and methods do.
     """
     match value:
         case ast.Name(id=name):

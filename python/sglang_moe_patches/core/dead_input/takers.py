@@ -66,11 +66,11 @@ class TrtllmTorch(OutputTorch):
 
 
 def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_compiling: Callable[[], bool]) -> Any:
-    """Wrap the TRT-LLM runner: call ``into_buffer`` if a buffer is offered that shares no memory with the MoE input.
+    """Wrap the TRT-LLM runner: call ``into_buffer`` if the offered buffer shares no memory with the MoE input.
 
     :param original: the engine's runner.
     :param into_buffer: the engine's runner with a :class:`TrtllmTorch` as ``torch``.
-    :param is_compiling: returns whether ``torch.compile`` traces the call; ``original`` runs then.
+    :param is_compiling: function that returns whether ``torch.compile`` traces the call. ``original`` runs then.
     """
 
     @functools.wraps(original)
@@ -124,10 +124,10 @@ def probe_trtllm() -> Install:
 
 
 def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> fused_moe_call.Route:
-    """Make the route for calls that do not work in place.
+    """Return the route (:mod:`sglang_moe_patches.core.fused_moe_call`) for calls that do not work in place.
 
-    A call goes to ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In the second
-    case a new output must come from that memory's pool.
+    The route sends a call to ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In
+    the second case a new output must come from the pool of that memory.
 
     :param into_buffer: the engine's fused-MoE function with an :class:`OutputTorch` as ``torch``.
     """
