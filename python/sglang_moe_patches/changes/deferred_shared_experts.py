@@ -5,30 +5,32 @@ Why
     routed experts have their workspace.
 
 Hook points
-    ``DeepseekV2MoE.__init__``. In 0.5.11 also its ``forward_normal`` and ``_forward_shared_experts``. Of
+    ``DeepseekV2MoE.__init__``. In 0.5.11 also its ``forward_normal`` and ``_forward_shared_experts``. From
     :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and Triton's fused-MoE function.
 
 Skipped
-    Each layer decides. Shared experts run first with runners that overwrite their input, with fused shared experts,
-    with all-to-all, and with single-batch overlap. They also run first in Triton layers of a server with LoRA adapters,
-    and on AMD.
-    ``--moe-runner-backend`` does not say which runner a layer has.
+    Each layer is decided by itself. Shared experts run first with runners that overwrite their input, with fused shared
+    experts, with all-to-all, and with single-batch overlap. They also run first in Triton layers of a server with LoRA
+    adapters, and on AMD.
+    ``--moe-runner-backend`` does not decide, because it does not say which runner a layer has.
 
 How
-    Runners that preserve their input are marked so: their configuration gets ``inplace`` off. Triton preserves its
-    input if it is told to. Its output then goes into the layer's dead input. Releases from 0.5.12 defer by themselves
-    if ``inplace`` is off.
+    The change switches ``inplace`` off in the configuration of runners that then preserve their input. Triton's output
+    then goes into the layer's dead input. Releases from 0.5.12 on run the shared experts last by themselves if
+    ``inplace`` is off.
 
-    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the ``forward_normal`` of a layer that defers. The
-    engine's own ``final_hidden_states += shared_output`` then computes and adds the shared experts' output. It does so
-    at the usual place: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off only
-    during this call. Where nothing is deferred, as in a traced prefill graph, another output would be one tensor more.
+    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the ``forward_normal`` of a layer that defers its
+    shared experts. The engine's own ``final_hidden_states += shared_output`` then computes and adds the shared experts'
+    output. It does so at the usual place: after the routed experts and their scaling, before the all-reduce.
+    ``inplace`` is off only during this call. A forward pass that defers nothing, such as a traced prefill graph, would
+    otherwise allocate one more tensor for the output.
 
 Upstream
-    sgl-project/sglang#25279, in releases from 0.5.12. Its switch, from 0.5.13 on, is for TRT-LLM only.
+    sgl-project/sglang#25279, in releases from 0.5.12. From 0.5.13 on, the engine itself switches ``inplace`` off, but
+    only for TRT-LLM.
 
 Remove when
-    the engine defers the shared experts behind every runner that preserves its input.
+    the engine itself runs the shared experts last with every runner that preserves its input.
 """
 
 from __future__ import annotations
@@ -60,9 +62,8 @@ _deferring: ContextVar[bool] = ContextVar("moe_deferring_shared_experts", defaul
 
 
 _REASON_TO_RUN_FIRST = "_moe_patches_why_shared_experts_run_first"
-"""Attribute of a layer with the reason why its shared experts run first. "" means that this change defers them,
-``None`` that the engine defers them by itself.
-"""
+"""Name of a layer's attribute. Its value is the reason why the layer's shared experts run first. "" means that this
+change runs them last, and ``None`` that the engine itself does."""
 
 
 def reason_to_run_first(
@@ -77,13 +78,13 @@ def reason_to_run_first(
 ) -> str:
     """Return why a layer's shared experts must run before its routed experts; "" if they may run after them.
 
-    :param inplace: the runner's configuration lets it write its output over its input.
-    :param preserves_input: the runner never overwrites its input, or can be configured not to.
-    :param is_overlapped: single-batch overlap already runs the shared experts elsewhere.
-    :param is_fused: the shared experts are fused into the routed experts.
-    :param has_shared_experts: the layer has shared experts of its own.
-    :param serves_lora: the server may run LoRA adapters, which use other runners.
-    :param uses_all_to_all: tokens are sent to their experts' ranks, and the layer takes another path.
+    :param inplace: whether the runner's configuration lets it write its output over its input.
+    :param preserves_input: whether the runner never overwrites its input, or can be configured so.
+    :param is_overlapped: whether single-batch overlap already runs the shared experts at another place.
+    :param is_fused: whether the shared experts are fused into the routed experts.
+    :param has_shared_experts: whether the layer has shared experts of its own.
+    :param serves_lora: whether the server may run LoRA adapters, which use other runners.
+    :param uses_all_to_all: whether tokens are sent to their experts' ranks. The layer's code then takes another path.
     """
     if is_fused:
         return "shared experts are fused into the routed ones"
@@ -99,9 +100,10 @@ def reason_to_run_first(
 
 
 class DeferredSharedExperts:
-    """Stand-in for the shared experts' output, which is computed when it is added in place to the routed output.
+    """Stand-in for the shared experts' output. The output is computed when the stand-in is added in place to the routed
+    experts' output.
 
-    It is no tensor. Every use other than ``routed += deferred`` raises ``TypeError``.
+    The stand-in is no tensor. Every use other than ``routed += deferred`` raises ``TypeError``.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -119,7 +121,7 @@ class DeferredSharedExperts:
 
 
 def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
-    """Mark the forward pass of a layer that defers its shared experts."""
+    """Wrap ``forward_normal``: set :data:`_deferring` during the call if the layer defers its shared experts."""
 
     @functools.wraps(original)
     def forward_normal(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +137,7 @@ def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[]
 
 
 def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a stand-in for the shared experts' output during a marked forward pass."""
+    """Wrap ``_forward_shared_experts``: while :data:`_deferring` is set, return a :class:`DeferredSharedExperts`."""
 
     @functools.wraps(original)
     def _forward_shared_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +158,11 @@ def _init(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Construct a layer, and decide whether it defers its shared experts.
+    """Construct a layer, and decide whether its shared experts run after its routed experts.
 
-    :param mark: turns ``inplace`` off in the configuration of the routed experts' runner.
-    :param is_native: returns True for routed experts behind which the engine defers by itself.
+    :param mark: function that switches ``inplace`` off in the configuration of the routed experts' runner.
+    :param is_native: function that returns whether the engine itself runs the shared experts after these routed
+        experts.
     """
     original(self, *args, **kwargs)
     with best_effort(f"the order of experts in {type(self).__name__}"):
@@ -179,7 +182,7 @@ def _init(
 
 
 def _clear_inplace(config: Any) -> None:
-    """Configure a runner so that it preserves its input."""
+    """Configure a runner so that it preserves its input. The setting is permanent."""
     config.inplace = False
 
 
@@ -187,7 +190,8 @@ def _clear_inplace(config: Any) -> None:
 
 
 def _plan() -> Plan:
-    """Probe the class of DeepSeek's MoE layers, the offers of dead inputs and Triton's fused-MoE function.
+    """Return the plan, after a probe of DeepSeek's class of MoE layers, the offers of dead inputs and Triton's
+    fused-MoE function.
 
     :raises engine.Unsupported: the engine's code is not what this change expects.
     """
@@ -244,7 +248,7 @@ def _plan() -> Plan:
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return what the layers decided when they were constructed."""
+    """Return the decision of a model's layers. Each layer has stored it when it was constructed."""
     reasons = {
         getattr(module, _REASON_TO_RUN_FIRST)
         for module in built.model.modules()

@@ -1,13 +1,13 @@
 """output-buffer: the routed experts write their output into the layer's dead input instead of a new tensor.
 
 Why
-    Each MoE layer allocates a tensor of the hidden size. At that time two other tensors of this size are dead, but
-    still referenced.
+    Each MoE layer allocates a tensor [tokens, hidden] for its output. At that time no code reads two other tensors of
+    this size any more, but references keep them allocated.
 
 Hook points
-    ``_initialize_model``: after it, the ``forward`` of each known decoder layer offers its input. If the engine has no
-    output buffer: ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__`` and
-    ``DeepseekV2AttentionMLA.forward``. If it has one: its ``moe_output_buffer_ctx``.
+    ``_initialize_model``: in each model that it returns, the ``forward`` of the known decoder layers then offers its
+    input. If the engine has no output buffer: ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__``
+    and ``DeepseekV2AttentionMLA.forward``. If it has one: its ``moe_output_buffer_ctx``.
 
 Skipped
     Up to 0.5.12.post1 without FlashInfer, except for the attention inputs. Layers whose input is not proven dead,
@@ -18,18 +18,21 @@ Costs
 
 How
     A decoder layer offers its input when the input is dead (:mod:`sglang_moe_patches.core.dead_input` has the families
-    of models and the conditions). The NVFP4 TRT-LLM runner takes it in place of a new output, if it fits. The CuteDSL
-    runner takes it through cutedsl-sizing. Attention inputs are dropped when ``self_attn`` returns.
+    of models and the conditions). The NVFP4 TRT-LLM runner writes its output into the offered memory instead of a new
+    tensor, if the memory fits. The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's
+    attention are dropped when ``self_attn`` returns.
 
     Releases that have all this built in have a fault: they offer the input of every DeepSeek MoE layer, also of a layer
-    that starts without a residual. Such an input *becomes* the residual, and every answer is wrong. The engine's own
-    offer is withheld in every layer, and our offers use its channel.
+    that starts without a residual. Such an input *becomes* the residual, and every answer is wrong. This change
+    withholds the engine's own offer in every layer, and its own offers use the engine's channel.
 
 Upstream
-    sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models. Each of them has the fault.
+    sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models. Each of these releases has the
+    fault.
 
 Remove when
-    0.5.12.post1 is no longer supported, the engine checks the residual before it offers, and other families offer.
+    0.5.12.post1 is no longer supported, the engine checks the residual before it offers, and other model families offer
+    their inputs.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from sglang_moe_patches.core.patch import (
 
 
 def _plan() -> Plan:
-    """Probe the offers of dead inputs, the TRT-LLM runner and the attention inputs.
+    """Return the plan, after a probe of the offers of dead inputs, of the TRT-LLM runner and of the attention inputs.
 
     If the engine offers dead inputs itself, the plan only corrects its offers.
     """
@@ -69,7 +72,7 @@ def _plan() -> Plan:
 
 
 def _probe_attention_inputs() -> Install:
-    """Return an installer that drops attention's inputs when attention returns, for every runner.
+    """Return an installer that frees the inputs of DeepSeek's attention when attention returns, with every runner.
 
     :raises engine.Unsupported: the engine's code is not what this change expects.
     """
@@ -101,7 +104,9 @@ def _probe_attention_inputs() -> Install:
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return whether a layer writes its output into its dead input, and whether attention's inputs are dropped."""
+    """Return the decision: whether a layer writes its output into its dead input, and whether attention's inputs are
+    dropped.
+    """
     offering, reasons = probe.find_offers(built.model)
     taking = [experts for experts in offering if runners.runner_of(experts) in runners.TRTLLM]
     effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
@@ -115,7 +120,7 @@ def decide(built: BuiltModel) -> Decision:
 
 
 def _has_attention_inputs(model: Any) -> bool:
-    """Return True if the model has the attention class whose inputs are dropped."""
+    """Return whether the model has layers of the attention class whose inputs are dropped."""
     try:
         attention = engine.module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA
     except engine.Unsupported:

@@ -1,8 +1,8 @@
 """cutedsl-sizing: CuteDSL buffers that fit every forward pass, allocated once instead of once per layer.
 
 Why
-    Each layer has a FlashInfer wrapper of its own. The engine guesses the size of its buffers. A forward pass with more
-    tokens ends the server.
+    Each layer has a FlashInfer wrapper of its own. The engine guesses the size of the wrapper's buffers. A forward pass
+    with more tokens ends the server.
 
 Hook points
     ``ensure_cutedsl_wrapper`` of the engine's CuteDSL runner, ``ModelOptNvFp4FusedMoEMethod.apply``,
@@ -15,15 +15,16 @@ How
     The buffers have room for the largest forward pass that the engine's scheduler can produce
     (:func:`.tokens.max_forward_tokens`). Layers with the same configuration share one wrapper. This is safe because a
     wrapper has no weights and layers run one after another. The output does not go into the wrapper's own buffer, which
-    the next layer would overwrite. It goes into the buffer that output-buffer offers, or into a new tensor. A forward
-    pass that is larger all the same runs in slices of tokens.
+    the next layer would overwrite. It goes into the buffer that output-buffer offers, or into a new tensor. If a
+    forward pass is larger than the buffers nevertheless, it runs in slices of tokens.
 
 Costs
-    One more Python call in each layer. A forward pass in slices reads the weights once per slice.
+    One more Python call in each layer. A forward pass that runs in slices reads the weights once for each slice.
 
 Upstream
-    The sizing: sgl-project/sglang#26696, in releases from 0.5.13. It is not the worst case, and every layer allocates
-    its own buffers. FlashInfer 0.6.14, used by releases from 0.5.16, keeps no buffers and has no largest size.
+    sgl-project/sglang#26696 computes the size of the buffers, in releases from 0.5.13. This size is not the worst case,
+    and every layer allocates its own buffers. FlashInfer 0.6.14, used by releases from 0.5.16, keeps no buffers and has
+    no largest size.
 
 Remove when
     0.5.15.post1 is no longer supported.
@@ -39,7 +40,9 @@ from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SHARED_BUFFERS, 
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return whether any layer runs on CuteDSL, and whether such a layer writes its output into its dead input."""
+    """Return the decision: whether any layer runs on CuteDSL, and whether such a layer writes its output into its dead
+    input.
+    """
     if not any(runners.runner_of(experts) == runners.CUTEDSL for experts in runners.layers_of(built.model)):
         return Decision(reason="no layer runs on CuteDSL")
     offering, _ = probe.find_offers(built.model)

@@ -1,4 +1,4 @@
-"""Limits of a forward pass from the server's arguments and memory pools, and a check that is added to
+"""Limits of a forward pass, from the server's arguments and memory pools, and a check that this package adds to
 ``ServerArgs``.
 """
 
@@ -24,9 +24,10 @@ _DEFAULT_BUDGET = 1024
 
 
 def _parse_budget(text: str) -> int:
-    """Parse the budget as the engine does. Text that is no number counts as unset.
+    """Parse ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` as the engine does. Text that is no number counts as
+    unset.
 
-    Engine releases without a check of their own read the variable in this way.
+    Engine releases that do not check the variable themselves read it in this way.
     """
     try:
         return int(text)
@@ -44,12 +45,12 @@ BUDGET = Variable(
 
 
 def budget_error(required: int, budget: int, ep_size: int) -> str | None:
-    """Return why the all-to-all dispatcher cannot send the largest forward pass, with the command that fixes it.
+    """Return an error message if the all-to-all dispatcher cannot send the largest forward pass, else ``None``.
 
     :param required: tokens of the largest forward pass of one rank.
     :param budget: value of ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``.
     :param ep_size: number of expert-parallel ranks.
-    :returns: ``None`` if the budget is large enough.
+    :returns: ``None``, or the message. It gives the reason and the ``export`` command that fixes it.
     """
     if budget * ep_size >= required:
         return None
@@ -63,9 +64,9 @@ def budget_error(required: int, budget: int, ep_size: int) -> str | None:
 
 @dataclass
 class Pools:
-    """Sizes that the model runners of this process chose at start-up; 0 until they are chosen.
+    """Sizes that the model runners of this process chose at start-up. Each is 0 until it is chosen.
 
-    :param requests: requests that can run at once.
+    :param requests: number of requests that can run at once.
     :param cache_tokens: tokens of the KV cache.
     :param request_tokens: tokens of the longest request, prompt and output.
     """
@@ -76,7 +77,7 @@ class Pools:
 
 
 def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
-    """Return the limits of a forward pass on one data-parallel rank.
+    """Collect the settings that limit how many tokens one forward pass of a data-parallel rank can have.
 
     :param server_args: the engine's ``ServerArgs``, resolved.
     :param pools: sizes that the model runners chose.
@@ -103,7 +104,9 @@ def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
 
 
 def _graph_limits(server_args: Any) -> tuple[int, int]:
-    """Return the largest number of requests in a captured decode, and of tokens in a captured prefill."""
+    """Return two limits of the captured graphs: the largest number of requests in a decode, and the largest number of
+    tokens in a prefill. A limit is 0 if nothing is captured.
+    """
     config = getattr(server_args, "cuda_graph_config", None)
     if config is not None:  # releases from 0.5.14
         # The engine's own limit ignores prefill graphs that are not piecewise. They are captured all the same.
@@ -137,7 +140,7 @@ def _draft_tokens_per_request(server_args: Any) -> int:
 
 
 def _padding(server_args: Any) -> int:
-    """Return the number of tokens to whose multiple the engine pads a forward pass."""
+    """Return the number ``n`` for which the engine pads every forward pass to a multiple of ``n`` tokens."""
     if server_args.enable_dp_attention:
         return server_args.tp_size // server_args.dp_size
     scattered = server_args.moe_dense_tp_size == 1 or server_args.enable_attn_tp_input_scattered
@@ -147,16 +150,17 @@ def _padding(server_args: Any) -> int:
 def _cutedsl_moe_max_num_tokens(self: Any) -> int:
     """Return the largest number of tokens in a forward pass of one data-parallel rank, from the configuration alone.
 
-    If the engine has not chosen ``max_running_requests`` yet, limits that depend on it are ignored. The buffers are
-    sized later, when it is chosen.
+    If the engine has not chosen ``max_running_requests`` yet, limits that depend on it are ignored. CuteDSL's buffers
+    are sized later, when it is chosen.
     """
     return max_forward_tokens(forward_limits(self, Pools()))
 
 
 def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse an all-to-all budget that is too small for the largest forward pass.
+    """Raise an error if ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` is too small for the largest forward
+    pass.
 
-    :raises ValueError: the message has the ``export`` command that fixes it.
+    :raises ValueError: the value is too small. The message has the ``export`` command that fixes it.
     """
     error = None
     with best_effort("the budget of FlashInfer's dispatcher"):
@@ -172,12 +176,14 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
 
 
 def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Add the method and the start-up check to ``ServerArgs``, unless the engine has them.
+    """Add the method ``cutedsl_moe_max_num_tokens`` and a start-up check to ``ServerArgs``, unless the engine has them.
 
-    If the engine has them, both keep the engine's own number. Other parts of the engine are sized by it, and a budget
-    that the engine accepts is not refused here. The wrapper's buffers are sized by our number in any case.
+    If the engine has them, they stay as they are and use the engine's own number of tokens. Other parts of the engine
+    are sized by this number. If the engine accepts a ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``, this
+    package does not refuse it. The wrapper's buffers are sized by this package's own number in any case.
 
-    Every process calls this, also the launcher. There ``check_server_args`` runs after all arguments are resolved.
+    Every process calls this function, also the launcher. In the launcher, ``check_server_args`` runs after all
+    arguments are resolved.
 
     :param module: the engine's module ``server_args``, right after its import.
     """
@@ -194,7 +200,7 @@ def _wrap_check_server_args(original: Callable[..., None], self: Any, *args: Any
 
 
 def is_sized_by_engine(server_args_class: Any) -> bool:
-    """Return True if the engine computes the number of tokens itself."""
+    """Return whether the engine itself computes the largest number of tokens of a forward pass for CuteDSL."""
     # Later releases moved the method into a module of its own, which earlier releases do not have.
     own = vars(server_args_class).get(METHOD)
     return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")

@@ -1,4 +1,6 @@
-"""Largest number of tokens in one forward pass, and the buffers that it needs: pure functions of plain values."""
+"""Compute the largest number of tokens in one forward pass, and how many tokens CuteDSL's buffers must hold. All
+functions are pure functions of plain values.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,25 @@ from dataclasses import dataclass
 class ForwardLimits:
     """Settings and sizes that limit the tokens of one forward pass on one data-parallel rank.
 
-    :param max_prefill_tokens: ``--max-prefill-tokens``. A prefill batch accepts no further request beyond it.
+    :param max_prefill_tokens: ``--max-prefill-tokens``. Once a prefill batch has this many tokens, it accepts no
+        further request.
     :param graph_requests: ``--cuda-graph-max-bs``.
-    :param piecewise_tokens: ``piecewise_cuda_graph_max_tokens``; 0: no prefill is captured.
-    :param draft_tokens: ``speculative_num_draft_tokens``, the tokens of one request in a verification; 1: no
+    :param piecewise_tokens: ``piecewise_cuda_graph_max_tokens``, or 0 if no prefill is captured.
+    :param draft_tokens: ``speculative_num_draft_tokens``: the tokens of one request in a verification. It is 1 without
         speculation.
-    :param chunk_tokens: ``--chunked-prefill-size``; ``None``: chunked prefill is off; 0: the engine has not chosen it
-        yet.
-    :param request_tokens: tokens of the longest request, prompt and output, because a retracted request is prefilled
-        with both; 0: unknown.
-    :param unchecked_requests: the radix cache is disabled. Requests with ``ignore_eos`` are then admitted whatever is
-        left of ``max_prefill_tokens``.
-    :param requests: requests that can run at once on this rank; 0: unknown.
+    :param chunk_tokens: ``--chunked-prefill-size``. It is ``None`` if chunked prefill is off, and 0 if the engine has
+        not chosen it yet.
+    :param request_tokens: tokens of the longest request, or 0 if unknown. Prompt and output count, because a retracted
+        request is prefilled with both.
+    :param unchecked_requests: whether the radix cache is disabled. Requests with ``ignore_eos`` are then admitted even
+        if they exceed the rest of ``max_prefill_tokens``.
+    :param requests: number of requests that can run at once on this rank, or 0 if unknown.
     :param other_tokens_per_request: largest number of tokens of one request in a draft or draft-extend forward pass.
-    :param cache_tokens: tokens of the KV cache. Every prefilled token occupies one of them; 0: unknown.
-    :param probes_chunk: dynamic chunking over pipeline stages is on. At start-up the engine then runs forward passes of
-        up to 1.25 chunks.
-    :param padding: the engine pads a forward pass to a multiple of this many tokens (the tensor-parallel ranks within a
-        data-parallel rank).
+    :param cache_tokens: tokens of the KV cache, or 0 if unknown. Every prefilled token occupies one of them.
+    :param probes_chunk: whether dynamic chunking over pipeline stages is on. At start-up the engine then runs forward
+        passes of up to 1.25 chunks.
+    :param padding: the engine pads a forward pass to a multiple of this many tokens. It is the number of
+        tensor-parallel ranks within a data-parallel rank, or 1.
     """
 
     max_prefill_tokens: int
@@ -46,13 +49,16 @@ class ForwardLimits:
 def max_forward_tokens(limits: ForwardLimits) -> int:
     """Return the largest number of tokens that one forward pass can have on one data-parallel rank.
 
-    Upstream's terms (sgl-project/sglang#26696) are ``max_prefill_tokens``, ``piecewise_tokens`` and ``graph_requests *
-    draft_tokens``. The engine's scheduler (``PrefillAdder``, ``ScheduleBatch``) adds these cases:
+    The result is the maximum of several numbers. Upstream (sgl-project/sglang#26696) uses ``max_prefill_tokens``,
+    ``piecewise_tokens`` and ``graph_requests * draft_tokens``. The engine's scheduler (``PrefillAdder``,
+    ``ScheduleBatch``) can exceed them in these cases:
 
     - The first request of a prefill batch is admitted whatever its length. It has one chunk, or the whole request if
-      chunked prefill is off. Mixed chunks subtract the running decodes from both budgets first, and so add nothing.
-    - If chunked prefill is off, further requests must fit into the rest of the budget. Requests that are admitted
-      unchecked need not fit. The last of them may start when one token is left.
+      chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
+      decodes from the chunk and from ``max_prefill_tokens``.
+    - If chunked prefill is off, further requests must fit into the rest of ``max_prefill_tokens``. Requests that are
+      admitted without this check (``unchecked_requests``) need not fit. The last of them may be admitted when one token
+      is left.
     - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
       tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
       ``max_prefill_tokens``.
@@ -80,23 +86,28 @@ def other_tokens_per_request(topk: int, steps: int, *, multi_layer: bool) -> int
     speculation).
 
     :param topk: ``speculative_eagle_topk``.
-    :param steps: ``speculative_num_steps``. With adaptive speculation: the largest number that it may choose.
-    :param multi_layer: each step has a layer of its own. Step ``i`` then extends by ``steps + 1 + i`` tokens.
+    :param steps: ``speculative_num_steps``. With adaptive speculation it is the largest number of steps that the engine
+        may choose.
+    :param multi_layer: whether each draft step has a layer of its own. Step ``i`` then extends by ``steps + 1 + i``
+        tokens.
     """
     return max(topk, 2 * steps if multi_layer else steps + 1, 1)
 
 
 def wrapper_tokens(rank_tokens: int, gathered_ranks: int, dispatcher_tokens: int | None, ep_size: int) -> int:
-    """Return the number of tokens for which a wrapper's buffers must have room.
+    """Return the number of tokens for which the buffers of a CuteDSL wrapper must have room.
 
     :param rank_tokens: tokens of the largest forward pass of one data-parallel rank.
-    :param gathered_ranks: data-parallel ranks whose tokens an all-gather puts together before the experts.
-    :param dispatcher_tokens: tokens that an all-to-all dispatcher accepts from one rank; ``None``: no dispatcher.
+    :param gathered_ranks: number of data-parallel ranks whose tokens an all-gather puts together before the experts.
+    :param dispatcher_tokens: tokens that an all-to-all dispatcher accepts from one rank, or ``None`` without a
+        dispatcher.
     :param ep_size: number of expert-parallel ranks.
     """
     return rank_tokens * gathered_ranks if dispatcher_tokens is None else dispatcher_tokens * ep_size
 
 
 def split_tokens(tokens: int, size: int) -> list[slice]:
-    """Return the fewest slices of at most ``size`` rows that cover ``tokens`` rows; one empty slice for no rows."""
+    """Split ``tokens`` rows into as few slices of at most ``size`` rows as possible. For no rows, return one empty
+    slice.
+    """
     return [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]

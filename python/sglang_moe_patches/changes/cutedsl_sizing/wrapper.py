@@ -1,4 +1,4 @@
-"""One CuteDSL wrapper for all layers of a configuration: its replacement, and how it is constructed."""
+"""One FlashInfer wrapper for CuteDSL that all layers of a configuration share, instead of one for each layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TOKEN_ARGUMENTS = ("x", "x_sf", "token_selected_experts", "token_final_scales", "per_token_scale")
 
-#: Modules that may contain ``get_is_capture_mode``. The engine has one of them.
+#: Names of modules that may contain ``get_is_capture_mode``. Each engine release has one of these modules.
 _CAPTURE_MODULES = (
     "sglang.srt.model_executor.runner_utils.capture_mode",
     "sglang.srt.model_executor.cuda_graph_runner",
@@ -34,11 +34,13 @@ _CAPTURE_MODULES = (
 
 
 class SharedMoE:
-    """Replacement for the ``CuteDslMoEWrapper`` of a layer. All layers of a configuration share one, if they may.
+    """Replacement for the ``CuteDslMoEWrapper`` of a layer. Layers whose wrappers have the same arguments share one
+    replacement, if they run one after another.
 
     :param wrapper: FlashInfer's wrapper, with its buffers for CUDA graphs.
-    :param ranks: data-parallel ranks whose tokens are run together. Only log messages use it.
-    :param is_capturing: tells whether the engine captures CUDA graphs now, or runs the warm-up before a capture.
+    :param ranks: number of data-parallel ranks whose tokens are computed together. Only log messages use it.
+    :param is_capturing: function that returns whether the engine captures CUDA graphs now, or runs the warm-up before a
+        capture.
     """
 
     def __init__(self, wrapper: Any, ranks: int, is_capturing: Callable[[], bool]) -> None:
@@ -46,7 +48,8 @@ class SharedMoE:
         self._ranks = ranks
         self._is_capturing = is_capturing
         self._warned = False
-        # The output goes into the caller's memory. Four fifths of the buffers are then never allocated.
+        # The output goes into the caller's memory. FlashInfer's own output buffer, four fifths of all buffers, is then
+        # never allocated.
         wrapper._moe_output = None
 
     def __getattr__(self, name: str) -> Any:
@@ -55,7 +58,7 @@ class SharedMoE:
     def run(self, **arguments: Any) -> torch.Tensor:
         """Run the experts like FlashInfer's ``run``, with the keyword arguments that the engine passes.
 
-        :returns: [tokens, hidden], in the offered output buffer or in a new tensor.
+        :returns: a tensor [tokens, hidden]. It is the offered output buffer or a new tensor.
         :raises ValueError: CUDA graphs are captured, and the buffers are too small for the tokens.
         """
         wrapper = self._wrapper
@@ -72,7 +75,8 @@ class SharedMoE:
 
     def _run_into(self, output: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run the experts on at most ``max_num_tokens`` tokens, and write the result into ``output``."""
-        # FlashInfer's `run` has no parameter for its output. It writes into the first rows of this attribute.
+        # FlashInfer's `run` has no parameter for its output. It writes into the first rows of the attribute
+        # `_moe_output`.
         self._wrapper._moe_output = output
         try:
             self._wrapper.run(**arguments)
@@ -81,7 +85,7 @@ class SharedMoE:
         return output
 
     def _report_larger_forward(self, tokens: int) -> None:
-        """Warn once that a forward pass has more tokens than the buffers.
+        """Log one warning that a forward pass has more tokens than the buffers have room for.
 
         :raises ValueError: CUDA graphs are captured. A graph cannot run in slices.
         """
@@ -98,7 +102,7 @@ class SharedMoE:
 
 
 def _allocate_output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Take the offered output buffer, or allocate a tensor if none is offered."""
+    """Return the offered output buffer, or a new tensor if no buffer is offered."""
     import torch
 
     buffer = None if torch.compiler.is_compiling() else channel.take_output(shape, dtype, device)
@@ -112,9 +116,11 @@ _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
 def _wrap_ensure(
     original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool], without_output: Any = None
 ) -> Any:
-    """Replace FlashInfer's class while the engine's function constructs a layer's wrapper.
+    """Wrap the engine's function that constructs a layer's CuteDSL wrapper. While it runs, :func:`_construct` replaces
+    FlashInfer's class.
 
-    :param without_output: class that is constructed instead of FlashInfer's; ``None``: FlashInfer's class itself.
+    :param without_output: subclass of FlashInfer's class to construct instead (:func:`_class_without_output`). If it is
+        ``None``, FlashInfer's class itself is constructed.
     """
 
     @functools.wraps(original)
@@ -135,7 +141,8 @@ class _BufferTorch:
     """Replacement for the name ``torch`` in the code that allocates the buffers of FlashInfer's class.
 
     The output buffer gets no memory. It is the only buffer whose dtype is not in ``kept_dtypes``. :class:`SharedMoE`
-    drops it, and it may be the largest buffer, allocated when the KV cache already occupies the rest of the GPU.
+    does not use it. It may be the largest buffer, and it would be allocated when the KV cache already occupies the rest
+    of the GPU.
     """
 
     def __init__(self, torch_module: Any, kept_dtypes: set[Any]) -> None:
@@ -145,7 +152,9 @@ class _BufferTorch:
         return getattr(self._torch, name)
 
     def empty(self, size: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """Allocate a buffer, or return a ``meta`` tensor for the output buffer."""
+        """Replacement for ``torch.empty``. For the output buffer it returns a ``meta`` tensor, which has no memory. Any
+        other buffer is allocated as usual.
+        """
         return self._torch.empty(size, dtype=dtype, device=device if dtype in self._kept_dtypes else "meta")
 
 
@@ -153,9 +162,9 @@ _BUFFERS = "_allocate_buffers"
 
 
 def _class_without_output(real: Any, patcher: Patcher) -> Any:
-    """Return a subclass of FlashInfer's class that allocates no memory for its output.
+    """Return a subclass of FlashInfer's wrapper that allocates no memory for its output.
 
-    If the class does not allocate its buffers as expected, return the class itself.
+    If FlashInfer's class does not allocate its buffers as expected, return that class itself.
     """
     import torch
 
@@ -180,11 +189,11 @@ def _class_without_output(real: Any, patcher: Patcher) -> Any:
 
 
 def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
-    """Construct a layer's wrapper, or return the one that layers with the same arguments share.
+    """Construct a layer's wrapper, or return the wrapper that layers with the same arguments share.
 
     The engine calls this function in place of ``CuteDslMoEWrapper(**arguments)``.
 
-    :param real: FlashInfer's class.
+    :param real: FlashInfer's class, or the subclass that allocates no output.
     :param layer: the layer that needs the wrapper.
     :param is_capturing: see :class:`SharedMoE`.
     """
@@ -262,12 +271,12 @@ _GRAPH_ARGUMENTS = ("cuda_graph_max_bs", "disable_piecewise_cuda_graph", "piecew
 
 
 def keeps_buffers(wrapper_class: Any) -> bool:
-    """Return True if FlashInfer's wrapper has buffers for a number of tokens and refuses larger forward passes."""
+    """Return whether FlashInfer's wrapper has buffers for a fixed number of tokens, and refuses more tokens."""
     return any(engine.mentions(wrapper_class.run, name) for name in ("_moe_output", "max_num_tokens"))
 
 
 def plan() -> Plan:
-    """Probe the engine's CuteDSL runner and FlashInfer's wrapper.
+    """Return the plan for CuteDSL's wrappers, after a probe of the engine's CuteDSL runner and of FlashInfer's wrapper.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

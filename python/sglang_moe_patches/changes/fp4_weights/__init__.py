@@ -1,11 +1,13 @@
-"""fp4-weights: FP4 experts are laid out where they were loaded, and keep no scales that nothing reads.
+"""fp4-weights: FP4 experts are laid out in the memory that they were loaded into, and keep no scales that no code
+reads.
 
 Why
     The engine lays out NVFP4 experts for TRT-LLM through thousands of allocations and more than a second copy of the
     layer. MXFP4's layout for ``triton_kernels`` takes nearly six times a layer's weights, and leaves holes in the
-    allocator. For Marlin the engine repacks a layer's experts into a list and a stack, beside the loaded ones.
-    ``create_weights`` allocates swizzled block scales that neither TRT-LLM nor Marlin reads; with Marlin they stay
-    allocated. So do MXFP4's scales with ``triton_kernels`` (gpt-oss), and the unpacked ones with Marlin (DeepSeek-V4).
+    allocator. For Marlin the engine repacks a layer's experts into a list and a stack, while the loaded experts are
+    still allocated. ``create_weights`` allocates swizzled block scales that neither TRT-LLM nor Marlin reads; with
+    Marlin they stay allocated. MXFP4's scales with ``triton_kernels`` (gpt-oss) also stay allocated unread, and so do
+    the unpacked scales with Marlin (DeepSeek-V4).
 
 Hook points
     * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and in every module that imported it by
@@ -20,29 +22,31 @@ Hook points
     * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
       memory that is large enough for the result from the start.
     * ``process_weights_after_loading`` of MXFP4's methods. Afterwards placeholders replace the scales that the method's
-      ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update as stock's parameter does. Freed
-      scales move the memory behind the scales that are read. On Hopper ``triton_kernels`` reads up to 64 bytes of it,
-      so zeros are put there (:func:`put_zeros_behind_scales`).
+      ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update as stock's parameter does. Once
+      unread scales are freed, other memory follows the scales that are read. On Hopper ``triton_kernels`` reads up to
+      64 bytes of it, so zeros are put there (:func:`put_zeros_behind_scales`).
     * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
-      :mod:`.repack` writes each expert over the one that it was made from.
+      :mod:`.repack` writes each expert over the expert from which it was made.
 
 Skipped
-    with runners other than TRT-LLM's, Marlin's and ``triton_kernel``. The NVFP4 part is skipped without FlashInfer.
+    Servers with runners other than TRT-LLM's, Marlin's and ``triton_kernel``. The NVFP4 part is skipped without
+    FlashInfer.
 
 Costs
-    Nothing in a forward pass. Loading returns unused segments to the driver around each layer's layout.
+    No time in a forward pass. Loading returns the allocator's unused segments to the driver before and after each
+    layer's layout.
 
 Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on: no fragmentation, but still a second copy of
-    the layer, and slower. It frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
-    Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales are deleted after Marlin's repack in
-    0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, beside the loaded ones. #36456 pads
-    the scales that ``triton_kernels`` reads on Hopper: in 0.5.23, not yet in 0.5.17. vllm#41268 and vllm#45179 are the
-    same holes in vLLM; TensorRT-LLM#16125 is the same transient.
+    the layer, and slower. It frees TRT-LLM's unread block scales after loading from 0.5.12 on, and creates none from
+    0.5.13 on. For Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales are deleted after Marlin's
+    repack in 0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, in addition to the loaded
+    experts. #36456 pads the scales that ``triton_kernels`` reads on Hopper: in 0.5.23, not yet in 0.5.17. vllm#41268
+    and vllm#45179 report the same holes in vLLM. TensorRT-LLM#16125 reports the same temporary memory.
 
 Remove when
-    the engine lays out experts in place, or within a bounded scratch, does not allocate the placeholders for TRT-LLM
-    and Marlin, deletes MXFP4's scales with ``triton_kernels``, and repacks for Marlin without a list.
+    the engine lays out experts in place, or within a bounded scratch, allocates no unread block scales for TRT-LLM and
+    Marlin, deletes MXFP4's scales with ``triton_kernels``, and repacks for Marlin without a list.
 """
 
 from __future__ import annotations
@@ -71,41 +75,44 @@ _REPACK_EXPERTS = "_repack_moe_fp4_weight_for_marlin"
 _SWIZZLE = "swizzle_blockscale"
 _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 _MARLIN = ("marlin", "lora_marlin")
-"""Values of the engine's ``MoeRunnerBackend`` for a layer that Marlin runs. The second is in newer releases."""
+"""Values of the engine's ``MoeRunnerBackend`` for a layer that runs on Marlin. Only newer releases have the second
+value."""
 
 TRITON_KERNELS = "triton_kernel"
-"""The value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, gpt-oss's own."""
+"""Value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, the kernels made for gpt-oss."""
 _MXFP4_METHODS = (
     ("sglang.srt.layers.quantization.mxfp4", "Mxfp4MoEMethod"),
     ("sglang.srt.layers.quantization.mxfp4_marlin_moe", "Mxfp4MarlinMoEMethod"),
 )
-"""The methods for MXFP4 experts: gpt-oss and others, and DeepSeek-V4 on Marlin."""
+"""Modules and names of the engine's quantization methods for MXFP4 experts. The first is for gpt-oss and others, the
+second for DeepSeek-V4 on Marlin."""
 
 _SWIZZLE_MXFP4 = "_swizzle_mxfp4"
-"""The engine's function that lays out MXFP4 experts for ``triton_kernels``."""
+"""Name of the engine's function that lays out MXFP4 experts for ``triton_kernels``."""
 _FILLS = ("empty", "ones", "full", "tensor", "rand", "arange")
-"""Functions of PyTorch that create tensors of other values than zero."""
+"""Names of PyTorch's functions that create tensors with other values than zero."""
 _HOPPER_SCALES = "HOPPER_SCALE"
 """Name of ``triton_kernels``' layout of scales on Hopper."""
 _SCALE_BYTES_AT_ONCE = 128
-"""Bytes of a row of swizzled scales that ``triton_kernels`` reads at once, those of a tile of 128 weights."""
+"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales: those of a tile of 128 weights.
+"""
 
-# Is true while create_weights runs for a backend that reads no swizzled block scales. It is a ContextVar, so that
-# another thread, which swizzles block scales at the same moment, gets real scales.
+# True while create_weights runs for a backend that reads no swizzled block scales. It is a ContextVar, so that another
+# thread that swizzles block scales at the same time gets real scales.
 _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
 
 
 def _placeholder(scale: Any) -> Any:
-    """Return a tensor of one byte for each expert, which replaces scales that nothing reads.
+    """Return a placeholder for scales that no code reads: a tensor of one byte for each expert.
 
-    ``None`` would not do: the engine's weight offloader cannot map zero bytes, and divides the first dimension by the
-    number of ranks.
+    The placeholder cannot be ``None`` or empty: the engine's weight offloader cannot map zero bytes, and divides the
+    first dimension by the number of ranks.
     """
     return scale.detach().new_zeros((scale.shape[0], 1, 1))
 
 
 def drop_swizzled_scales(layer: Any) -> int:
-    """Replace a layer's swizzled block scales by placeholders. If the engine created none, ``None`` stays.
+    """Replace a layer's swizzled block scales by placeholders. Scales that the engine did not create stay ``None``.
 
     :param layer: a ``FusedMoE`` layer whose weights were created.
     :returns: bytes that were freed.
@@ -123,10 +130,10 @@ def drop_swizzled_scales(layer: Any) -> int:
 
 
 def give_up_unread_scales(layer: Any) -> int:
-    """Replace the scales of a layer that its method never reads by placeholders (:func:`.unread.unread_scales`).
+    """Replace those scales of a layer that its method never reads by placeholders (:func:`.unread.unread_scales`).
 
     :param layer: a ``FusedMoE`` layer whose weights were processed.
-    :returns: bytes of memory that nothing holds any more. A scale does not count if its storage has another user.
+    :returns: bytes that were freed. A scale does not count if its storage has another user.
     """
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -140,7 +147,7 @@ def give_up_unread_scales(layer: Any) -> int:
 
 
 def _taking_updates(scale: Any) -> Any:
-    """Return a placeholder that accepts weight updates as the scale does, with the same checks and errors."""
+    """Return a placeholder that accepts weight updates like ``scale``, with the same checks and errors."""
     import torch
 
     placeholder = torch.nn.Parameter(_placeholder(scale), requires_grad=False)
@@ -158,14 +165,15 @@ def _taking_updates(scale: Any) -> Any:
 
 
 def put_zeros_behind_scales(method: Any) -> None:
-    """Put zeros behind the scales of a layer's last expert, where ``triton_kernels`` would read another tensor.
+    """Put zeros after the scales of a layer's last expert, where ``triton_kernels`` would otherwise read another
+    tensor.
 
     On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
-    multiple of 128 (gpt-oss: 2,880), the kernel reads memory behind the last row. A byte of 255 there is a NaN. The
+    multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. A byte of 255 there is a NaN. The
     limit of gpt-oss's SwiGLU turns the NaN into an ordinary number (triton-lang/triton#10772, sglang#36456).
 
-    :param method: the quantization method of a layer whose weights were processed. Its swizzled scales
-        [experts, bytes of a row, rows] move, and their values stay the same.
+    :param method: the quantization method of a layer whose weights were processed. Its swizzled scales [experts, bytes
+        of a row, rows] move to new memory, and their values stay the same.
     """
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
@@ -255,9 +263,9 @@ def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _probe_shuffle() -> Install:
-    """Find the function that shuffles NVFP4 experts for TRT-LLM.
+    """Return an installer that shuffles NVFP4 experts for TRT-LLM in place.
 
-    :raises engine.Unsupported: the engine does not shuffle weights by this function.
+    :raises engine.Unsupported: the engine does not shuffle weights by the function that the installer wraps.
     """
     from sglang_moe_patches.changes.fp4_weights import shuffle
 
@@ -294,9 +302,9 @@ def _probe_shuffle() -> Install:
 
 
 def _probe_placeholders() -> Install:
-    """Find the function that creates swizzled block scales.
+    """Return an installer that creates placeholders instead of swizzled block scales for TRT-LLM.
 
-    :raises engine.Unsupported: the engine creates them elsewhere, or may read them.
+    :raises engine.Unsupported: the engine creates the block scales elsewhere, or may read them.
     """
     modelopt = engine.module(_MODELOPT)
     method = engine.require_unpatched(modelopt, _METHOD)
@@ -319,10 +327,10 @@ def _probe_placeholders() -> Install:
 
 
 def _probe_marlin() -> Install | None:
-    """Find the function in which the engine decides for Marlin.
+    """Return an installer that frees the swizzled block scales of layers that run on Marlin.
 
-    :returns: ``None`` if the engine runs no NVFP4 experts by Marlin.
-    :raises engine.Unsupported: the function is not known, or Marlin may read the swizzled scales.
+    :returns: ``None`` if this engine never runs NVFP4 experts on Marlin.
+    :raises engine.Unsupported: the engine chooses Marlin in an unknown place, or Marlin may read the block scales.
     """
     method = engine.require_unpatched(engine.module(_MODELOPT), _METHOD)
     process = engine.require_unpatched(method, "process_weights_after_loading")
@@ -349,7 +357,7 @@ def _probe_marlin() -> Install | None:
 
 
 def _serves_by_marlin_alone() -> bool:
-    """Return whether Marlin is the engine's only kernel for NVFP4 on this GPU, by the engine's own function."""
+    """Return whether Marlin is the engine's only kernel for NVFP4 on this GPU. A function of the engine decides."""
     modelopt = engine.module(_MODELOPT)
     if not engine.get(modelopt, "is_cuda")():
         return False
@@ -359,9 +367,9 @@ def _serves_by_marlin_alone() -> bool:
 
 
 def _probe_unread() -> Install | None:
-    """Find the methods for MXFP4 experts.
+    """Return an installer that frees unread scales of MXFP4 experts after their weights were processed.
 
-    :returns: ``None`` if the engine has none of them.
+    :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """
     methods = [
         engine.require_unpatched(engine.module(module), name)
@@ -379,11 +387,11 @@ def _probe_unread() -> Install | None:
 
 
 def _probe_layout() -> Install | None:
-    """Find the function that lays out MXFP4 experts for ``triton_kernels``.
+    """Return an installer that lays out MXFP4 experts for ``triton_kernels`` in parts.
 
-    :returns: ``None`` if the engine has no such function.
+    :returns: ``None`` if the engine has no function that lays out MXFP4 experts.
 
-    :raises engine.Unsupported: the function that lays out experts, or the place of its calls, is not known.
+    :raises engine.Unsupported: that function, or the place of its calls, is not as expected.
     """
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
@@ -413,8 +421,8 @@ def _probe_layout() -> Install | None:
 def _creates_only_zeros(create_weights: Any) -> bool:
     """Return whether ``create_weights`` creates every parameter as zeros.
 
-    Otherwise (0.5.23) weights keep the engine's memory, without room for their layout, and the layout gets memory of
-    its own.
+    If it creates other values (0.5.23), the weights keep the engine's memory, without room for their layout, and the
+    layout gets memory of its own.
     """
     return engine.mentions(create_weights, "zeros") and not any(
         engine.mentions(create_weights, name) for name in _FILLS
@@ -422,9 +430,9 @@ def _creates_only_zeros(create_weights: Any) -> bool:
 
 
 def _probe_repack() -> Install | None:
-    """Find the functions that repack FP4 experts for Marlin.
+    """Return an installer that repacks FP4 experts for Marlin in place.
 
-    :returns: ``None`` if the engine has none, or repacks experts without a list of all of them.
+    :returns: ``None`` if the engine repacks no experts, or repacks them without a list of all experts.
     :raises engine.Unsupported: loaded weights may be read after the repack.
     """
     from sglang_moe_patches.changes.fp4_weights import repack

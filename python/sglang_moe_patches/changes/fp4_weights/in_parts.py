@@ -1,16 +1,17 @@
-"""MXFP4's layout for ``triton_kernels``, computed a few experts at a time, into the memory that they were loaded into.
+"""MXFP4's layout for ``triton_kernels``, computed for a few experts at a time, in the memory of the loaded experts.
 
 The engine lays out all experts of a layer at once. Its temporaries take nine times the loaded weights. The result lies
 in a piece of a temporary's memory, and the rest of that memory fits no later tensor: a hole.
 
-Experts are a batch dimension of the layout, so parts have the same bytes as the whole. Each part is written over the
-experts that it was made from, as soon as the part is complete. A laid-out expert of gpt-oss is 2 % larger than a loaded
-one, because its rows are padded. Therefore :func:`create_with_room` creates the weights at the end of memory
-that the whole result fits into. Large memory is then neither allocated nor freed while a layer is laid
-out, so no hole can arise, whatever the allocator's settings are.
+Experts are a batch dimension of the layout, so the experts of a part have the same bytes as in the whole result. Each
+part is written over the experts from which it was made, as soon as the part is complete. A laid-out expert of gpt-oss
+is 2 % larger than a loaded one, because its rows are padded. Therefore :func:`create_with_room` creates the weights at
+the end of memory that the whole result fits into. While a layer is laid out, no large memory is then allocated or
+freed, so no hole can arise, whatever the allocator's settings are.
 
-The engine's own function computes every part. Run on the ``meta`` device for all experts, the same function returns
-the shapes and strides of the one-shot result. If parts cannot give that result, the engine's one-shot result remains.
+The engine's own function computes every part. Run on the ``meta`` device for all experts, the same function returns the
+shapes and strides of the result for all experts. If parts cannot give that result, the engine lays out all experts at
+once.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from sglang_moe_patches.core.patch import around, best_effort
 
 WEIGHTS = repack.WEIGHTS
 WARPS = 8
-"""Argument with which the engine calls its function. It decides the size of the scales, and not of the weights."""
+"""Value of ``num_warps`` with which the engine calls its layout function, ``_swizzle_mxfp4``. It decides the size of
+the scales, but not of the weights."""
 _ALIGNMENT = 512
-"""Bytes to which PyTorch's allocator aligns memory."""
+"""Alignment of memory in PyTorch's allocator, in bytes."""
 
 
 class Layout(NamedTuple):
-    """Result of the engine's function for all experts, without memory, and how it is made in parts.
+    """Layout of a layer's experts: the engine's result for all experts, without memory, and the size of the parts in
+    which it is computed.
 
     :param result: tensors of the engine's result, whose data are on the ``meta`` device.
-    :param step: experts of a part.
+    :param step: number of experts of a part.
     """
 
     result: Any
@@ -48,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def tensors(self) -> list[Any]:
-        """``triton_kernels`` tensors of the result: weights, then scales."""
+        """Tensors of ``triton_kernels`` in the result: the weights, then the scales."""
         return _tensors(self.result)
 
 
@@ -61,7 +64,7 @@ def _without_memory(tensor: Any) -> Any:
 
 
 def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
-    """Layout of a layer's experts; ``None``: parts do not give the engine's one-shot result.
+    """Return the layout of a layer's experts, or ``None`` if parts do not give the engine's result for all experts.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param weight: packed weights [experts, rows, columns / 2].
@@ -85,7 +88,7 @@ def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) 
 
 
 def _is_dense(data: Any) -> bool:
-    """Whether experts lie one behind the other, without gaps."""
+    """Return whether the experts lie one after the other in memory, without gaps."""
     expert = data[0]
     return bool(data.stride(0) == expert.numel() and data.untyped_storage().nbytes() == data.nbytes)
 
@@ -94,14 +97,14 @@ def _is_dense(data: Any) -> bool:
 
 
 def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
-    """Create the parameters of a layer, with weights at the end of memory into which their layout fits.
+    """Create the parameters of a layer. The weights lie at the end of memory into which their layout fits.
 
-    They are created without memory first. Weights that are moved afterwards would leave a hole, because the allocator
-    puts biases into the same segment.
+    The engine creates the parameters without memory first. If weights were moved afterwards, they would leave a hole,
+    because the allocator puts biases into the same segment.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
-    :param create: the engine's ``create_weights``, which sets all of them to zero.
-    :returns: result of ``create``.
+    :param create: the engine's ``create_weights``, which sets all parameters to zero.
+    :returns: the result of ``create``.
     """
     if torch.get_default_device().type == "meta":
         return create()
@@ -118,7 +121,7 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
 
 
 def _bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
-    """Bytes of a parameter's memory: its own, and those that its layout needs besides."""
+    """Return the bytes of a parameter's memory: its own bytes, and those that its layout needs in addition."""
     own = int(layer._parameters[name].nbytes)
     if name not in WEIGHTS:
         return own
@@ -130,7 +133,7 @@ def _bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
 def free_cached_memory() -> None:
     """Return the allocator's unused segments to the driver, so that the next large tensor gets a segment of its own.
 
-    A tensor that is cut out of a larger free block keeps the rest of that block from being returned.
+    If a tensor is cut out of a larger free block, the rest of that block cannot be returned.
     """
     torch.cuda.empty_cache()
 
@@ -138,12 +141,13 @@ def free_cached_memory() -> None:
 # --- The conversion --------------------------------------------------------------------------------------------------
 
 _held: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_held_weights", default=None)
-"""Storages of weights, of the layer that is being laid out, that something besides the layer holds."""
+"""Storages of the weights of the layer that is being laid out, if other objects than the layer refer to them. ``None``
+means that no weights may be overwritten."""
 
 
 @contextmanager
 def laying_out(layer: Any) -> Iterator[None]:
-    """Block in which the engine lays out a layer, after which nothing reads the weights as they were loaded."""
+    """Context manager in which the engine lays out a layer. After it, no code reads the weights as they were loaded."""
     loaded = all(layer._parameters.get(name) is not None for name in WEIGHTS)
     token = _held.set(repack.held_storages(layer) if loaded else None)
     try:
@@ -154,7 +158,7 @@ def laying_out(layer: Any) -> Iterator[None]:
 
 @around
 def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
-    """``_swizzle_mxfp4``, run for ``w13`` and for ``w2`` of each loaded layer."""
+    """Wrap ``_swizzle_mxfp4``, which lays out ``w13`` or ``w2`` of a loaded layer: lay the experts out in parts."""
     swizzle, layout = functools.partial(original, **kwargs), None
     with best_effort("the layout of MXFP4 experts in parts"):
         layout = layout_of(swizzle, weight, scale, *args)
@@ -173,9 +177,9 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
 
 
 def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
-    """Give the tensors of a layout memory, to be written expert by expert.
+    """Give each tensor of a layout memory, into which the experts are written afterwards.
 
-    :param loaded: weights over which their layout may be written; ``None``: none.
+    :param loaded: loaded weights that may be overwritten by their layout, or ``None`` if none may be overwritten.
     """
     for tensor in layout.tensors:
         data, memory = tensor.storage.data, None
@@ -188,10 +192,10 @@ def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _memory_of(weight: Any, data: Any) -> Any:
-    """Return a tensor like ``data`` in the memory of a loaded weight; ``None``: ``data`` does not fit.
+    """Return a tensor like ``data`` in the memory of a loaded weight, or ``None`` if ``data`` does not fit.
 
-    The tensor begins where the memory begins, and ends where the loaded weight ends, or before. Parts are written from
-    the first expert on, so no part reaches an expert that was not read yet.
+    The tensor begins where the weight's memory begins, and ends at or before the end of the loaded weight. Parts are
+    written from the first expert on, so no part overwrites an expert that was not read yet.
     """
     begin = weight.storage_offset() * weight.element_size()
     if not weight.is_contiguous() or data.dtype != weight.dtype or data.nbytes > begin + weight.nbytes:
@@ -203,9 +207,9 @@ def _memory_of(weight: Any, data: Any) -> Any:
 
 
 def require_last_use(process: Any, swizzle: str) -> None:
-    """Check that nothing reads loaded weights after their layout.
+    """Check that the engine does not read a layer's loaded weights after their layout.
 
-    :raises engine.Unsupported: something may read them.
+    :raises engine.Unsupported: the engine may read them.
 
     :param process: the engine's ``process_weights_after_loading``.
     :param swizzle: the name of the function that lays out experts.

@@ -1,12 +1,12 @@
-"""Marlin's repack of FP4 experts. Each result is written over the expert that it was made from.
+"""Marlin's repack of FP4 experts, in which each repacked expert is written over the expert from which it was made.
 
-The engine repacks expert by expert into a list and stacks the list, while it still holds the weights that were loaded.
-A repacked expert has as many bytes as before. Here the result is written over the loaded expert as soon as the kernel
-is done, and the stack of all experts is the memory of the loaded weights.
+The engine repacks expert by expert into a list and stacks the list, while the loaded weights are still allocated. A
+repacked expert has as many bytes as the loaded one. This module writes the repacked expert over the loaded expert as
+soon as the kernel is done. The stack of all experts then is the memory of the loaded weights.
 
-Only the layer may hold this memory, and nothing may read the loaded weights any more. Reference counts decide the first
-condition for each layer, the engine's source decides the second (:func:`require_last_use`). If either condition fails,
-the engine's own list and stack remain.
+Two conditions must hold: only the layer refers to this memory, and no code reads the loaded weights any more. Reference
+counts decide the first condition for each layer, and the engine's source decides the second (:func:`require_last_use`).
+If either condition fails, the engine's own list and stack remain.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from sglang_moe_patches.core.patch import around
 
 WEIGHTS = ("w13_weight", "w2_weight")
 _LOCALS = ("w13", "w2")
-"""The engine's names for their tensors in the functions that prepare a layer."""
+"""Names of the engine's local variables for a layer's two weight tensors, in the functions that prepare a layer for
+Marlin."""
 _HARMLESS = ("hasattr", "delattr")
 
 
 def _references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """Return the reference count of a parameter, and the use count of its memory."""
+    """Return the reference count of a parameter, and the number of users of its memory."""
     memory = parameters[name].untyped_storage()
     return sys.getrefcount(parameters[name]), torch._C._storage_Use_Count(memory._cdata)
 
 
 def held_storages(layer: Any) -> list[int]:
-    """Storages of weights that something besides the layer holds, judged by a parameter that nothing else holds.
+    """Return the storages of a layer's weights to which other objects than the layer refer.
 
-    :returns: addresses of the storages' C++ objects.
+    :returns: addresses of the storages' C++ objects. A weight's reference counts are compared with those of a new
+        parameter, to which no other object refers.
     """
     alone = _references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
     held = (name for name in WEIGHTS if _references(layer._parameters, name) != alone)
@@ -47,9 +49,10 @@ def held_storages(layer: Any) -> list[int]:
 
 
 class _Repack(TorchFunctionMode):
-    """Observes which memory an expert's copy was made from, and which tensors are stacked.
+    """Observer of the engine's repack. It records from which memory an expert's copy was made, and which tensors are
+    stacked.
 
-    :param kept: storages that are not written over, as :func:`held_storages` returns them.
+    :param kept: storages that must not be overwritten, as :func:`held_storages` returns them.
     """
 
     def __init__(self, kept: list[int]) -> None:
@@ -70,7 +73,9 @@ class _Repack(TorchFunctionMode):
         return result
 
     def memory_of(self, copy: Any) -> Any:
-        """Return the memory that a transposed ``copy`` of an expert was made from; ``None``: the memory must stay."""
+        """Return the memory from which a transposed ``copy`` of an expert was made, or ``None`` if it must not be
+        overwritten.
+        """
         (copied, source), self._copied = self._copied, (None, None)
         if copied is not copy or copy is None:
             return None
@@ -78,7 +83,9 @@ class _Repack(TorchFunctionMode):
         return None if storage in (copy.untyped_storage()._cdata, *self._kept) else source.mT
 
     def put(self, result: Any, memory: Any) -> Any:
-        """Write an expert's result over ``memory`` if it fits, and return where it lies."""
+        """Write an expert's result over ``memory``, and return the written tensor. If it does not fit, return
+        ``result``.
+        """
         if not memory.is_contiguous() or (memory.dtype, memory.numel()) != (result.dtype, result.numel()):
             return result
         self._written.append(memory.view(result.shape).copy_(result))
@@ -99,7 +106,9 @@ _current: ContextVar[_Repack | None] = ContextVar("sglang_moe_patches_repack", d
 
 @around
 def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``, run for each loaded layer."""
+    """Wrap ``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``: observe the repack of one
+    layer.
+    """
     with _Repack(held_storages(layer)) as mode:
         token = _current.set(mode)
         try:
@@ -110,7 +119,7 @@ def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs:
 
 @around
 def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """``gptq_marlin_repack`` of one expert's weights."""
+    """Wrap ``gptq_marlin_repack``: write one expert's repacked weights over the loaded ones."""
     mode = _current.get()
     memory = mode and mode.memory_of(b_q_weight)
     result = original(b_q_weight, *args, **kwargs)
@@ -121,12 +130,13 @@ def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwa
 
 
 def require_last_use(prepare: Any, helper: Any | None) -> None:
-    """Check that nothing reads loaded weights after the first repack.
+    """Check that the engine does not read a layer's loaded weights after the first repack.
 
-    :raises engine.Unsupported: something may read them.
+    :raises engine.Unsupported: the engine may read them.
 
     :param prepare: one of the engine's functions that prepare a layer.
-    :param helper: the function that repacks a layer's experts; ``None``: the function is inside ``prepare``.
+    :param helper: the engine's function that repacks a layer's experts, or ``None`` if that function is inside
+        ``prepare``.
     """
     whole = _definition(prepare)
     inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]

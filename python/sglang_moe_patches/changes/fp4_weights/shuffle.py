@@ -1,21 +1,22 @@
 """Permute NVFP4 expert weights and block scales into the TRT-LLM layout, in place.
 
-The layout (FlashInfer decides it, we ask its own index helpers):
+FlashInfer defines the layout, and this module asks FlashInfer's own helpers for the row indices. The layout of a
+layer's tensors is:
 
-* weights, uint8 ``[experts, rows, K/2]``: whole rows move, by one permutation that every expert of a tensor shares;
-* block scales, one byte each, ``[experts, rows, K/16]``: rows move by the same kind of permutation, then every tile of
+* weights, uint8 ``[experts, rows, K/2]``: whole rows move, by one permutation that all experts of a tensor share;
+* block scales, one byte each, ``[experts, rows, K/16]``: rows move by the same kind of permutation. Then every tile of
   128 rows is interleaved: ``view(rows/128, 4, 32, K/64, 4)`` with dimensions 1 and 3 swapped, flattened.
 
-Three facts make it possible without a second copy of the layer:
+Three facts make the shuffle possible without a second copy of the layer:
 
 * a row permutation never mixes columns, so each column strip of an expert can be permuted by itself: one GPU program
   reads all rows of a strip into registers, and only then writes any of them;
-* w2's permutation (and w13's where there is no gate) repeats within tiles of 128 rows, so there a program needs only
-  its tile. A gated w13 interleaves the two halves of an expert: its smallest closed set of rows is the whole expert;
-* the interleave maps a tile of 128 rows onto the same contiguous bytes, so it is closed within a tile too.
+* w2's permutation repeats within tiles of 128 rows, and so does w13's without a gate. A program then needs only its
+  tile. A gated w13 interleaves the two halves of an expert, so its smallest closed set of rows is the whole expert;
+* the interleave maps a tile of 128 rows onto the same contiguous bytes, so a tile is a closed set, too.
 
-Every operation here exists twice, as a Triton kernel and in plain PyTorch over a bounded scratch buffer, with the same
-result bit for bit.
+Every operation exists twice: as a Triton kernel, and in plain PyTorch with a scratch buffer of limited size. Both give
+the same result bit for bit.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ except ImportError:  # CPU builds of PyTorch come without it: the plain path doe
     triton = None
 
 
-#: Rows of the epilogue tile that the TRT-LLM kernels are built for; the engine passes the same to FlashInfer.
+#: Number of rows of the epilogue tile for which the TRT-LLM kernels are built. The engine passes the same number to
+#: FlashInfer.
 EPILOGUE_TILE_ROWS = 128
-#: Rows of one interleaved block of scales, and of the tile that a local row permutation is processed in.
+#: Number of rows of one interleaved block of scales. A row permutation that repeats is also processed in tiles of this
+#: size.
 TILE_ROWS = 128
-#: FP4 elements per block scale.
+#: Number of FP4 elements that share a block scale.
 SCALE_BLOCK = 16
-#: Upper bound of the plain path's scratch buffer, in bytes.
+#: Largest scratch buffer of the plain PyTorch operations, in bytes.
 SCRATCH_BYTES = 16 << 20
-#: Bytes that one program may hold in registers: half of a multiprocessor's register file.
+#: Largest number of bytes that one program of a kernel keeps in registers: half of a multiprocessor's register file.
 MAX_PROGRAM_BYTES = 128 << 10
-#: Bytes that one thread holds. Fewer, busier threads were faster on an H200 than 128 bytes a thread (docs/benchmarks).
+#: Number of bytes that one thread keeps in registers. On an H200 this was faster than more threads with 128 bytes each
+#: (docs/benchmarks).
 THREAD_BYTES = 256
 
 Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,17 +60,18 @@ Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotInPlace(ValueError):
-    """The layout is no permutation within the arguments, or the arguments are not the plain tensors of a layer.
+    """Raised if the weights cannot be shuffled in place: the layout is no permutation within the arguments, or the
+    arguments are not the plain tensors of a layer.
 
     The engine's own function then does the work. No tensor was changed.
     """
 
 
 class RowPermutation(NamedTuple):
-    """``result[i] = source[rows[i]]`` for the rows of one expert.
+    """Permutation of the rows of one expert: ``result[i] = source[rows[i]]``.
 
     :param rows: int64 ``[rows]``, on the CPU.
-    :param tile: int64 ``[TILE_ROWS]``, the permutation within a tile where every tile has the same one.
+    :param tile: int64 ``[TILE_ROWS]``, the permutation within a tile. It is ``None`` if it differs between tiles.
     """
 
     rows: torch.Tensor
@@ -74,12 +79,16 @@ class RowPermutation(NamedTuple):
 
     @property
     def kernel_index(self) -> torch.Tensor:
-        """The smallest index that a program needs: one tile's, or the whole column's."""
+        """Row index that a program of a kernel needs: that of one tile if all tiles have the same permutation, else
+        that of all rows.
+        """
         return self.rows if self.tile is None else self.tile
 
 
 def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[tuple[str, int, int], ...]:
-    """Return argument name, rows of an expert and bytes of a row of each tensor, in the order of the results."""
+    """Return the argument's name, the rows of an expert and the bytes of a row for each tensor, in the order of the
+    results.
+    """
     gemm1_rows = (2 if is_gated else 1) * intermediate_size
     return (
         ("gemm1_weights", gemm1_rows, hidden_size // 2),
@@ -90,7 +99,7 @@ def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> t
 
 
 def repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
-    """The permutation within a tile if ``rows`` is that same permutation in every tile; ``None``: it is not.
+    """Return the permutation within a tile, or ``None`` if the tiles of ``rows`` have different permutations.
 
     :param rows: int64 ``[n]``, a permutation of ``range(n)``.
     """
@@ -103,14 +112,14 @@ def repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
 
 
 def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> torch.Tensor:
-    """FlashInfer's row index for one expert's matrix: int64 ``[rows]`` on the CPU.
+    """Return FlashInfer's row index for one expert's matrix: int64 ``[rows]`` on the CPU.
 
     :raises AssertionError: FlashInfer does not allow the shape.
     """
     from flashinfer.fused_moe import core
 
-    # The helpers look at shape, dtype and device only: one byte stands for the matrix. Weights are sometimes loaded
-    # under `with torch.device("cuda")`; the index has to be built on the CPU all the same.
+    # The helpers read only shape, dtype and device, so one byte stands for the matrix. Weights are sometimes loaded
+    # under `with torch.device("cuda")`, but the index must be built on the CPU.
     with torch.device("cpu"):
         matrix = torch.zeros((), dtype=torch.uint8).expand(rows, row_bytes)
         per_scale = SCALE_BLOCK if "scales" in name else None
@@ -125,10 +134,11 @@ def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> to
 
 @functools.lru_cache(maxsize=64)
 def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[RowPermutation, ...] | None:
-    """Return the permutation of each tensor, in the order of the results; ``None``: one tensor's layout is none.
+    """Return the row permutation of each tensor, in the order of the results, or ``None`` if a tensor's layout is no
+    permutation of rows.
 
-    The cache keeps CPU tensors only. Device memory that was allocated while weights were loaded may be taken away and
-    given back without its contents (the engine's memory saver does that between RL steps), and a stale index would
+    The cache keeps only CPU tensors. The engine's memory saver may take away device memory that was allocated while
+    weights were loaded, and give it back without its contents (it does so between RL steps). A stale index would
     scramble the next reload.
 
     :raises AssertionError: FlashInfer does not allow the shape.
@@ -148,9 +158,9 @@ def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -
 class RowKernelConfig(NamedTuple):
     """Launch parameters of the row kernel.
 
-    :param tile_rows: rows that one program holds (a closed set of the permutation).
+    :param tile_rows: number of rows that one program keeps (a closed set of the permutation).
     :param strip_bytes: contiguous bytes per row access; a power of two.
-    :param num_warps: warps of one program.
+    :param num_warps: number of warps of one program.
     """
 
     tile_rows: int
@@ -167,12 +177,13 @@ def _warps(program_bytes: int) -> int:
 
 
 def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
-    """Return how the row kernel permutes `rows` x `row_bytes` matrices; ``None``: a program cannot hold a strip.
+    """Return how the row kernel permutes matrices of `rows` x `row_bytes`, or ``None`` if a program cannot keep a
+    strip.
 
-    The widest strip, up to 256 bytes and down to one vector load of 16, that a program can hold: on an H200 the width
-    of a row access decides, more than how many programs share a multiprocessor.
+    The strip is the widest that a program can keep: at most 256 bytes, and at least one vector load of 16 bytes. On an
+    H200 the width of a row access matters more than the number of programs that share a multiprocessor.
 
-    :param tiled: the permutation repeats in tiles of TILE_ROWS.
+    :param tiled: whether the permutation repeats in tiles of TILE_ROWS.
     """
     tile_rows = TILE_ROWS if tiled else rows
     if row_bytes % 4 or rows % tile_rows:
@@ -187,7 +198,9 @@ def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig
 
 
 def interleave_warps(row_bytes: int) -> int | None:
-    """Warps for the interleave kernel on scale rows of `row_bytes`, or ``None`` if a program could not hold a tile."""
+    """Return the number of warps of the interleave kernel for scale rows of `row_bytes`, or ``None`` if a program could
+    not keep a tile.
+    """
     program_bytes = TILE_ROWS * max(4, _next_power_of_2(row_bytes))
     return None if row_bytes % 4 or program_bytes > MAX_PROGRAM_BYTES else _warps(program_bytes)
 
@@ -290,7 +303,8 @@ def permute_rows_triton(matrices: torch.Tensor, index: torch.Tensor, config: Row
 
 
 def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, num_warps: int) -> None:
-    """Interleave every 128-row tile of scales in place with the Triton kernel, its rows permuted first if asked.
+    """Interleave every 128-row tile of scales in place with the Triton kernel. If ``index`` is given, permute the rows
+    first.
 
     :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
     :param index: int32 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
@@ -312,13 +326,16 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 
 
 def _scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
-    """Return a uint8 buffer as large as `matrices`, but at most SCRATCH_BYTES, and at least the bytes of one step."""
+    """Return a uint8 scratch buffer as large as `matrices`, but at most SCRATCH_BYTES.
+
+    :param at_least: bytes that one step needs. The buffer is never smaller.
+    """
     size = max(at_least, min(SCRATCH_BYTES, matrices.numel()))
     return torch.empty(size, dtype=torch.uint8, device=matrices.device)
 
 
 def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor) -> None:
-    """Permute the rows of every matrix in place, a slice of experts (or of columns) at a time.
+    """Permute the rows of every matrix in place, for a few experts (or a few columns) at a time.
 
     :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous.
     :param index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
@@ -336,7 +353,8 @@ def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor) -> None:
 
 
 def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None) -> None:
-    """Interleave every 128-row tile of scales in place, some tiles at a time, its rows permuted first if asked.
+    """Interleave every 128-row tile of scales in place, some tiles at a time. If ``index`` is given, permute the rows
+    first.
 
     :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
     :param index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
@@ -364,10 +382,10 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
-    """Each permutation's `kernel_index` for the kernels; ``None`` where none can run.
+    """Return each permutation's `kernel_index` on the device, or ``None`` for each if no kernel can run.
 
-    One upload, and one allocation, of at most some tens of KB. From pageable memory the driver has taken its copy when
-    the call returns, so this needs no wait for the stream.
+    All indices are uploaded in one copy of at most some tens of KB. The copy comes from pageable memory, so the driver
+    has read it when the call returns, and no wait for the stream is needed.
     """
     if not uses_triton(device):
         return [None] * len(permutations)
@@ -379,7 +397,7 @@ def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Seq
 def _ran_kernel(
     name: str, uploaded: torch.Tensor | None, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any
 ) -> bool:
-    """Launch a kernel, if it can run: one that cannot be compiled or launched has not touched its tensor."""
+    """Launch a kernel, and return whether it ran. If it cannot be compiled or launched, its tensor is unchanged."""
     if uploaded is None or matrices.data_ptr() % 16:
         return False
     try:
@@ -395,7 +413,7 @@ def _permute_rows(matrices: torch.Tensor, permutation: RowPermutation, uploaded:
     config = row_kernel_config(rows, row_bytes, permutation.tile is not None)
     if config and _ran_kernel("row permutation", uploaded, permute_rows_triton, matrices, uploaded, config):
         return
-    # The tile is the smallest closed set of rows: permuted as so many small matrices it needs less scratch.
+    # The tile is the smallest closed set of rows. If the tiles are permuted as small matrices, less scratch is needed.
     index = permutation.kernel_index
     permute_rows_plain(matrices.view(-1, index.numel(), row_bytes), index.to(matrices.device))
 
@@ -403,8 +421,8 @@ def _permute_rows(matrices: torch.Tensor, permutation: RowPermutation, uploaded:
 def _shuffle_scales(scales: torch.Tensor, permutation: RowPermutation, uploaded: torch.Tensor | None) -> None:
     tile = permutation.tile
     if tile is None:
-        # Rows come from anywhere in the expert, whose whole matrix is too large for one program: two passes, each
-        # in place, over an eighth of the layer's bytes.
+        # A row may come from any row of the expert, and the whole matrix of an expert is too large for one program. The
+        # shuffle therefore takes two passes, each in place, over an eighth of the layer's bytes.
         _permute_rows(scales, permutation, uploaded)
     warps = interleave_warps(scales.shape[-1])
     index = None if tile is None else uploaded
@@ -421,7 +439,9 @@ def _warn_no_kernel(name: str, reason: str) -> None:
 
 
 def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
-    """Return the tensor whose sizes the layout does not allow, and the reason."""
+    """Return an error message if the layout does not allow the sizes, else ``None``. The message names the tensor and
+    the reason.
+    """
     rows_rule = f"must be a multiple of {TILE_ROWS}, the rows of one interleaved block of scales"
     if gemm1_rows % TILE_ROWS:
         return f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) {rows_rule}"
@@ -436,16 +456,16 @@ def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> 
 
 
 def _expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
-    """`tensor` as uint8 ``[experts, rows, row_bytes]`` on the same storage.
+    """Return `tensor` as a uint8 view ``[experts, rows, row_bytes]`` on the same storage.
 
-    :raises NotInPlace: it is not; names the rule.
+    :raises NotInPlace: the tensor's dtype, shape or strides do not allow the view. The message names the rule.
     """
     if tensor.dtype.itemsize != 1 or tensor.dtype == torch.bool:
         raise NotInPlace(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
     wanted = (experts, rows, row_bytes)
     shape = tuple(tensor.shape)
-    # The engine's own function reshapes what it gets, so leading dimensions may be flattened; the bytes of a row, or
-    # everything, must be what the sizes say.
+    # The engine's own function reshapes its arguments, so leading dimensions may be flattened. The bytes of a row, or
+    # all bytes, must agree with the sizes.
     same_rows = len(shape) == 1 or (len(shape) > 1 and shape[-1] == row_bytes)
     if shape != wanted and not (same_rows and tensor.numel() == experts * rows * row_bytes):
         raise NotInPlace(f"{name}: must have shape [num_experts, rows, row bytes] = {list(wanted)}, not {list(shape)}")
@@ -468,11 +488,11 @@ def prepare_static_weights_for_trtllm_fp4_moe(
 ) -> Shuffled:
     """Shuffle one layer's NVFP4 expert weights and block scales for the TRT-LLM kernels, **in place**.
 
-    Values, shapes and dtypes are those of the engine's function of this name; the tensors returned are views of the
-    inputs' storage. The inputs' contents are therefore the shuffled ones afterwards. The engine copies the result into
-    the same parameters anyway, so a reload (which writes raw weights into them and prepares them again) works as it
-    does there; and as there, preparing twice without loading in between, or loading only some of the experts, shuffles
-    what is already shuffled.
+    Values, shapes and dtypes of the result are those of the engine's function of this name. The returned tensors are
+    views of the inputs' storage, so the inputs are shuffled afterwards. The engine copies the result into the same
+    parameters anyway. A reload therefore works as in the engine: it writes raw weights into the parameters and prepares
+    them again. As in the engine, preparing twice without loading in between, or loading only some of the experts,
+    shuffles again what is already shuffled.
 
     :param gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size
         if is_gated, else intermediate_size.
@@ -482,12 +502,12 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param hidden_size: in elements, a multiple of 128.
     :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, of 128 when not gated.
     :param num_experts: experts on this rank, at least 1.
-    :param is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
-    :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn),
-        each of its input's 3-D shape.
-    :raises ValueError: a size or device is not what it must be; names the tensor and the rule. Nothing has been touched
-        then.
-    :raises NotInPlace: a dtype, shape or stride is not what it must be, or the sizes have no layout in place.
+    :param is_gated: whether w13 holds two matrices of intermediate_size rows, which are interleaved row by row.
+    :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8) and gemm2 scales
+        (float8_e4m3fn). Each has the three-dimensional shape that its parameter above gives.
+    :raises ValueError: a size or device is not allowed. The message names the tensor and the rule. No tensor was
+        changed.
+    :raises NotInPlace: a dtype, shape or stride is not allowed, or the sizes have no layout in place.
     """
     if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""GPU memory that loading FP4 experts takes beside the weights that a server reads, by the sizes of a layer.
+"""Compute the GPU memory that loading FP4 experts takes in addition to the weights that a server reads.
 
 Pure arithmetic for ``doctor`` and the pages: this module imports neither torch nor the engine.
 """
@@ -8,26 +8,30 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PARTS = 40
-"""Parts of a layer's experts that are laid out one after the other. A part's temporaries take ten times its weights, so
-those of 40 parts take a quarter of a tensor, which is less than a quarter of the layer."""
+"""Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. A part's
+temporaries take ten times its weights, so those of 40 parts take a quarter of a tensor, which is less than a quarter of
+the layer."""
 _TEMPORARIES = 9
-"""Copies of the laid-out ``w13`` beside the loaded one while ``triton_kernels`` lays it out (allocator model)."""
+"""Memory that ``triton_kernels`` takes in addition to the loaded ``w13`` while it lays ``w13`` out, as a multiple of
+the laid-out ``w13`` (allocator model)."""
 _PADDED_TO = 64
-"""Rows and columns, in bytes, of a laid-out expert are multiples of this number: 0.5.12.post1 to 0.5.17."""
+"""Number of bytes of which the rows and columns of a laid-out expert are multiples (0.5.12.post1 to 0.5.17)."""
 _STOCK_HOLES = 0.085
-"""Holes of a stock server as a share of the laid-out experts: gpt-oss-120b on one H200, 5,005 MB of 58.6 GB. Their size
-depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
+"""Holes in the allocator of a stock server, as a share of the laid-out experts: with gpt-oss-120b on one H200, 5,005 MB
+of 58.6 GB. Their size depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
 _HOLES = 100 << 20
-"""Largest sum of holes with parts: a few partly used segments of 20 MiB (allocator model, TP=1, 2, 4 and 8)."""
+"""Largest sum of holes, in bytes, if experts are laid out in parts: a few partly used segments of 20 MiB (allocator
+model, TP=1, 2, 4 and 8)."""
 _MARLIN = 1.47, 0.21
-"""Bytes that Marlin's layout of one layer takes, as multiples of its packed weights: stock, fp4-weights (0.5.17)."""
+"""Memory that Marlin's layout of one layer takes, as multiples of the layer's packed weights (0.5.17). The first number
+is for a stock server, the second for fp4-weights."""
 _MARLIN_RUNNERS = ("marlin", "lora_marlin")
 
 
 class Loading(NamedTuple):
-    """GPU memory of one rank beside the weights that it reads.
+    """GPU memory of one rank that loading takes in addition to the weights that the rank reads.
 
-    :param unread: bytes of scales that stay allocated, and that no kernel reads.
+    :param unread: bytes of scales that stay allocated although no kernel reads them.
     :param holes: bytes that the allocator reserves for good, and that no large tensor fits into.
     :param transient: most bytes that one layer takes while it is laid out.
     """
@@ -38,23 +42,23 @@ class Loading(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Bytes that are missing for the KV cache once the model is loaded."""
+        """Bytes that the KV cache cannot use after the model is loaded."""
         return self.unread + self.holes
 
     @property
     def least(self) -> int:
-        """Bytes that must be free beside all weights, or the model does not load."""
+        """Bytes that must be free in addition to all weights. With fewer free bytes the model does not load."""
         return self.unread + self.holes + self.transient
 
 
 def loading_bytes(
     runner: str, method: str, *, layers: int, experts: int, hidden: int, intermediate: int, patched: bool
 ) -> Loading:
-    """Memory that loading takes on one rank, stock or with fp4-weights.
+    """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
-    ``doctor`` adds ``kept`` to the weights before it sizes the KV cache. If less than ``least`` is free beside the
-    weights, ``doctor`` says that the model does not load. The format decides, and not the runner alone:
-    ``triton_kernel`` runs BF16 experts as well, for which all figures are zero.
+    ``doctor`` adds ``kept`` to the weights before it sizes the KV cache. If less than ``least`` is free in addition to
+    the weights, ``doctor`` says that the model does not load. The runner alone does not decide: ``triton_kernel`` also
+    runs BF16 experts, for which all figures are zero.
 
     :param runner: the resolved ``--moe-runner-backend``.
     :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``.

@@ -1,13 +1,15 @@
-"""Scales of a layer that nothing reads after its weights were processed, by the source of all possible readers.
+"""Find scales of a layer that no code reads after the weights were processed. The source of all possible readers
+decides.
 
-The quantization method's ``apply`` is walked with the method and the layer at hand. An ``if`` is decided if its
-condition consists of settled attributes, the engine's globals and functions that return one expression. Then only the
-branch that runs is walked. Otherwise both branches are walked. Functions that receive the layer are walked as well.
+The source of the quantization method's ``apply`` is walked, with the actual method and layer. An ``if`` is decided if
+its condition consists of settled attributes, the engine's globals and functions that return one expression. Then only
+the branch that runs is walked. Otherwise both branches are walked. Functions that receive the layer are walked as well.
 
-Nothing is proven if the layer itself goes anywhere else. A scale is not proven unread if another function of the method
-has its name, or a function of the layer that is no loader.
+If the layer itself is passed anywhere else, nothing is proven. A scale counts as read if its name occurs in another
+function of the method, or in a function of the layer that is no loader.
 
-A weight update reaches a scale by its parameter's own ``weight_loader``, which stays. It does not read the scale.
+A weight update reaches a scale by its parameter's own ``weight_loader``, which stays. The loader does not read the
+scale.
 """
 
 from __future__ import annotations
@@ -26,21 +28,23 @@ from sglang_moe_patches.core import engine
 
 _UNKNOWN = object()
 _EMPTY_CELL = CellType()
-"""Variable of a closure that has no value yet."""
+"""Cell of a closure's variable that has no value yet."""
 _MEGA_MOE = "_mega_moe_weights_built"
-"""Attribute that the engine sets on a layer that DeepGEMM's mega kernel runs without the method's ``apply``."""
+"""Name of the attribute that the engine sets on a layer whose experts run in DeepGEMM's mega kernel, without the
+method's ``apply``."""
 _SETUP = ("__init__", "create_weights", "create_moe_runner", "process_weights_after_loading")
-"""Functions of a quantization method that run before its layer's first forward, or after a weight update."""
+"""Names of a quantization method's functions that run before its layer's first forward pass, or after a weight update.
+"""
 _LOADERS = ("weight_loader", "weight_loader_fused")
 _FORWARDS = ("forward", "forward_impl", "run_moe_core")
-"""Functions of the engine's ``FusedMoE``."""
+"""Names of functions of the engine's ``FusedMoE`` that run in a forward pass."""
 
 
 class Unread(NamedTuple):
-    """Scales of one layer that are not read once its weights have been processed.
+    """Scales of one layer that no code reads once the layer's weights have been processed.
 
-    :param bytes_of: bytes of each scale by its name.
-    :param reason: why there is no such scale; "" if there are some.
+    :param bytes_of: bytes of each unread scale, by the scale's name.
+    :param reason: why the layer has no unread scale. It is empty if the layer has one.
     """
 
     bytes_of: dict[str, int]
@@ -78,12 +82,12 @@ def unread_scales(layer: Any) -> Unread:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Attributes that are set on the object itself, and not on its class."""
+    """Return the attributes that are set on the object itself, not on its class."""
     return getattr(owner, "__dict__", {})
 
 
 def _reaches(value: Any, layer: Any) -> bool:
-    """Whether a value is the layer, or a callable or collection that holds the layer."""
+    """Return whether a value is the layer, or a callable or collection that contains the layer."""
     todo, seen = [value], set[int]()
     while todo:
         if (value := todo.pop()) is layer:
@@ -95,7 +99,7 @@ def _reaches(value: Any, layer: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Objects that a callable or a collection holds; none for any other value."""
+    """Return the objects that a callable or a collection contains. For any other value, return none."""
     match value:
         case functools.partial(func=function, args=arguments, keywords=keywords):
             return function, *arguments, *keywords.values()
@@ -127,7 +131,9 @@ def attributes_read(method: Any, layer: Any) -> set[str]:
 
 @functools.cache
 def _functions(owner: type) -> dict[str, FunctionType]:
-    """Return the functions of a class by their names, with getters. A wrapper counts as the function that it wraps."""
+    """Return the functions of a class by their names, with the getters of properties. A wrapper counts as the function
+    that it wraps.
+    """
     found = {}
     for name in dir(owner):
         value = inspect.getattr_static(owner, name, None)
@@ -139,14 +145,14 @@ def _functions(owner: type) -> dict[str, FunctionType]:
 
 @functools.cache
 def _words(code: CodeType) -> frozenset[str]:
-    """Return the names and strings in a function's code, and in the functions inside it."""
+    """Return the names and strings that occur in a function's code and in the functions inside it."""
     inner = (_words(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     strings = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset({*code.co_names, *strings}.union(*inner))
 
 
 def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
-    """Return the functions of a class that the functions ``names`` may call, and ``names`` themselves."""
+    """Return the names of a class's functions that the functions ``names`` may call, and ``names`` themselves."""
     functions, found, todo = _functions(owner), set[str](), {*names}
     while todo := todo & functions.keys() - found:
         found |= todo
@@ -155,7 +161,9 @@ def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
 
 
 def _said_elsewhere(method: type, layer: type, name: str) -> bool:
-    """Return whether a function has the name that runs after processing, and that ``apply`` does not call."""
+    """Return whether a function other than ``apply`` mentions a scale's name and may run after the weights were
+    processed.
+    """
     asked_of_method = _functions(method).keys() - _reachable(method, (*_SETUP, "apply"))
     forwards = _reachable(layer, _FORWARDS)
     asked_of_layer = forwards | _functions(layer).keys() - _reachable(layer, _LOADERS)
@@ -168,7 +176,9 @@ def _said_elsewhere(method: type, layer: type, name: str) -> bool:
 
 @functools.cache
 def _unsettled(owner: type) -> frozenset[str]:
-    """Return the attributes that functions of a class set after construction and after weights were processed."""
+    """Return the names of attributes that a class sets outside of construction and of the processing of weights. Their
+    values may change in a forward pass.
+    """
     functions = _functions(owner)
     return frozenset(
         instruction.argval
@@ -182,7 +192,7 @@ def _unsettled(owner: type) -> frozenset[str]:
 
 
 class _Reader:
-    """Walk of one function in which the name ``subject`` means the layer."""
+    """Reader of one function's source, in which the local name ``subject`` refers to the layer."""
 
     def __init__(self, function: Any, known: dict[str, Any], subject: str, callers: frozenset[Any]) -> None:
         self.function, self.known, self.subject = function, known, subject
@@ -193,7 +203,8 @@ class _Reader:
         (definition,) = ast.parse(engine.source(function)).body
         engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
         self.definition: Any = definition
-        # A name that is bound here hides a global. Its value is known only if an assignment or import was walked.
+        # A name that this function binds hides a global of the same name. Its value is known only if an assignment or
+        # import was walked.
         bound = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         engine.require(not bound & {subject, "self"}, f"{function.__name__} gives its arguments other values")
         self.hidden = bound | {*function.__code__.co_varnames, *function.__code__.co_cellvars}
@@ -203,7 +214,7 @@ class _Reader:
         return self.attributes
 
     def _walk(self, statements: list[ast.stmt]) -> bool:
-        """:returns: whether the statements surely end the function."""
+        """Walk the statements, and return whether they surely end the function."""
         for statement in statements:
             match statement:
                 case ast.If(test=test, body=body, orelse=orelse):
@@ -254,7 +265,9 @@ class _Reader:
         return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
 
     def _value(self, expression: ast.expr) -> Any:
-        """Return the value of an expression, if settled attributes, comparisons and few calls decide it."""
+        """Return the value of an expression, or ``_UNKNOWN`` if more than settled attributes, comparisons and few calls
+        decide it.
+        """
         match expression:
             case ast.Constant(value=value):
                 return value
@@ -308,7 +321,7 @@ class _Reader:
         return getattr(owner, name, default)
 
     def _returned(self, function: Any, arguments: list[Any]) -> Any:
-        """Return the result of a function that consists of one ``return``."""
+        """Return the result of a call, or ``_UNKNOWN`` if the function's body is more than one ``return``."""
         if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
             return _UNKNOWN
         names = engine.parameters(function)
@@ -324,7 +337,7 @@ class _Reader:
         return _UNKNOWN
 
     def _note(self, tree: ast.AST) -> None:
-        """Record the attributes that the tree reads of the layer, and walk the functions that receive the layer."""
+        """Record the layer's attributes that a syntax tree reads, and walk the functions that receive the layer."""
         harmless: set[ast.AST] = set()
         for node in ast.walk(tree):
             match node:
@@ -359,7 +372,7 @@ class _Reader:
         return str(self.function.__qualname__)
 
     def _follow(self, call: ast.Call) -> set[ast.AST]:
-        """Walk a function that receives the layer.
+        """Walk the function that ``call`` calls, if that function receives the layer.
 
         :returns: the uses of the layer among the call's arguments.
         """

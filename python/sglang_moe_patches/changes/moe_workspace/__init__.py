@@ -22,7 +22,7 @@ Costs
 How
     In the order of a forward pass with the Triton runner: :mod:`.triton` runs the engine's own fused-MoE function with
     three replaced globals. :mod:`.deferred_tensor` stands in for the expert outputs. :mod:`.column_slices` chooses the
-    number of slices. :mod:`.streams` says whether the slices need a staging buffer.
+    number of slices. :mod:`.streams` finds out whether the slices need a staging buffer.
 
 Upstream
     None.
@@ -85,7 +85,8 @@ def _require_variable_unset(reason: str) -> None:
 
 
 def _plan() -> Plan:
-    """Probe the Triton runner, the Marlin runner and the offer of dead inputs, and combine their plans.
+    """Return the plan: probe the Triton runner, the Marlin runner and the offers of dead inputs, and combine their
+    plans.
 
     If only one runner is supported, the plan installs that runner and names the other runner's problem in its reason.
     """
@@ -115,7 +116,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     """Warn about layers of a loaded model whose runner is unsupported.
 
     :param model: the model that the engine has loaded.
-    :param unsupported: reasons why runners are unsupported, by their names for ``--moe-runner-backend``.
+    :param unsupported: mapping from the name of an unsupported runner, as for ``--moe-runner-backend``, to the reason.
     :raises PatchError: a layer uses an unsupported runner, and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     used = set[str | None]()
@@ -134,7 +135,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:
     """Call a runner's ``plan`` and return its plan, or an *unsupported* plan if it raises.
 
-    A runner whose code is unknown, or cannot be read, does not affect the other runner.
+    If one runner's code is unknown or cannot be read, the other runner is not affected.
     """
     try:
         return plan()
@@ -143,7 +144,7 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:
-    """Probe which decoder layers can offer their dead input. Column slices work without it.
+    """Probe the offers of dead inputs. Column slices work without these offers, too.
 
     :returns: the installer and a note about layers that offer nothing. Without an offer the installer is ``None``, and
         the note says why.
@@ -158,7 +159,8 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
     """Return why no forward pass ran in column slices, from the size of the largest expert outputs.
 
-    The runner of the layers is not known here. If Triton and Marlin start at different sizes, the reason names both.
+    This function does not know which runner the layers use. If Triton and Marlin cut from different sizes on, the
+    reason names both sizes.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {
@@ -178,7 +180,7 @@ def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> st
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return what moe-workspace does in the layers of a built model (:func:`.decision.decide`)."""
+    """Return the decision of moe-workspace for the layers of a built model (:func:`.decision.decide`)."""
     from sglang_moe_patches.changes.moe_workspace import decision
 
     return decision.decide(built)

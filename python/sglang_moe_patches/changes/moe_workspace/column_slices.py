@@ -1,7 +1,7 @@
 """Decide whether the expert outputs [tokens, top-k, hidden] are cut into column slices, and how wide the slices are.
 
-These are pure functions of sizes. :func:`slice_width` decides for the Triton runner, :func:`packed_slice_width` for
-Marlin. Both return ``hidden`` if the tensor is not cut. The constants of time are fitted to the results in
+All functions are pure functions of sizes. :func:`slice_width` decides for the Triton runner, :func:`packed_slice_width`
+for Marlin. Both return ``hidden`` if the tensor is not cut. The constants for times are fitted to the results in
 benchmark/results/moe-workspace, measured on an H200.
 """
 
@@ -23,24 +23,24 @@ MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     positive_number_parser("MB"),
 )
 
-# Limits of the default. MOE_WORKSPACE_MB replaces them.
-#: A smaller [tokens, top-k, hidden] tensor is not cut. In bytes.
+# Limits of the default rule. If the user sets MOE_WORKSPACE_MB, it replaces them.
+#: Size in bytes of the smallest [tokens, top-k, hidden] tensor that is cut.
 MIN_TENSOR_BYTES = 192 << 20
-#: Bytes that each further slice must save.
+#: Smallest number of bytes that each further slice must save.
 MIN_BYTES_SAVED_PER_SLICE = 36 << 20
-#: Fraction of the layer's time that slices may cost.
+#: Largest fraction of the layer's time that slices may cost.
 MAX_SLOWDOWN_FRACTION = 0.02
 
-# Positions at which a slice may start.
+# Alignment of slices: a slice starts at a multiple of these numbers.
 SLICE_ALIGNMENT_COLUMNS = 256
-#: Triton compiles one kernel for operands that start at multiples of this, and another kernel for all other operands.
+#: Triton compiles one kernel for operands that start at multiples of this number, and another for other operands.
 OPERAND_ALIGNMENT_BYTES = 16
 MARLIN_ALIGNMENT_COLUMNS = 256
 #: Each of Marlin's launches computes a multiple of this number of columns.
 MARLIN_TILE_COLUMNS = 128
 
 # Costs of slices on an H200, in microseconds. Keys: bytes of an activation (1 for FP8 and INT8, 2 for 16 bits).
-#: Cost per layer, if there is more than one slice.
+#: Fixed cost for each layer that is computed in more than one slice.
 SLICING_US = 10.0
 #: Cost of each slice but the first: a constant (launch and last wave), and an amount per row (activations read again).
 SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
@@ -56,7 +56,8 @@ SLOW_ORDER_SLOWDOWN = 0.07
 MARLIN_SLICING_US = 10.0
 MARLIN_SLICE_US = (15.0, 3.0e-4)
 MARLIN_OPERATIONS_PER_US = 0.25e9
-#: Bytes of the second GEMM's weights and scales per microsecond. A copy reads and writes them, and the GEMM reads them.
+#: Bytes of the second GEMM's weights and scales that are copied in a microsecond. The copy reads and writes them, and
+#: the GEMM reads the copy.
 MARLIN_COPIED_BYTES_PER_US = 2.5e6
 
 
@@ -68,7 +69,7 @@ class LayerShape(NamedTuple):
     :param hidden: columns of the layer's output.
     :param intermediate: the experts' intermediate size on this rank: columns of the activation's output.
     :param itemsize: bytes of an element of the output and of both GEMMs' outputs.
-    :param gate_columns: columns of the first GEMM's output; 0 stands for twice ``intermediate``.
+    :param gate_columns: columns of the first GEMM's output. 0 stands for twice ``intermediate``.
     :param weight_bytes: bytes of both GEMMs' weights and scales.
     :param local_row_fraction: fraction of the rows whose expert is on this rank (below 1 with expert parallelism).
     """
@@ -84,7 +85,7 @@ class LayerShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of both GEMMs' outputs: one per token and expert."""
+        """Rows of both GEMMs' outputs: one for each token and each of its ``top_k`` experts."""
         return self.tokens * self.top_k
 
     @property
@@ -103,9 +104,9 @@ class LayerShape(NamedTuple):
         return self.tokens * self.hidden * self.itemsize
 
     def layer_us(self, operations_per_us: float) -> float:
-        """Microseconds of both GEMMs and of the sum.
+        """Return the estimated time of both GEMMs and the sum, in microseconds.
 
-        :param operations_per_us: floating-point operations of the GEMMs per microsecond.
+        :param operations_per_us: floating-point operations that the GEMMs compute in a microsecond.
         """
         columns = self.intermediate + self.first_gemm_columns
         operations = 2 * self.rows * self.local_row_fraction * self.hidden * columns
@@ -115,10 +116,10 @@ class LayerShape(NamedTuple):
 class RunnerMemory(NamedTuple):
     """Memory of a runner in one forward pass of a layer, in bytes.
 
-    :param at_activation: allocated while the activation runs. Column slices do not change it.
-    :param uncut: allocated during the second GEMM if the expert outputs are not cut.
-    :param beside_slice: allocated during the second GEMM of a slice, without the slice itself.
-    :param slice_column: allocated for each column of a slice.
+    :param at_activation: memory that is allocated while the activation runs. Column slices do not change it.
+    :param uncut: memory that is allocated during the second GEMM if the expert outputs are not cut.
+    :param beside_slice: memory that is allocated during the second GEMM of a slice, in addition to the slice itself.
+    :param slice_column: memory of one column of a slice.
     """
 
     at_activation: int
@@ -134,12 +135,14 @@ class RunnerMemory(NamedTuple):
 class TritonGemm(NamedTuple):
     """The Triton runner's second GEMM: the properties on which slices depend.
 
-    :param tiles: the engine's tile configuration. No slice cuts a tile. ``None``: ignore the cost of slices.
-    :param quantized: True if the activations have one byte (FP8 or INT8).
-    :param activation_in_dead_input: the activation's output lies in the dead input, which is allocated anyway.
-    :param uses_staging: slices are written to a staging buffer, which is copied into the output after the last GEMM.
+    :param tiles: the engine's tile configuration. No slice cuts a tile. With ``None``, the time that slices cost is
+        ignored.
+    :param quantized: whether the activations have one byte (FP8 or INT8).
+    :param activation_in_dead_input: whether the activation's output lies in the dead input, which is allocated anyway.
+    :param uses_staging: whether slices are written to a staging buffer, which is copied into the output after the last
+        GEMM.
     :param columns_per_scale: columns of the weights that share a scale (block quantization), or 1.
-    :param scale_stride_bytes: distance between the scales of neighbouring columns (or blocks of columns).
+    :param scale_stride_bytes: distance in memory between the scales of neighbouring columns (or blocks of columns).
     """
 
     tiles: Mapping[str, int] | None = None
@@ -151,7 +154,7 @@ class TritonGemm(NamedTuple):
 
     @property
     def alignment_columns(self) -> int:
-        """Columns of which the start of a slice is a multiple."""
+        """Alignment of slices in columns: the start of each slice is a multiple of this number."""
         scales = OPERAND_ALIGNMENT_BYTES // gcd(OPERAND_ALIGNMENT_BYTES, self.scale_stride_bytes)
         tile = self.tiles["BLOCK_SIZE_N"] if self.tiles else 1
         return lcm(SLICE_ALIGNMENT_COLUMNS, tile, self.columns_per_scale * scales)
@@ -163,17 +166,17 @@ class TritonGemm(NamedTuple):
 
     @property
     def has_slow_order(self) -> bool:
-        """True for FP8 tiles of at least 128 rows whose ``GROUP_SIZE_M`` is 1.
+        """Whether the tiles go through the columns before the rows: FP8 tiles of at least 128 rows whose
+        ``GROUP_SIZE_M`` is 1.
 
-        Such tiles go through the columns before the rows. They were slower with two slices already
-        (:data:`SLOW_ORDER_SLOWDOWN`).
+        With such tiles, even two slices were measurably slower than none (:data:`SLOW_ORDER_SLOWDOWN`).
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
 
     @property
     def operations_per_us(self) -> float:
-        """Floating-point operations of these tiles per microsecond on an H200."""
+        """Floating-point operations that an H200 computes in a microsecond with these tiles."""
         assert self.tiles is not None
         is_small = self.tiles["BLOCK_SIZE_M"] * self.tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
         return (
@@ -183,12 +186,12 @@ class TritonGemm(NamedTuple):
         )
 
     def slicing_us(self, layer: LayerShape, slices: int) -> float:
-        """Return the cost of ``slices`` slices in microseconds."""
+        """Return the extra time of ``slices`` slices in microseconds, compared with a tensor that is not cut."""
         staging_us = 2 * layer.output_bytes / BYTES_PER_US if self.uses_staging else 0
         return SLICING_US + staging_us + (slices - 1) * _cost_of_slice_us(SLICE_US[self.activation_bytes], layer.rows)
 
     def slowdown(self, layer: LayerShape, slices: int) -> float:
-        """Return the cost of ``slices`` slices as a fraction of the layer's time."""
+        """Return the extra time of ``slices`` slices as a fraction of the layer's time."""
         slowdown = self.slicing_us(layer, slices) / layer.layer_us(self.operations_per_us)
         return max(slowdown, SLOW_ORDER_SLOWDOWN) if self.has_slow_order else slowdown
 
@@ -201,9 +204,9 @@ class TritonGemm(NamedTuple):
         return layer.rows * layer.intermediate if self.quantized else self.inner_bytes(layer)
 
     def memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return the runner's memory, for :func:`slice_width`."""
+        """Return the runner's memory in this layer. :func:`slice_width` uses it."""
         inner_bytes, input_bytes = self.inner_bytes(layer), self.input_bytes(layer)
-        # The scales have at most four bytes for each group of 128 elements.
+        # The scales of the quantized input have at most four bytes for each group of 128 elements.
         input_with_scales = input_bytes + (input_bytes // 32 if self.quantized else 0)
         return RunnerMemory(
             at_activation=layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes,
@@ -219,23 +222,23 @@ class MarlinGemm(NamedTuple):
     """Marlin's second GEMM: the properties on which slices depend.
 
     :param column_bytes: bytes of one column's weights and scales, summed over all experts.
-    :param output_in_dead_input: the layer's output lies in the dead input, which is allocated anyway.
+    :param output_in_dead_input: whether the layer's output lies in the dead input, which is allocated anyway.
     """
 
     column_bytes: int
     output_in_dead_input: bool = False
 
     def slicing_us(self, layer: LayerShape, slices: int) -> float:
-        """Return the cost of ``slices`` slices in microseconds, with the copies of weights and scales."""
+        """Return the extra time of ``slices`` slices in microseconds. It includes the copies of weights and scales."""
         copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
         return MARLIN_SLICING_US + copies_us + (slices - 1) * _cost_of_slice_us(MARLIN_SLICE_US, layer.rows)
 
     def slowdown(self, layer: LayerShape, slices: int) -> float:
-        """Return the cost of ``slices`` slices as a fraction of the layer's time."""
+        """Return the extra time of ``slices`` slices as a fraction of the layer's time."""
         return self.slicing_us(layer, slices) / layer.layer_us(MARLIN_OPERATIONS_PER_US)
 
     def memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return the runner's memory, for :func:`packed_slice_width`."""
+        """Return the runner's memory in this layer. :func:`packed_slice_width` uses it."""
         inner_bytes = layer.rows * layer.intermediate * layer.itemsize
         return RunnerMemory(
             at_activation=layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes,
@@ -251,19 +254,22 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
     The result is ``hidden`` if the tensor is not cut. Narrower slices save memory, and more slices cost time. Three
     limits bound the number of slices:
 
-    - Memory at the activation. The runner then has the first GEMM's output, [rows, 2 x ``intermediate``], and the
-      activation's output, [rows, ``intermediate``]. Beside the second GEMM's input this leaves room for 2 x
-      ``intermediate`` columns, or 2.5 x if the input is quantized. With the activation's output in the dead input it
-      leaves 2 x or 1.5 x. Slices narrower than this room lower no peak.
-    - Memory saved by each further slice. Of ``n`` slices one holds 1/n of the tensor, so another slice saves about
-      1/n^2 of the tensor. The largest number of slices that each save :data:`MIN_BYTES_SAVED_PER_SLICE` is a square
-      root.
+    - Memory at the activation. Let I be ``intermediate``, and count memory in elements for each row. At the activation
+      the runner holds the first GEMM's output (2 I) and the activation's output (I), in all 3 I. No slice can lower
+      this. While a slice runs, the runner holds the second GEMM's input (I, or I/2 if quantized) and the slice. The
+      slice may therefore have 2 I columns (2.5 I if quantized) before it raises the peak. If the activation's output
+      lies in the dead input, it counts nowhere: the slice may have 2 I columns (1.5 I if quantized). Narrower slices
+      save nothing.
+    - Memory saved by each further slice. With ``n`` slices, one slice holds 1/n of the tensor, so one more slice saves
+      about 1/n^2 of the tensor. Each further slice must save :data:`MIN_BYTES_SAVED_PER_SLICE`. The largest ``n`` that
+      fulfils this is a square root.
     - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
       (:func:`max_affordable_slices`).
 
-    :param max_bytes: memory limit of the runner in bytes. It replaces the three limits: the result is the width of the
-        fewest slices that keep it. The limit cannot be below the memory at the activation. ``None``: no limit is set.
-    :param is_free: ignore the time that slices cost.
+    :param max_bytes: memory limit of the runner in bytes, or ``None``. It replaces the three limits: the result is then
+        the width of the fewest slices with which the runner keeps the limit. A limit below the memory at the activation
+        counts as that memory.
+    :param is_free: whether to ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
@@ -284,12 +290,13 @@ def packed_slice_width(
 ) -> int:
     """Return how many columns of the second GEMM's output Marlin computes and sums at a time.
 
-    The limits are those of :func:`slice_width`. Marlin's weights are packed, so that the weights and scales of each
-    slice are copied before its GEMM. While a slice runs, the runner has the activation's output, the layer's output,
-    and the slice's values, weights and scales. If the first GEMM's output is as wide as the layer, slices save nothing.
+    The limits are those of :func:`slice_width`. Marlin's weights are packed, so the weights and scales of each slice
+    are copied before its GEMM. While a slice runs, the runner has the activation's output, the layer's output, and the
+    slice's values, weights and scales. If the first GEMM's output is at least as wide as the layer's output, slices
+    save nothing.
 
     :param max_bytes: memory limit of the runner in bytes, as for :func:`slice_width`.
-    :param is_free: ignore the time that slices cost.
+    :param is_free: whether to ignore the time that slices cost.
     """
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
@@ -309,11 +316,11 @@ def packed_slice_width(
 
 
 def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Callable[..., int]) -> str:
-    """Return a sentence for the user, with the memory limit that makes the runner cut this tensor, its saving and its
-    cost.
+    """Return a phrase for the user: the memory limit that makes the runner cut this tensor, the memory saved, and the
+    time that it costs.
 
     The limit is a value for ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``. It is the peak memory with the slices that the
-    rule would choose if slices cost no time. The result is "" if such slices save nothing.
+    default rule would choose if slices cost no time. If such slices save nothing, the result is empty.
 
     :param choose_width: :func:`slice_width` or :func:`packed_slice_width`.
     """
@@ -332,9 +339,12 @@ def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Calla
 
 
 def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
-    """Return the largest number of slices whose cost is at most :data:`MAX_SLOWDOWN_FRACTION`; at least 1."""
+    """Return the largest number of slices that cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time.
+
+    The result is at least 1.
+    """
     if gemm.has_slow_order:
-        # A test or a benchmark lifts the limit by a fraction of 1 or more.
+        # A test or a benchmark sets MAX_SLOWDOWN_FRACTION to 1 or more to lift the limit.
         return 1 if MAX_SLOWDOWN_FRACTION < 1 else layer.rows
     rate = gemm.operations_per_us  # the tiles themselves are a dictionary, which has no hash
     return _max_affordable_slices(layer, gemm.quantized, gemm.uses_staging, rate, MAX_SLOWDOWN_FRACTION)
@@ -344,7 +354,7 @@ def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
 def _max_affordable_slices(
     layer: LayerShape, quantized: bool, uses_staging: bool, operations_per_us: float, max_slowdown_fraction: float
 ) -> int:
-    """Compute :func:`max_affordable_slices`, once for each combination of arguments."""
+    """Compute the result of :func:`max_affordable_slices`. It is cached for each combination of arguments."""
     gemm = TritonGemm(quantized=quantized, uses_staging=uses_staging)
     budget_us = max_slowdown_fraction * layer.layer_us(operations_per_us) - gemm.slicing_us(layer, 1)
     return _count_affordable_slices(budget_us, SLICE_US[gemm.activation_bytes], layer.rows)
@@ -355,24 +365,24 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
 
     The result is at most ``rows`` + 1, so that an infinite budget has a finite result.
 
-    :param slice_us: cost of a further slice: a constant, and an amount per row.
+    :param slice_us: cost of each further slice in microseconds: a constant, and an amount for each row.
     """
     return max(1, 1 + int(min(budget_us / _cost_of_slice_us(slice_us, rows), rows)))
 
 
 def _cost_of_slice_us(slice_us: tuple[float, float], rows: int) -> float:
-    """Return the cost of each slice but the first, in microseconds.
+    """Return the cost of a slice other than the first, in microseconds. The first slice is free.
 
-    :param slice_us: a constant, and an amount per row.
+    :param slice_us: the cost as two numbers: a constant, and an amount for each row.
     """
     constant, for_each_row = slice_us
     return constant + rows * for_each_row
 
 
 def _fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
-    """Return the width of the fewest slices that keep the runner's memory at ``max_bytes``.
+    """Return the width of the fewest slices with which the runner's memory is at most ``max_bytes``.
 
-    If no number of slices does, the result is ``step``, the narrowest width.
+    If even the narrowest slices need more memory, the result is their width, ``step``.
     """
     limit = max(max_bytes, memory.at_activation)
     if memory.uncut <= limit:
@@ -382,15 +392,16 @@ def _fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step
 
 
 def _even_width(hidden: int, slices: int, step: int) -> int:
-    """Return the width of ``slices`` slices of ``hidden`` columns, rounded up to a multiple of ``step``.
+    """Return the width of each slice if ``hidden`` columns are cut into ``slices`` slices. It is a multiple of
+    ``step``.
 
-    The result is ``hidden`` for one slice.
+    For one slice, the result is ``hidden``.
     """
     return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
 
 
 def read_max_bytes() -> int | None:
-    """Read :data:`MOE_WORKSPACE_MB` as bytes; ``None`` if it is unset."""
+    """Return the value of :data:`MOE_WORKSPACE_MB` in bytes, or ``None`` if it is unset."""
     megabytes = MOE_WORKSPACE_MB.read()
     return None if megabytes is None else megabytes * 10**6
 
@@ -398,10 +409,11 @@ def read_max_bytes() -> int | None:
 def min_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the Triton runner's expert outputs are never cut.
 
-    This is the first and cheapest check of a forward pass. With a limit of ``max_bytes`` the result is a quarter of it.
-    Proof: let T be the bytes of the tensor and A those of the activation's output. During the second GEMM the runner
-    has T and at most 1.5 A (in 16 bits and in one byte). During the activation it has at least 2 A, whatever is cut.
-    Slices help only if the second GEMM is the peak, and then A is less than 2 T. So the peak is less than 4 T.
+    Each forward pass compares this size first, because the comparison is cheap. With a limit of ``max_bytes``, the size
+    is a quarter of the limit. Proof: let T be the bytes of the expert outputs and A those of the activation's output.
+    During the second GEMM the runner has T and at most 1.5 A (in 16 bits and in one byte). During the activation it has
+    at least 2 A, whatever is cut. Slices help only if the second GEMM is the peak, and then A is less than 2 T. So the
+    peak is less than 4 T.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
@@ -409,14 +421,15 @@ def min_tensor_bytes(max_bytes: int | None) -> int:
 def min_packed_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which Marlin's expert outputs are never cut.
 
-    With a limit of ``max_bytes`` the result is a third of it. Wherever slices help, the activation's output and the
-    layer's output are each at most as large as the expert outputs.
+    With a limit of ``max_bytes``, the size is a third of the limit. The runner holds three tensors: the expert outputs,
+    the activation's output and the layer's output. Where slices help, the expert outputs are the largest. If they are
+    below a third of the limit, all three tensors fit uncut.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
 
 
 def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
-    """Log that a runner cuts its expert outputs into slices, once for each runner in this process."""
+    """Log that a runner cuts its expert outputs into slices. For each runner, only the first call in a process logs."""
     message = log.format_line(
         "moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices"
     )
@@ -424,5 +437,5 @@ def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
 
 
 def split_columns(columns: int, width: int) -> list[tuple[int, int]]:
-    """Return ``(start, stop)`` of each column slice of at most ``width`` columns, in order."""
+    """Return the ``(start, stop)`` of each column slice, in order. Each slice has at most ``width`` columns."""
     return [(start, min(start + width, columns)) for start in range(0, columns, width)]

@@ -1,4 +1,4 @@
-"""Tell what moe-workspace does in the layers of a built model, for ``doctor --model``.
+"""Predict what moe-workspace does in the layers of a built model, for ``doctor --model``.
 
 The functions that decide in a forward pass decide here, too. They receive tensors without memory (``meta`` tensors).
 """
@@ -19,7 +19,8 @@ from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH
 def decide(built: BuiltModel) -> Decision:
     """Return the decision for the layers of a model, from its first layer on Triton or Marlin.
 
-    A layer that offers its dead input is preferred to one that does not. All other layers of the model are alike.
+    A layer that offers its dead input is preferred to a layer that does not. The other layers of the model are assumed
+    to be alike.
     """
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
@@ -42,7 +43,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.
-    :param offered: True if the decoder layer around the experts offers its dead input.
+    :param offered: whether the decoder layer around the experts offers its dead input.
     """
     import torch
 
@@ -95,7 +96,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.
-    :param offered: True if the decoder layer around the experts offers its dead input.
+    :param offered: whether the decoder layer around the experts offers its dead input.
     """
     import torch
 
@@ -116,7 +117,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
     def packed(rows: int, columns: int) -> tuple[Any, Any]:
-        """Return ``meta`` tensors with the packed shapes of the weights and scales of a [rows, columns] matrix."""
+        """Return ``meta`` tensors with the packed shapes of a matrix [rows, columns]: its weights and its scales."""
         words = _empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
         return words, _empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
@@ -132,7 +133,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     }
     with channel.moe_output_buffer_ctx(_empty(tokens, hidden) if offered else None):
         sizes = marlin.describe(arguments)
-    # If the tensor is not cut, the engine's own function runs. It does not use the dead input.
+    # If the tensor is not cut, the engine's own function runs, which does not use the dead input.
     used = OUTPUT_IN_DEAD_INPUT if offered else ""
     return _decide_width(sizes, column_slices.packed_slice_width, max_bytes, cut=used, uncut="")
 
@@ -145,13 +146,13 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """Turn the slice width that a runner's rule chooses into a decision with a reason.
+    """Return a decision, with a reason, from the slice width that a runner's rule chooses.
 
     :param sizes: the layer's shape and its second GEMM, or the reason why the tensor cannot be cut.
     :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.
-    :param max_bytes: memory that the user allows the runner; ``None``: no limit is set.
-    :param cut: what the runner uses the dead input for if the tensor is cut; "" for nothing.
-    :param uncut: what the runner uses the dead input for if the tensor is not cut; "" for nothing.
+    :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
+    :param cut: use of the dead input if the tensor is cut. It is empty if the runner does not use the dead input then.
+    :param uncut: use of the dead input if the tensor is not cut. It is empty if the runner does not use it then.
     """
     effects = (uncut,) if uncut else ()
     if isinstance(sizes, str):
@@ -174,7 +175,7 @@ def _size(tokens: int, top_k: int, hidden: int) -> str:
 
 
 def _empty(*shape: int, dtype: Any = None) -> Any:
-    """Return a ``meta`` tensor of the given shape. The default dtype is bfloat16."""
+    """Return a ``meta`` tensor of this shape. The default dtype is bfloat16."""
     import torch
 
     return torch.empty(shape, dtype=dtype or torch.bfloat16, device="meta")

@@ -1,7 +1,8 @@
-"""Replacement for the Triton runner's expert outputs: computed and summed one column slice at a time.
+"""Replacement for the Triton runner's expert outputs. They are computed and summed one column slice at a time.
 
-The allocation returns a :class:`DeferredTensor`. The GEMM's call is recorded in it (:class:`SecondGemm`). The sum runs
-the engine's GEMM and our sum for each slice (:func:`run_gemm_and_sum`).
+Where the engine allocates the expert outputs, it gets a :class:`DeferredTensor`. The call of the second GEMM is
+recorded in it (:class:`SecondGemm`). The sum then runs the engine's GEMM and this package's sum for each slice
+(:func:`run_gemm_and_sum`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from sglang_moe_patches.core import log
 
-#: The first parameters of the engine's GEMM, and the position of its parameter ``config`` (the tiles).
+#: Names of the first parameters of the engine's GEMM, and the position of its parameter ``config`` (the tiles).
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
 CONFIG = 14
 REST = GEMM_PARAMETERS.index("topk_weights")
-"""Position of the first parameter that :class:`SecondGemm` keeps in ``rest``, without a name of its own."""
+"""Position among the GEMM's parameters of the first one that :class:`SecondGemm` keeps in ``rest``."""
 
 
 # --- What stands in for tensors --------------------------------------------------------------------------------------
 
 
 class SecondGemm(NamedTuple):
-    """Arguments of a call of the engine's second GEMM, without its output.
+    """Arguments of a call of the engine's second GEMM. The output is not among them.
 
     :param rest: positional arguments from position :data:`REST` on.
     """
@@ -50,10 +51,11 @@ class SecondGemm(NamedTuple):
     def run(self, kernel: Callable[..., None], output: Any, columns: tuple[int, int] | None = None) -> None:
         """Run the engine's GEMM ``kernel``.
 
-        :param output: receives the result. ``None`` if the kernel ends before it writes (:class:`QuantizedOnce`).
-        :param columns: ``(start, stop)`` of the hidden columns to compute, on views of weights, bias and scales.
-            ``None``: all columns, with the operands as they are. Their shape may be unexpected, which is a reason not
-            to cut.
+        :param output: tensor for the result. It is ``None`` if the kernel ends before it writes
+            (:class:`QuantizedOnce`).
+        :param columns: ``(start, stop)`` of the hidden columns to compute, on views of weights, bias and scales. If it
+            is ``None``, all columns are computed, with the operands as they are. Their shape may be unexpected, which
+            is a reason not to cut.
         """
         weights, bias, scale = self.weights, self.bias, self.weights_scale
         if columns is not None:
@@ -69,10 +71,10 @@ class SecondGemm(NamedTuple):
 class DeferredTensor:
     """Replacement for the [tokens, top-k, hidden] tensor that the engine's function allocates.
 
-    :param gemm: the second GEMM's arguments, once the engine has called it.
-    :param tensor: the tensor itself, if the engine returns it as the output (``no_combine``).
+    :param gemm: the second GEMM's arguments, or ``None`` until the engine has called it.
+    :param tensor: the allocated tensor, if the engine returns it as the output (``no_combine``), else ``None``.
 
-    All state is on this object. Two forward passes share nothing, in whatever threads they run.
+    All state is on this object. Two forward passes share nothing, even if they run in different threads.
     """
 
     shape: tuple[int, int, int]
@@ -82,30 +84,32 @@ class DeferredTensor:
     tensor: Any = None
 
     def view(self, *shape: int) -> DeferredTensor:
-        """Return this object. The engine asks only for the shape that the tensor has."""
+        """Return this object. The engine asks only for the shape that this object has."""
         assert shape == self.shape
         return self
 
     def unsqueeze(self, dim: int) -> Any:
-        """Allocate the tensor after all. Without a sum over the top-k (``no_combine``) it is the output."""
+        """Allocate the tensor. The engine calls this only if it does not sum over the top-k (``no_combine``). The
+        tensor is its output then.
+        """
         self.tensor = self.allocate(self.shape)
         return self.tensor.unsqueeze(dim)
 
     def allocate(self, shape: tuple[int, ...]) -> Any:
-        """Allocate a tensor of this dtype and device."""
+        """Allocate a tensor with the dtype and device of this object."""
         import torch
 
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
 
 class _QuantizationDone(Exception):
-    """Raised to end the engine's GEMM after it has quantized its input."""
+    """Exception that ends the engine's GEMM after it has quantized its input."""
 
 
 class QuantizedOnce:
-    """Activations that the engine's GEMM quantizes once, for all slices, with the function that the GEMM chooses.
+    """Activations that are quantized once for all slices, by the function that the engine's GEMM chooses.
 
-    The first call of the GEMM ends after the quantization. The 16-bit activations are freed before slices allocate
+    The first call of the GEMM ends after the quantization. The 16-bit activations are then freed before slices allocate
     memory.
     """
 
@@ -115,7 +119,9 @@ class QuantizedOnce:
         self._activations, self._result, self.dtype = activations, None, activations.dtype
 
     def quantize(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Quantize the activations at the first call and raise ``_QuantizationDone``. Return them at later calls."""
+        """Quantize the activations in the first call, and raise ``_QuantizationDone``. In later calls, return the
+        quantized activations.
+        """
         if self._result is None:
             self._result = quantize(self._activations, *args, **kwargs)
             self._activations = None
@@ -125,17 +131,17 @@ class QuantizedOnce:
 
 @dataclass(slots=True)
 class FusedMoeCall:
-    """A call of the fused-MoE function that may run in column slices: what its deferred tensor must know about the
-    call.
+    """Facts about a call of the fused-MoE function that may run in column slices. The functions that choose and run the
+    slices read them.
 
     :param gate_columns: columns of the first GEMM's output.
     :param weight_bytes: bytes of both GEMMs' weights.
     :param local_row_fraction: fraction of the rows whose expert is on this rank.
-    :param inplace: the output is written over the input.
-    :param uses_staging: another stream reads the input, so that slices are written to a staging buffer first.
+    :param inplace: whether the output is written over the input.
+    :param uses_staging: whether another stream reads the input. Slices are then written to a staging buffer first.
     :param max_bytes: memory limit of the runner in bytes, if the user set one.
-    :param dead_input_address: address of the dead input, if the activation received it for its output. Some activations
-        return a tensor of their own instead (gpt-oss).
+    :param dead_input_address: address of the dead input, if the activation received it for its output, else ``None``.
+        Some activations return a tensor of their own instead (gpt-oss).
     """
 
     gate_columns: int
@@ -159,7 +165,8 @@ def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
     :param scale: scales of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns,
         ...].
     :param block_shape: columns and rows of a block, for block quantization.
-    :returns: 1, the columns of a block, 0 if all columns share a scale, or ``None`` for an unknown layout.
+    :returns: 1 if each column has a scale, the number of columns of a block with block quantization, 0 if all columns
+        share a scale, or ``None`` for an unknown layout.
     """
     if scale is None or scale.ndim < 2:
         return 0
@@ -173,7 +180,7 @@ def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
 def column_skip_reason(
     gemm: SecondGemm, deferred: DeferredTensor, output: Any, shared_columns: int | None
 ) -> str | None:
-    """Return why this GEMM cannot be computed on views of columns, or summed into them; ``None`` if it can.
+    """Return why the second GEMM cannot be computed and summed in column slices, or ``None`` if it can.
 
     :param shared_columns: the result of :func:`columns_per_scale`.
     """
@@ -203,8 +210,8 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
 
 
 def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonGemm] | str:
-    """Return the layer's shape and its second GEMM, on which the slices depend, or the reason why the tensor is not
-    cut.
+    """Return the layer's shape and the properties of its second GEMM, which decide the slices. If the tensor cannot be
+    cut, return the reason instead.
     """
     gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
     assert gemm is not None
@@ -246,15 +253,15 @@ def run_gemm_and_sum(
     whole_sum: Callable[..., None],
     slice_sum: Callable[..., None],
 ) -> None:
-    """Compute the deferred tensor and sum it over the top-k, slice by slice.
+    """Compute the deferred tensor and sum it over the top-k, one column slice after the other.
 
     :param deferred: the expert outputs, with the second GEMM's arguments.
-    :param output: [tokens, hidden]; receives the sums.
+    :param output: tensor [tokens, hidden]. The sums are written into it.
     :param scale: factor of the sum.
     :param invoke: the engine's GEMM.
     :param invoke_quantized: the engine's GEMM, with support for :class:`QuantizedOnce` activations.
     :param whole_sum: the engine's sum, which is used if there is one slice.
-    :param slice_sum: our sum, which writes columns of the output.
+    :param slice_sum: this package's sum, which writes columns of the output.
     """
     slices = choose_column_slices(deferred, output)
     tokens, top_k, hidden = deferred.shape
@@ -287,5 +294,5 @@ def run_gemm_and_sum(
 
 
 def quantizes(kwargs: dict[str, Any]) -> bool:
-    """Return True if the GEMM's activations have one byte (FP8 or INT8)."""
+    """Return whether the GEMM's activations have one byte (FP8 or INT8)."""
     return bool(kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"])

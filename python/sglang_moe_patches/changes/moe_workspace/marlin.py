@@ -1,13 +1,13 @@
 """Column slices in Marlin: the engine's own ``fused_marlin_moe`` with replaced globals.
 
-The engine allocates one tensor for both GEMMs' outputs, as wide as the wider output. Here the first output is a tensor
-of its own, which is freed after the activation has read it. The second output is deferred. The sum over the top-k runs
-the engine's GEMM and our sum for one column slice after the other.
+The engine allocates one tensor for the outputs of both GEMMs, as wide as the wider output. Here the first GEMM's output
+is a tensor of its own, which is freed after the activation has read it. The second GEMM's output is deferred: the sum
+over the top-k runs the engine's GEMM and this package's sum for one column slice after the other.
 
-Marlin packs its weights in tiles of 16 rows and 64 columns. Each row of tiles has the layer's whole width, so that a
-column slice is no view. The weights and scales of a slice are copied before its GEMM. Packing moves columns only within
-a tile, so that a slice of whole tiles is complete. One launch copies for a slice and sums the slice before it. All of
-it runs on the caller's stream, and no tensor outlives the call.
+Marlin packs its weights in tiles of 16 rows and 64 columns. Each row of tiles has the layer's whole width, so a column
+slice is no view. The weights and scales of a slice are copied before its GEMM. Packing moves columns only within a
+tile, so a slice of whole tiles has all its columns. One launch copies the weights and scales of a slice, and sums the
+slice before it. All of this runs on the caller's stream, and no tensor outlives the call.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ MODULE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
 NAME = "fused_marlin_moe"
 GEMM = "moe_wna16_marlin_gemm"
 SUM = "moe_sum_reduce"
-#: The first parameters of the engine's operator.
+#: Names of the first parameters of the engine's operator.
 _PARAMETERS = ("hidden_states", "w1", "w2", "w1_scale", "w2_scale", "gating_output", "topk_weights", "topk_ids")
-#: The first parameters of the engine's GEMM: those that we change, up to the first that is passed on unchanged.
+#: Names of the first parameters of the engine's GEMM. This module passes the GEMM other values for some of them. Its
+#: later parameters are passed on unchanged.
 _GEMM_PARAMETERS = ("a", "c_or_none", "b_q_weight", "b_bias_or_none", "b_scales")
-#: Uses of the shared tensor and of both outputs in the engine's function that this module supports.
+#: Source texts in the engine's function that use the tensor for both outputs, the first output or the second output.
+#: This module supports only these uses.
 _BOTH, _FIRST, _SECOND = "intermediate_cache13", "intermediate_cache1", "intermediate_cache3"
 _ROWS = ("M * topk_ids.shape[1]", "M * topk")
 _EXPECTED_USES = {
@@ -64,9 +66,10 @@ class MarlinCall:
     :param rows: rows of both outputs: tokens x top-k.
     :param gate_columns: columns of the first GEMM's output.
     :param slices: ``(start, stop)`` of each slice of the second GEMM's output.
-    :param first: the first GEMM's output, until the second GEMM begins.
-    :param gemm: arguments of the second GEMM: activations, arguments after its output, keyword arguments.
-    :param is_zeroed: the engine clears the second output, because its GEMM does not write some rows.
+    :param first: the first GEMM's output, or ``None`` before the first GEMM and from the second GEMM on.
+    :param gemm: arguments of the second GEMM: the activations, the positional arguments after the output, and the
+        keyword arguments.
+    :param is_zeroed: whether the engine clears the second GEMM's output, because the GEMM does not write some rows.
     """
 
     rows: int
@@ -82,12 +85,13 @@ _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 
 @dataclass(slots=True, eq=False)
 class _BothOutputs:
-    """Replacement for the engine's tensor for both outputs. It is never allocated.
+    """Replacement for the tensor that the engine allocates for the outputs of both GEMMs. It has no memory.
 
-    The engine takes the first output as a slice of it, and then the second output.
+    The engine takes two slices of the tensor. The first slice is the first GEMM's output, and the second slice is the
+    second GEMM's output.
 
-    :param allocate_elements: allocates a one-dimensional tensor of this many elements.
-    :param is_first_sliced: the engine has taken the first output.
+    :param allocate_elements: function that allocates a one-dimensional tensor of this many elements.
+    :param is_first_sliced: whether the engine has taken the first slice.
     """
 
     call: MarlinCall
@@ -106,8 +110,8 @@ class _BothOutputs:
 
 @dataclass(slots=True, eq=False)
 class _FirstOutput:
-    """The first GEMM's output. It is allocated when the GEMM runs. Only the :class:`MarlinCall` refers to the
-    tensor.
+    """Replacement for the first GEMM's output. The tensor is allocated when the GEMM runs, and only the
+    :class:`MarlinCall` refers to it.
     """
 
     call: MarlinCall
@@ -125,9 +129,11 @@ class _FirstOutput:
 
 @dataclass(slots=True, eq=False)
 class DeferredOutput:
-    """The second GEMM's output, [tokens, top-k, hidden], until the sum runs.
+    """Replacement for the second GEMM's output, [tokens, top-k, hidden]. It has no memory, and is used until the sum
+    runs.
 
-    :cvar dtype: ``None`` is no dtype for which the engine has a special sum, so that the engine calls the general sum.
+    :cvar dtype: always ``None``, a dtype for which the engine has no special sum. The engine therefore calls the
+        general sum.
     """
 
     call: MarlinCall
@@ -144,9 +150,13 @@ class DeferredOutput:
 
 
 class _MarlinTorch(takers.OutputTorch):
-    """Replacement for the name ``torch`` inside the engine's function. It defers the tensor for both outputs.
+    """Replacement for the name ``torch`` inside Marlin's function.
 
-    :param sum_slices: computes and sums a :class:`DeferredOutput` over the top-k, into a tensor, times a factor.
+    The engine allocates one tensor for the outputs of both GEMMs. Instead of it, this object returns
+    :class:`_BothOutputs`, which allocates nothing yet.
+
+    :param sum_slices: function that computes a :class:`DeferredOutput` in slices, sums it over the top-k, multiplies
+        the sum by a factor, and writes it into a tensor.
     """
 
     def __init__(
@@ -180,7 +190,7 @@ class _MarlinTorch(takers.OutputTorch):
 
 
 def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> list[tuple[int, int]]:
-    """Return the column slices in which the second GEMM and its sum run; one slice if the tensor is not cut.
+    """Return the column slices in which the second GEMM and its sum run. If the tensor is not cut, return one slice.
 
     :param arguments: the arguments of the engine's function, by name.
     :param max_bytes: memory limit of the runner in bytes, if the user set one.
@@ -195,10 +205,10 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
 
 
 def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
-    """Return the layer's shape and its second GEMM, on which the slices depend, or the reason why the tensor is not
-    cut.
+    """Return the layer's shape and the properties of its second GEMM, which decide the slices. If the tensor cannot be
+    cut, return the reason instead.
     """
-    # While the GPU is idle, the host's time before the first kernel counts. So nothing is formatted unless it is
+    # While the GPU is idle, the host's time before the first kernel counts. Therefore no text is formatted unless it is
     # logged.
     hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
     w2, scale = arguments["w2"], arguments["w2_scale"]
@@ -220,7 +230,7 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
 
 
 def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
-    """Return why no column slice can be computed by itself; ``None`` if it can."""
+    """Return why the second GEMM cannot be computed in column slices, or ``None`` if it can."""
     bias = arguments.get("w2_bias")
     if arguments.get("no_combine"):
         return "the caller asks for the tensor itself (no_combine)"
@@ -260,14 +270,14 @@ def run_gemm_and_sum(
     gemm: Callable[..., Any],
     sum_and_copy: Callable[..., None],
 ) -> Any:
-    """Compute the deferred output and sum it over the top-k, slice by slice.
+    """Compute the second GEMM's output and sum it over the top-k, one column slice after the other.
 
-    :param deferred: the second GEMM's output, with the arguments of the GEMM.
-    :param output: [tokens, hidden]; receives the sums, and is returned.
+    :param deferred: replacement for the second GEMM's output. It has the arguments of the GEMM.
+    :param output: tensor [tokens, hidden]. The sums are written into it, and it is returned.
     :param scale: factor of the sum.
     :param gemm: the engine's GEMM.
-    :param sum_and_copy: our kernel. It sums a slice into its columns of the output, and copies the next slice's weights
-        and scales into memory of their own.
+    :param sum_and_copy: this package's kernel. It sums a slice into its columns of the output, and copies the next
+        slice's weights and scales into memory of their own.
     """
     call = deferred.call
     assert call.gemm is not None
@@ -305,7 +315,7 @@ def run_gemm_and_sum(
 
 
 def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> None:
-    """Wrap the engine's operator, where its callers look it up.
+    """Wrap the engine's operator in the module in which its callers look it up.
 
     :param module: the engine's module with the operator.
     :param function: the function that the operator runs (:func:`find_function`).
@@ -334,7 +344,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     min_bytes, topk_index = column_slices.min_packed_tensor_bytes(max_bytes), _PARAMETERS.index("topk_ids")
 
     def wrap_operator(original: Callable[..., Any]) -> Callable[..., Any]:
-        # The wrapper has no named parameters: Python would pack them again at every call.
+        # The wrapper has no named parameters, because Python would pack them again in every call.
         def fused_marlin_moe(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
@@ -368,8 +378,8 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
 def find_function(module: ModuleType) -> FunctionType:
     """Return the function that the engine's operator runs.
 
-    In late releases the callable around the operator refers to the function. In other releases nothing does. Then the
-    function is defined again from the module's source, with the operator's defaults.
+    In newer releases the callable that wraps the operator refers to the function. In other releases no object refers to
+    it. The function is then defined again from the module's source, with the operator's defaults.
 
     :raises engine.Unsupported: the operator is not the engine's own.
     """
@@ -388,7 +398,8 @@ def find_function(module: ModuleType) -> FunctionType:
 
 
 def plan() -> Plan:
-    """Probe Marlin's function, its GEMM and its sum.
+    """Return the plan for Marlin: how to install the column slices, or why they are not needed. It first checks that
+    the engine's Marlin function, its GEMM and its sum have the expected code.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

@@ -1,12 +1,14 @@
 """Detect blocks that read the input of their routed experts on a second CUDA stream.
 
-A layer that works in place writes its output over its input. The engine writes this output after the whole second GEMM.
-Column slices would write their first columns earlier. Some blocks run their shared experts at the same time, on another
-stream and on the same input. Neither stream waits for the other. In the engine this is safe because it writes late.
+A layer that works in place writes its output over its input. The engine writes this output only after the whole second
+GEMM. Column slices would write their first columns earlier. Some blocks (modules of a model that contain routed
+experts) run their shared experts at the same time, on another stream and on the same input. Neither stream waits for
+the other. In the engine this is safe, because it writes late.
 
 The code of a block shows whether it does this: a method of its class runs something on a stream of its choice. If the
-shared experts are fused into the routed experts, nothing runs beside them. The answer holds for the whole process,
-because its layers are of one kind. A wrong "yes" costs one copy of the output and changes no result.
+shared experts are fused into the routed experts, nothing runs at the same time. One answer holds for the whole process,
+because its layers are of one kind. If the answer is yes without need, that costs one copy of the output and changes no
+result.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Install, Patcher, around, best_effort
 
 has_concurrent_reader = False
-"""True if a block of this process's models may read the input of its routed experts on another stream."""
+"""Whether a block of this process's models may read the input of its routed experts on another stream."""
 
 
 def switches_streams(block: type) -> bool:
-    """Return True if a method of the class, or of a base class, runs something on a stream of its choice."""
+    """Return whether a method of the class, or of a base class, runs something on a stream of its choice."""
     return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
 
 
 def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
-    """Return True if a block of a model may read the input of its routed experts on another stream.
+    """Return whether a block of a model may read the input of its routed experts on another stream.
 
     :param modules: all modules of the model.
     :param experts: the engine's class ``FusedMoE``.
@@ -46,7 +48,7 @@ def probe(check_model: Callable[[Any], None] = lambda model: None) -> Install:
 
     If the engine's loading code is unknown, or the inspection fails, :data:`has_concurrent_reader` becomes True.
 
-    :param check_model: called with each loaded model, before the inspection.
+    :param check_model: function that is called with each loaded model, before the model is inspected.
     """
     try:
         runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")

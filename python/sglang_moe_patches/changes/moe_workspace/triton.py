@@ -1,9 +1,10 @@
 """Column slices in the Triton runner: the engine's own fused-MoE function with three replaced globals.
 
-``route`` compares the tensor's size in every forward pass. For a large tensor ``run_in_columns`` runs a copy of the
-engine's function in which three global names have other values: ``torch`` (:class:`_FusedMoeTorch`), the GEMM
-(``invoke``) and the sum (``sum_slices``). The first GEMM runs as usual. The call of the second GEMM is only recorded.
-``sum_slices`` then runs the second GEMM and our sum for one slice after the other (:mod:`.deferred_tensor`).
+``route`` compares the size of the expert outputs with a threshold in every forward pass. For a large tensor,
+``run_in_columns`` runs a copy of the engine's function in which three global names have other values: ``torch``
+(:class:`_FusedMoeTorch`), the GEMM (``invoke``) and the sum (``sum_slices``). The first GEMM runs as usual. The call of
+the second GEMM is only recorded. ``sum_slices`` then runs the second GEMM and this package's sum for one slice after
+the other (:mod:`.deferred_tensor`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
 
-#: All uses of the expert outputs in the engine's fused-MoE function that this module supports. A deferred tensor
-#: supports some of them. The others are reached only by calls that never run in columns (top-k of 2, LoRA hooks, a
-#: deferred sum).
+#: Source texts in the engine's fused-MoE function that use the expert outputs. This module supports only these uses. A
+#: deferred tensor supports some of them. The others are reached only by calls that never run in columns (top-k of 2,
+#: LoRA hooks, a deferred sum).
 _EXPECTED_USES = {
     "intermediate_cache3.view",
     "intermediate_cache3.shape",
@@ -45,7 +46,7 @@ _EXPECTED_USES = {
     "intermediate_cache3=intermediate_cache3",
     "return intermediate_cache3",
 }
-#: Functions that quantize the activations inside the engine's GEMM.
+#: Names of functions that quantize the activations inside the engine's GEMM.
 _QUANTIZERS = {
     "scaled_fp8_quant",
     "sglang_per_token_group_quant_fp8",
@@ -54,20 +55,22 @@ _QUANTIZERS = {
     "sglang_per_token_group_quant_int8",
     "per_token_group_quant_int8",
 }
-#: Largest number of tokens for which the engine compiles the sum. A compiled sum adds in an order of its own.
+#: Largest number of tokens for which the engine compiles the sum. A compiled sum adds in another order.
 _MAX_COMPILED_SUM_TOKENS = 32
 
 
 class _FusedMoeTorch(takers.OutputTorch):
     """Replacement for the name ``torch`` inside the fused-MoE function. It defers the allocation of the expert outputs.
 
-    It also places one tensor in the layer's dead input, if a dead input is offered. If the call is not in place, this
-    tensor is the output. If the call is in place, it is the activation's output, which counts in the runner's peak
-    memory.
+    The replacement also places one tensor in the layer's dead input, if a dead input is offered. If the call is not in
+    place, this tensor is the output. If the call is in place, it is the activation's output, which counts in the
+    runner's peak memory.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
-        """Return a :class:`DeferredTensor` for three dimensions, else memory of the dead input or new memory."""
+        """Return a :class:`DeferredTensor` for three dimensions. Otherwise return memory of the dead input, or new
+        memory.
+        """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)
         call = deferred_tensor.current_call.get()
@@ -83,9 +86,10 @@ class _FusedMoeTorch(takers.OutputTorch):
 
 
 def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
-    """Return True if a call with a large tensor may run in columns.
+    """Return whether a call with a large tensor may run in columns.
 
-    LoRA hooks and a deferred sum read the tensor itself. With a top-k of 1 or 2 the engine runs no sum, or an addition.
+    LoRA hooks and a deferred sum read the expert outputs themselves. With a top-k of 1 the engine runs no sum, and with
+    a top-k of 2 it runs an addition.
     """
     return tokens > _MAX_COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
 
@@ -93,7 +97,7 @@ def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> b
 def local_row_fraction(filter_expert: Any) -> float:
     """Return the fraction of the rows whose expert is on this rank, for evenly loaded experts.
 
-    :param filter_expert: true if the call skips experts of other ranks (expert parallelism).
+    :param filter_expert: whether the call skips experts of other ranks (expert parallelism).
     :returns: 0 if the number of ranks is unknown. The estimate of time then counts only the bytes of the weights.
     """
     if not filter_expert:
@@ -125,9 +129,10 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # If the tensor is not cut, the engine's own function runs, except in three cases. A dead input is offered:
-        # by_columns places the activation or the output there. The engine never writes the tensor (no_combine):
-        # by_columns does not allocate it. The output must be in symmetric memory: by_columns allocates it there.
+        # If the tensor is not cut, the engine's own function runs, except in three cases. In these cases by_columns
+        # runs. A dead input is offered: by_columns places the activation or the output there. The engine never writes
+        # the tensor (no_combine): by_columns does not allocate it. The output must be in symmetric memory: by_columns
+        # allocates it there.
         needs_pool = not inplace and symmetric_memory.is_enabled
         if channel.offered_buffer() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
@@ -161,7 +166,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 
 
 def has_unwritten_sum(fused_moe: FunctionType) -> bool:
-    """Return True if the engine's function sums a tensor that it never writes.
+    """Return whether the engine's function sums a tensor that it never writes.
 
     This fault exists up to 0.5.17 at least, with a top-k of 1 and a factor other than 1. The GEMM then writes the
     output itself, and the sum overwrites it.
@@ -170,7 +175,7 @@ def has_unwritten_sum(fused_moe: FunctionType) -> bool:
 
 
 def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
-    """Return a route that corrects the fault of :func:`has_unwritten_sum`.
+    """Return a route that corrects the engine's fault that :func:`has_unwritten_sum` finds.
 
     The route calls the function with a factor of 1 and then multiplies its output by the factor.
     """
@@ -195,7 +200,9 @@ def _build_fused_moe_in_columns(
     kernels: ModuleType,
     symmetric_memory: runners.SymmetricMemory,
 ) -> FunctionType:
-    """Return a copy of the engine's fused-MoE function that allocates, computes and sums through our replacements."""
+    """Return a copy of the engine's fused-MoE function. It allocates, computes and sums through this module's
+    replacements.
+    """
     import torch
 
     from sglang_moe_patches.changes.moe_workspace.kernels.moe_sum import moe_sum
@@ -247,7 +254,7 @@ def _build_fused_moe_in_columns(
 
 
 def _require_globals(function: Any, *names: str) -> None:
-    """Require that the names are read in ``function`` as globals of its module, and as nothing else."""
+    """Check that ``function`` reads the names as globals of its module, and in no other way."""
     for name in names:
         require(
             name in function.__code__.co_names and engine.is_only_a_global(function, name),
@@ -256,7 +263,8 @@ def _require_globals(function: Any, *names: str) -> None:
 
 
 def plan() -> Plan:
-    """Probe the fused-MoE function, its GEMM and its sum.
+    """Return the plan for the Triton runner: how to install the column slices, or why they are not needed. It first
+    checks that the engine's fused-MoE function, its GEMM and its sum have the expected code.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

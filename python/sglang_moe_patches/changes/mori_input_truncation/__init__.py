@@ -1,23 +1,24 @@
-"""mori-input-truncation: the MoE kernel behind MoRI computes only the rows that can have arrived, and never loses a
-row.
+"""mori-input-truncation: with MoRI's all-to-all, the MoE kernel computes only the rows that can have arrived, and never
+loses a row.
 
 Why
-    The MoE kernel computes MoRI's whole receive buffer. The engine's own limit drops tokens silently if it
-    is too small.
+    The MoE kernel computes MoRI's whole receive buffer, although only a part of it holds rows. The engine's own limit
+    for the rows drops tokens silently if it is too small.
 
 Hook points
-    ``__init__`` and ``run_moe_core`` of the MoE layer behind MoRI. In releases from 0.5.13 to 0.5.21 also the function
-    with which the AITER runner reads the engine's limit (:mod:`.hooks`). Up to 0.5.21 the engine's own cut reads a
-    limit of 0 and does nothing. From 0.5.22 on it cuts to our number of rows.
+    ``__init__`` and ``run_moe_core`` of the MoE layer that MoRI's dispatcher serves. In releases from 0.5.13 to 0.5.21
+    also the function with which the AITER runner reads the engine's limit (:mod:`.hooks`). Up to 0.5.21 the engine's
+    own cut reads a limit of 0 and does nothing. From 0.5.22 on it cuts to this change's number of rows.
 
 Skipped
-    Servers without ``--moe-a2a-backend mori``. The change is off if neither variable is set.
+    Servers without ``--moe-a2a-backend mori``. The change is off if neither ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS`` nor
+    ``SGLANG_MORI_RECV_BOUND`` is set.
 
 Costs
-    One cached lookup in each layer, by values that the CPU has. Nothing is read from the device.
+    One lookup in a cache in each layer. Its key consists of values that the CPU has. Nothing is read from the device.
 
 How
-    Reading the received count from the device would synchronize in every layer. The CPU knows an upper bound
+    Reading the number of received rows from the device would synchronize in every layer. The CPU knows an upper bound
     (:mod:`.bound`). It follows from the rows of each data-parallel rank in this forward pass, and from the rows that
     this rank has sent. A cut to this bound needs no check. If no bound can be proven, the user's limit is applied and
     an assertion on the device checks it. While CUDA graphs are captured, the bound is that of the padded batch, with
@@ -25,7 +26,7 @@ How
 
 Upstream
     sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 also have
-    ``SGLANG_MORI_RECV_BOUND``. The limit stays unsafe.
+    ``SGLANG_MORI_RECV_BOUND``. The limit is unsafe there, too.
 
 Remove when
     the engine never cuts below a bound that it can prove.
@@ -42,7 +43,9 @@ from sglang_moe_patches.core.patch import Change, Count, Skip
 
 
 def _skip(server_args: Any) -> Skip | None:
-    """Return why this server needs no cut: another all-to-all backend, or both variables are unset."""
+    """Return why this server needs no cut, or ``None`` if it needs one. A server needs none with another all-to-all
+    backend, or if neither :data:`LIMIT` nor :data:`BOUND` is set.
+    """
     if server_args.moe_a2a_backend != "mori":
         return Skip(f"--moe-a2a-backend is {server_args.moe_a2a_backend}")
     if not (LIMIT.read() or BOUND.read()):
@@ -51,7 +54,9 @@ def _skip(server_args: Any) -> Skip | None:
 
 
 def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
-    """Return how many rows ``truncate`` has cut off the receive buffer, or off the engine's own cut."""
+    """Return how many rows fewer the MoE kernel computes after ``truncate`` than it would have computed with the
+    engine's own cut, or without a cut.
+    """
     before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
     return int(max(0, before - after))
 

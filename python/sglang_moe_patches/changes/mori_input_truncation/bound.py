@@ -1,4 +1,6 @@
-"""Largest number of rows of MoRI's receive buffer that can hold tokens, and the cut: pure functions of plain values."""
+"""Compute how many rows of MoRI's receive buffer can hold tokens, and where to cut the buffer. All functions are pure
+functions of plain values.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Distribution of the attention over the ranks of one expert-parallel group. It is the same for every forward pass.
+    """Distribution of the attention over the ranks of one expert-parallel group. It stays the same for all forward
+    passes.
 
     :param ranks: number of expert-parallel ranks.
-    :param attn_tp: attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on the tokens of a data-parallel
-        rank.
-    :param attn_cp: attention context parallelism.
-    :param dp_rank: this rank's data-parallel rank.
+    :param attn_tp: size of attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on the tokens of one
+        data-parallel rank.
+    :param attn_cp: size of attention context parallelism.
+    :param dp_rank: number of the data-parallel rank to which this rank belongs.
     """
 
     ranks: int
@@ -24,9 +27,10 @@ class Layout(NamedTuple):
 
     @property
     def dp_ranks(self) -> int:
-        """Number of data-parallel ranks; 0 if the sizes do not divide, so that no bound follows.
+        """Number of data-parallel ranks. It is 0 if ``attn_tp * attn_cp`` does not divide ``ranks``; no bound is proven
+        then.
 
-        It is computed because the engine reports a data-parallel size of 1 while some draft models run.
+        The number is computed, because the engine reports a data-parallel size of 1 while some draft models run.
         """
         groups, rest = divmod(self.ranks, self.attn_tp * self.attn_cp)
         return 0 if rest else groups
@@ -40,22 +44,26 @@ def rows_per_dp_rank(
     *,
     two_batch_overlap: bool = False,
 ) -> tuple[int, ...] | None:
-    """Return the largest number of rows of each data-parallel rank in this forward pass.
+    """Return the largest number of rows that each data-parallel rank can have in this forward pass.
 
-    :param counts: ``global_num_tokens`` of ``dp_attention``, a padded count for each data-parallel rank. With the
-        padding mode ``MAX_LEN`` all counts are equal. With ``SUM_LEN`` each rank has its own, 0 for an idle rank. If
-        the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``), only this
-        rank's count is there.
+    :param counts: ``global_num_tokens`` of ``dp_attention``: the padded number of rows of each data-parallel rank. With
+        the padding mode ``MAX_LEN`` all ranks have the same number. With ``SUM_LEN`` each rank has its own, and an idle
+        rank has 0. If the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with
+        ``--enable-dp-lm-head``), the list has only this rank's number.
     :param local_rows: local buffer length of ``dp_attention``: this rank's padded rows.
-    :param global_rows: global buffer length of ``dp_attention``.
+    :param global_rows: global buffer length of ``dp_attention``: the padded rows of all ranks.
     :param dp_ranks: number of data-parallel ranks.
-    :param two_batch_overlap: a sub-batch may be running. The engine gives no counts for it, and each data-parallel rank
-        splits its own batch.
-    :returns: ``None`` if the CPU does not know the numbers.
+    :param two_batch_overlap: whether a sub-batch may be running. The engine gives no counts for a sub-batch, and each
+        data-parallel rank splits its own batch, so the other ranks' rows are unknown.
+    :returns: ``None`` if the CPU does not know the numbers of rows.
 
-    Without counts the engine captures or warms up a graph, or runs a sub-batch. If all data-parallel ranks replay a
-    graph together, it is the graph for the largest count among them. Its global length is ``dp_ranks`` times the local
-    length, and no rank has more rows. Any other global length means that each rank chooses a graph for its own batch.
+    ``counts`` is ``None`` while the engine captures or warms up a graph, or runs a sub-batch. A single data-parallel
+    rank then has ``local_rows`` rows. With several data-parallel ranks, ``global_rows`` decides:
+
+    - If it is ``dp_ranks`` times ``local_rows``, all data-parallel ranks use the same graph: the graph for the largest
+      batch among them. No rank has more than ``local_rows`` rows.
+    - If it is another number, each rank uses a graph for its own batch. The other ranks' rows are unknown, and the
+      result is ``None``.
     """
     if counts is not None:
         return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
@@ -71,24 +79,27 @@ def rows_per_dp_rank(
 def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
     """Return the largest number of rows that this rank can receive in one MoRI dispatch.
 
-    :param sent: rows that this rank has sent, known from a shape.
-    :param counts: largest number of rows of each data-parallel rank, from :func:`rows_per_dp_rank`; ``None``: unknown.
+    :param sent: number of rows that this rank has sent. The CPU knows it from the shape of a tensor.
+    :param counts: largest number of rows of each data-parallel rank, from :func:`rows_per_dp_rank`, or ``None`` if
+        unknown.
     :param layout: distribution of the attention over the ranks.
     :param buffer_rows: rows of the receive buffer. More rows cannot arrive.
     :returns: ``None`` if no bound can be proven.
 
-    MoRI sends a row to a destination rank once, however many of the row's experts are there. So at most as many rows
+    MoRI sends a row to a destination rank once, however many of the row's experts that rank has. At most as many rows
     arrive as all ranks of the group send, this rank included. (The vendor's worst-case buffer is this sum for full
-    ranks.) Padding rows count, because the router's marks decide whether they are sent. The ranks send:
+    ranks.) Padding rows count, because the router decides on the device whether they are sent. The ranks send:
 
-    - *Attention TP.* Before experts behind a dispatcher, the engine pads the ``n`` rows of a data-parallel rank to a
-      multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``). Together these ranks send ``n``
-      rows. This is so if this rank has sent ``n / attn_tp`` rows, because all ranks run the same model. Otherwise each
-      of them may send all ``n`` rows. Examples are a model that scatters nothing, and an idle rank (0 of 0).
+    - *Attention TP.* If a dispatcher sends the rows to the experts, the engine first pads the ``n`` rows of a
+      data-parallel rank to a multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``). Together
+      these ranks send ``n`` rows. This is known to be so if this rank has sent ``n / attn_tp`` rows, because all ranks
+      run the same model. Otherwise each of them may send all ``n`` rows. Examples are a model that scatters nothing,
+      and an idle rank (0 of 0).
     - *Context parallelism* may split unevenly, or only in prefill. Each rank may send all ``n`` rows.
-    - *More rows sent than counted.* The counts are of another forward pass, and no bound follows.
+    - *More rows sent than counted.* If this rank has sent more rows than its count, the counts belong to another
+      forward pass, and no bound is proven.
     - *One data-parallel rank* without counts. Every rank has the same batch, and sends all of it or an even share. Even
-      shares differ by at most one row, so that at most ``ranks * (sent + 1)`` rows are sent.
+      shares differ by at most one row, so at most ``ranks * (sent + 1)`` rows are sent.
     """
     if layout.dp_ranks == 0 or sent < 0:
         return None
@@ -110,9 +121,9 @@ def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, b
 def round_up_rows(rows: int) -> int:
     """Round a number of rows up by less than 1/16.
 
-    Then a few sizes serve all batches, which the allocator and caches by shape need. The step is 1/32 of the next power
-    of two. AITER chooses its kernel by that power of two (``get_padded_M``, up to 1,024 rows), so that the kernel stays
-    the same.
+    All batches then have one of a few sizes, which suits the allocator and caches by shape. The step is 1/32 of the
+    next power of two. AITER chooses its kernel by that power of two (``get_padded_M``, up to 1,024 rows), so rounding
+    does not change the kernel.
     """
     step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
     return -(-rows // step) * step
@@ -122,8 +133,9 @@ class Cut(NamedTuple):
     """Number of rows that the MoE kernel computes.
 
     :param rows: rows of the receive buffer that the kernel receives.
-    :param needs_assertion: more rows may arrive, so that the device must check the received count.
-    :param is_limit_raised: the user's limit is below the number of rows that can arrive, and is not followed.
+    :param needs_assertion: whether more rows may arrive. The device must then check the number of received rows.
+    :param is_limit_raised: whether the user's limit is below the number of rows that can arrive. Such a limit is not
+        followed.
     """
 
     rows: int
@@ -134,12 +146,13 @@ class Cut(NamedTuple):
 def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: bool = False) -> Cut:
     """Return the cut of the receive buffer.
 
-    :param bound: largest number of rows that can arrive, from :func:`max_received_rows`; ``None``: unknown.
-    :param limit: the user's limit in rows; 0: no limit.
+    :param bound: largest number of rows that can arrive, from :func:`max_received_rows`, or ``None`` if unknown.
+    :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
-    :param recv_bound: cut to the bound even without a limit.
-    :returns: at most ``buffer_rows``, and at least a provable bound. A limit between the bound and the rounded bound is
-        followed. At least one row, because kernels are not launched on an empty tensor.
+    :param recv_bound: whether to cut to the bound even without a limit.
+    :returns: a cut to at most ``buffer_rows`` rows, and to at least ``bound`` rows if it is known. A limit between
+        ``bound`` and the rounded bound is followed. At least one row stays, because kernels are not launched on an
+        empty tensor.
     """
     if not (limit or recv_bound):
         return Cut(buffer_rows, False, False)
@@ -157,6 +170,6 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
 def decide_cut(
     sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
 ) -> tuple[int | None, Cut]:
-    """Return the bound of :func:`max_received_rows`, and the cut that :func:`decide_rows` derives from it."""
+    """Return the result of :func:`max_received_rows`, and the cut that :func:`decide_rows` derives from it."""
     bound = max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

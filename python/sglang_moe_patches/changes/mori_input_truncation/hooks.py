@@ -1,14 +1,13 @@
-"""Wrappers that cut MoRI's receive buffer in place of the engine.
+"""Wrappers that cut MoRI's receive buffer in place of the engine. The engine's own cut depends on the release:
 
-========================  ====================================================  ==================================
-releases                  the engine's cut                                      our wrapper
-========================  ====================================================  ==================================
-up to 0.5.12.post1        ``MoriEPMoE.run_moe_core``, by an attribute           sets the attribute to 0
-0.5.13 to 0.5.21          AITER's runner, by the environment, in every forward  lets that module read 0
-from 0.5.22 on            AITER's runner, by the dispatcher's ``recv_cap``      sets ``recv_cap``
-========================  ====================================================  ==================================
+- Up to 0.5.12.post1, ``MoriEPMoE.run_moe_core`` cuts to the layer's attribute ``mori_moe_max_input_tokens``. The
+  wrapper sets the attribute to 0.
+- From 0.5.13 to 0.5.21, AITER's runner cuts to ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, which it reads from the
+  environment in every forward pass. The wrapper lets the runner read 0.
+- From 0.5.22 on, AITER's runner cuts to ``recv_cap``, a field of the dispatcher's output. The wrapper sets the field.
 
-From 0.5.13 on, MoRI's layer is ``DeepEPMoE``, which calls the methods of ``FusedMoE``. EPv2's layer is ``FusedMoE``.
+From 0.5.13 on, MoRI's layer is ``DeepEPMoE``, which calls the methods of ``FusedMoE``. The layer of EPv2, the second
+version of MoRI's dispatch, is ``FusedMoE`` itself.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _CUT_TENSORS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weight
 def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     """Cut the engine's dispatch output to the rows that can have arrived.
 
-    The tensors are cut. If the dispatch output has a field ``recv_cap``, the engine cuts to it, and only this field is
-    set.
+    If the dispatch output has a field ``recv_cap``, the engine cuts to it, and this function sets only this field.
+    Otherwise this function cuts the tensors.
 
     :param dispatched: a named tuple with ``hidden_states`` [buffer, ...], ``hidden_states_scale`` [buffer, ...] or
         ``None``, ``topk_ids`` and ``topk_weights`` [buffer, top-k], ``num_recv_tokens_per_expert`` (despite its name
         the number of rows received, int32 [1]) and ``origin_topk_ids`` [rows sent, top-k].
     :param policy: the layer's settings.
-    :param dp_buffer: the class in which ``dp_attention`` keeps the token counts of a forward pass.
+    :param dp_buffer: the engine's class in which ``dp_attention`` keeps the token counts of a forward pass.
     :returns: a changed copy of ``dispatched``, or the object itself if there is nothing to cut.
     :raises RuntimeError: no bound can be proven, and more rows than the limit have arrived. A failed assertion on a GPU
         ends the process.
@@ -91,7 +90,7 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
 
 
 def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
-    """Log once per kind of problem: the limit is raised, or the number of rows that can arrive is unknown."""
+    """Log one warning for each kind of problem: the limit is raised, or it is unknown how many rows can arrive."""
     reason = policy.unreliable_reason or "the engine's token counts do not cover every rank that sends rows"
     arguments: tuple[Any, ...]
     if bound is not None:
@@ -119,7 +118,7 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
-    """Return ``dispatched`` with ``rows`` rows, or with ``recv_cap`` set to ``rows``."""
+    """Return ``dispatched`` cut to ``rows`` rows: with shorter tensors, or with ``recv_cap`` set to ``rows``."""
     whole = rows >= dispatched.hidden_states.shape[0]
     if _RECV_CAP in dispatched._fields:
         cap = 0 if whole else rows
@@ -131,7 +130,7 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
 
 
 def host_counts(counts: Any) -> Any:
-    """Return ``counts`` if all of them are Python integers, else an empty tuple.
+    """Return ``counts`` if they are Python integers or ``None``, else an empty tuple.
 
     Reading a count from the device would synchronize in every layer.
     """
@@ -143,7 +142,9 @@ def host_counts(counts: Any) -> Any:
 
 @around
 def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Store a policy on each new layer behind MoRI, and switch the engine's own cut off."""
+    """Wrap the constructor of the MoE layer: store a policy on each new layer that uses MoRI, and switch the engine's
+    own cut off.
+    """
     original(self, *args, **kwargs)
     policy = read_policy(self)
     if policy is not None and (policy.limit or policy.recv_bound):
@@ -153,7 +154,7 @@ def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
 
 
 def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable[..., Any]:
-    """Cut the dispatch output before the layer's experts compute it."""
+    """Wrap ``run_moe_core``: cut the dispatch output before the layer's experts compute it."""
 
     @functools.wraps(original)
     def run_moe_core(self: Any, dispatch_output: Any) -> Any:
@@ -166,7 +167,7 @@ def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable
 
 
 def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
-    """Let the engine read a limit of 0."""
+    """Wrap ``get_int_env_var``: return 0 for ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, so that the engine cuts nothing."""
 
     @functools.wraps(original)
     def get_int_env_var(name: str, *args: Any, **kwargs: Any) -> int:
@@ -179,9 +180,10 @@ def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def layer_class() -> type:
-    """Return the engine's MoE layer behind MoRI.
+    """Return the engine's class of MoE layers whose ``run_moe_core`` receives MoRI's rows.
 
-    From 0.5.13 on this is ``FusedMoE``. MoRI's own layer calls its methods, and EPv2 uses it directly.
+    From 0.5.13 on this is ``FusedMoE``. MoRI's own layer calls its methods, and EPv2 (the second version of MoRI's
+    dispatch) uses it directly.
 
     :raises engine.Unsupported: the layer is missing, or another plugin has replaced it.
     """
@@ -191,9 +193,10 @@ def layer_class() -> type:
 
 
 def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
-    """Return an installer that disables or redirects the engine's own cut.
+    """Return an installer that disables or redirects the engine's own cut. In some releases the installer does nothing,
+    because the wrappers of ``__init__`` or ``run_moe_core`` control that cut.
 
-    :raises engine.Unsupported: the place of the engine's cut is unknown.
+    :raises engine.Unsupported: the engine's code for its own cut is not as expected.
     """
     if engine.mentions(run_moe_core, _ENGINE_LIMIT):
         engine.require_mentions(engine.require_unpatched(layer, "__init__"), _ENGINE_LIMIT)
@@ -218,9 +221,9 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
 
 
 def _require_layout(dp_attention: Any) -> None:
-    """Require that the engine tells how the attention is distributed over the ranks.
+    """Check that the engine has the functions or attributes with the distribution of the attention over the ranks.
 
-    :raises engine.Unsupported: the engine does not tell it in a known way.
+    :raises engine.Unsupported: the engine does not have them under the expected names.
     """
     names = ("get_attention_tp_size", "get_attention_cp_size", "get_attention_dp_rank")
     if all(hasattr(dp_attention, name) for name in names):
@@ -236,7 +239,7 @@ def _require_layout(dp_attention: Any) -> None:
 
 
 def plan() -> Plan:
-    """Probe the layer behind MoRI, its dispatch output and the engine's own cut.
+    """Return the plan, after a probe of the MoE layer for MoRI, its dispatch output and the engine's own cut.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

@@ -1,4 +1,6 @@
-"""Settings that a MoRI layer decides when it is constructed: variables, layout and known exceptions."""
+"""Settings of a layer that uses MoRI, read when the layer is constructed: variables, layout of the ranks, known
+exceptions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from sglang_moe_patches.core.variables import Variable
 
 
 def _parse_rows(text: str) -> int:
-    """Parse the limit. As in the engine, 0 and negative numbers mean no limit."""
+    """Parse ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``. As in the engine, 0 and negative numbers mean no limit."""
     try:
         return max(0, int(text))
     except ValueError:
@@ -23,7 +25,8 @@ def _parse_rows(text: str) -> int:
 
 
 def _parse_switch(text: str) -> bool:
-    """Parse a switch, with every spelling that the engine accepts. The engine reads other text as "off".
+    """Parse ``SGLANG_MORI_RECV_BOUND``, with every spelling that the engine accepts. The engine reads other text as
+    "off".
 
     :raises ValueError: the engine does not accept the text.
     """
@@ -53,17 +56,19 @@ BOUND = Variable(
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of one layer on which its cuts depend.
+    """Settings of one layer that decide how its input is cut.
 
-    :param limit: the user's limit in rows; 0: no limit.
-    :param recv_bound: cut to the provable bound, with or without a limit.
-    :param two_batch_overlap: the server may run two sub-batches at once.
-    :param unreliable_reason: why the engine's counts for other ranks may be wrong on this server; ``None``: they are
-        right.
-    :param has_assertions: a failed assertion on the device ends the process.
-    :param has_stale_counts: this rank's own count may be wrong, too.
-    :param raise_only: raise the engine's own cut if it is too small, but never lower it.
-    :param has_unproven_layout: received rows need not lie at the start of the buffer, so that it is never cut.
+    :param limit: the user's limit in rows, or 0 for no limit.
+    :param recv_bound: whether to cut to the provable bound even without a limit.
+    :param two_batch_overlap: whether the server may run two sub-batches at once.
+    :param unreliable_reason: why the engine's counts for other ranks may be wrong on this server, or ``None`` if they
+        are right.
+    :param has_assertions: whether a failed assertion on the device ends the process.
+    :param has_stale_counts: whether this rank's own count may be wrong, too, because it may be of an earlier forward
+        pass.
+    :param raise_only: whether the engine's own cut is only raised, if it is too small, and never lowered.
+    :param has_unproven_layout: whether received rows may lie elsewhere than at the start of the buffer. The buffer is
+        then never cut.
     """
 
     layout: Layout
@@ -78,9 +83,9 @@ class Policy:
 
 
 def assertions_end_the_process(hip: str | None, macros: str) -> bool:
-    """Return True if a failed device-side assertion ends the process with this build of PyTorch.
+    """Return whether a failed device-side assertion ends the process with this build of PyTorch.
 
-    :param hip: ``torch.version.hip``; ``None`` for CUDA, where it always does.
+    :param hip: ``torch.version.hip``. It is ``None`` for CUDA, where a failed assertion always ends the process.
     :param macros: text of PyTorch's ``Macros.h`` and ``cmake_macros.h``. Older ROCm builds define the assertion as
         empty unless a macro keeps it. Newer builds abort.
     """
@@ -94,7 +99,7 @@ def assertions_end_the_process(hip: str | None, macros: str) -> bool:
 
 @functools.cache
 def _assertions_work() -> bool:
-    """Return :func:`assertions_end_the_process` for the installed PyTorch."""
+    """Return whether a failed device-side assertion ends the process with the installed PyTorch."""
     import torch
 
     include = Path(inspect.getfile(torch)).parent / "include"
@@ -105,7 +110,7 @@ def _assertions_work() -> bool:
 
 
 def _read_layout(layer: Any) -> Layout:
-    """Ask the engine how the attention is distributed over the ranks of a layer's expert-parallel group."""
+    """Return how the engine distributes the attention over the ranks of a layer's expert-parallel group."""
     from sglang.srt.layers import dp_attention
 
     if hasattr(dp_attention, "get_attention_tp_size"):
@@ -121,20 +126,20 @@ def _read_layout(layer: Any) -> Layout:
 
 
 _MAX_INTRANODE_RANKS = 8
-"""Largest number of ranks for MoRI's IntraNode kernels. With more ranks the kernels are InterNode's, unless low latency
-(AsyncLL) is requested. The engine's own bound, from 0.5.22 on, supports only IntraNode and AsyncLL.
+"""Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks it uses its InterNode kernels,
+unless low latency (AsyncLL) is requested. The engine's own bound, from 0.5.22 on, supports only IntraNode and AsyncLL.
 """
 
 
 def _runs_internode(layer: Any) -> bool:
-    """Return True if a layer uses MoRI's InterNode kernels."""
+    """Return whether a layer uses MoRI's InterNode kernels (:data:`_MAX_INTRANODE_RANKS`)."""
     from sglang.srt.layers.moe.utils import get_deepep_mode
 
     return bool(layer.moe_ep_size > _MAX_INTRANODE_RANKS and not get_deepep_mode().enable_low_latency())
 
 
 def read_policy(layer: Any) -> Policy | None:
-    """Return the policy of a ``FusedMoE`` layer under construction; ``None`` if the all-to-all backend is not MoRI."""
+    """Return the policy of a ``FusedMoE`` layer under construction, or ``None`` if the server does not use MoRI."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 

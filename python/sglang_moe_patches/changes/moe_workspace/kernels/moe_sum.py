@@ -1,8 +1,8 @@
 """Triton kernel that sums expert outputs over the top-k into a column slice of a layer's output.
 
-The engine's own sums need a contiguous output. This kernel writes the slice where it lies in the output. It adds in
+The engine's own sums need a contiguous output. This kernel writes a slice to its place in the output. It adds in
 float32, in the order of the top-k, multiplies once and rounds once. The engine's ``moe_sum_reduce`` (CUDA) and
-``moe_sum_reduce_triton`` do the same, so that the bits are equal.
+``moe_sum_reduce_triton`` do the same, so the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
 except ImportError:  # not in CPU builds of PyTorch, where nothing calls the kernel
     triton = None
 
-#: Largest number of columns per program. A thread loads 8 elements of 16 bits, which is one 16-byte load.
+#: Largest number of columns that one program sums. A thread loads 8 elements of 16 bits, which is one 16-byte load.
 MAX_BLOCK_COLUMNS = 1024
 
 if triton is not None:
@@ -66,7 +66,7 @@ def check_shapes(expert_outputs: torch.Tensor, output: torch.Tensor) -> tuple[in
 
 
 def choose_block(columns: int) -> int:
-    """Return how many columns one program sums, of ``columns`` columns."""
+    """Return how many of ``columns`` columns one program of the kernel sums."""
     return min(MAX_BLOCK_COLUMNS, int(triton.next_power_of_2(columns)))
 
 
@@ -74,7 +74,7 @@ def moe_sum(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) ->
     """Write ``output[t, c] = scale * sum over k of expert_outputs[t, k, c]`` with the Triton kernel.
 
     :param expert_outputs: [tokens, top-k, columns], contiguous, 16-bit floating point.
-    :param output: [tokens, columns] of the same dtype. Neighbouring columns are neighbours in memory. Rows may be any
+    :param output: [tokens, columns] of the same dtype. The elements of a row are adjacent in memory. Rows may be any
         distance apart.
     :param scale: the model's routed scaling factor.
     """

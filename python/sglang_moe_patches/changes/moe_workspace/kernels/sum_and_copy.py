@@ -1,8 +1,8 @@
 """Triton kernel that sums one column slice over the top-k and copies the next slice's weights and scales.
 
-The sum and the copies are independent, so that one launch runs them together. Separate launches would each wait until
-the launch before has drained from the GPU, and the copy of the scales is too small to fill it. PyTorch's own copy of a
-column slice moves one element at a time. This kernel moves sixteen bytes.
+The sum and the copies are independent, so one launch runs them together. Separate launches would each wait until the
+launch before has drained from the GPU, and the copy of the scales is too small to fill the GPU. PyTorch's own copy of a
+column slice moves one element at a time. This kernel moves sixteen bytes at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if triton is not None:
 
     @triton.jit
     def _copy_block(program, source_ptr, target_ptr, source_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Copy one block of words of one row."""
+        """Copy one block of eight-byte words of one row. ``program`` is the number of the block among all blocks of all
+        rows.
+        """
         blocks = tl.cdiv(words, BLOCK)
         row = (program // blocks).to(tl.int64)
         word = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +55,9 @@ if triton is not None:
         WEIGHTS_BLOCK: tl.constexpr,
         SCALES_BLOCK: tl.constexpr,
     ):
-        """Run one program: a block of the weights' copy, of the scales' copy, or of the sum."""
+        """Run one program of the launch: copy a block of the weights, copy a block of the scales, or sum a block of
+        columns.
+        """
         program = tl.program_id(0)
         if program < weights_programs:
             _copy_block(program, weights_ptr, weights_copy_ptr, weights_stride, weights_words, WEIGHTS_BLOCK)
@@ -77,7 +81,7 @@ if triton is not None:
 
 
 def _as_words(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``source`` from column ``start`` on, and ``target``, as rows of eight-byte words."""
+    """Return two views with rows of eight-byte words: ``source`` from column ``start`` on, and ``target``."""
     assert source.is_contiguous()
     assert target.is_contiguous()
     assert target.shape == (*source.shape[:-1], stop - start)
@@ -97,12 +101,13 @@ def sum_and_copy(
     The sum is ``moe_sum(expert_outputs, output, scale)`` (:func:`.moe_sum.moe_sum`). Each copy is ``target =
     source[..., start:stop]``.
 
-    :param expert_outputs: [tokens, top-k, columns]; no tokens before the first slice.
+    :param expert_outputs: [tokens, top-k, columns]. Before the first slice there is nothing to sum, and the tensor has
+        no tokens.
     :param output: [tokens, columns].
     :param scale: factor of the sum.
-    :param copies: source, start, stop and target of the weights and of the scales; empty after the last slice. Source
-        and target are contiguous and of one dtype, whatever it is. Rows, ``start`` and ``stop`` are whole words of
-        eight bytes.
+    :param copies: source, start, stop and target of the weights and of the scales. After the last slice the sequence is
+        empty. Source and target are contiguous and have the same dtype, which may be any. Rows, ``start`` and ``stop``
+        are whole words of eight bytes.
     """
     if not copies:
         moe_sum.moe_sum(expert_outputs, output, scale)
