@@ -41,7 +41,8 @@ SGLANG_MOE_PATCHES_STRICT = 1: end the server's start if a selected change canno
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 REGRESS_EXTRA = ("scipy", "psutil", "httpx", "jinja2")
-"""Modules of the package's extra ``regress``. The command needs them, and serving does not."""
+"""Names of modules that the command ``regress`` needs. The package's extra ``regress`` installs them. A server does not
+need them."""
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -51,7 +52,9 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def refuse(message: str, code: int = 2, *, json: bool) -> NoReturn:
-    """End with a non-zero exit code and one line: on standard error, or as JSON on standard output."""
+    """End with a non-zero exit code and a message. The message is one line on standard error, or with ``json`` an
+    object on standard output.
+    """
     if json:
         typer.echo(json_module.dumps({"refused": message}))
         raise typer.Exit(code)
@@ -62,7 +65,9 @@ DOCTOR_OPTIONS = ("--model", "--gpu", "--json", "--help")
 
 
 def find_misspelt_option(arguments: list[str]) -> str:
-    """Which of doctor's own options an argument misspells, in one line; "": none does."""
+    """Return one line that says which option of ``doctor`` an argument misspells. If no argument does, return an empty
+    text.
+    """
     for argument in arguments:
         option = argument.split("=")[0]
         near = difflib.get_close_matches(option, DOCTOR_OPTIONS, n=1, cutoff=0.8)
@@ -83,7 +88,7 @@ def require_engine() -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Show a text with a spinner within the block. If standard error is not a terminal, show nothing."""
+    """Show a text with a spinner while the ``with`` block runs. If standard error is not a terminal, show nothing."""
     from rich.console import Console
 
     with Console(stderr=True).status(text):
@@ -165,7 +170,7 @@ def doctor(
 
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
-    """``doctor --model``."""
+    """Run ``doctor --model``: examine a server of a model, print the report, and exit."""
     doing = f"SGLang {engine.version()} resolves the arguments and builds layers without memory: about 10 s"
     try:
         patch.check_environment(CHANGES)
@@ -297,7 +302,7 @@ def regress(
 
 
 def main(app: typer.Typer = app) -> None:
-    """Run the command line. After an unforeseen exception, exit with 2."""
+    """Run the command line. If an unforeseen exception occurs, exit with 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end the command

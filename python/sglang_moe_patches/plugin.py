@@ -4,7 +4,7 @@ If a plugin raises an exception, the engine logs it and starts without the plugi
 little: it checks the environment variables, and registers hooks for the imports of engine modules. If it fails in a
 strict process (``SGLANG_MOE_PATCHES_STRICT=1``), it ends the process.
 
-The changes are applied later, when the engine constructs a model runner (:func:`activate`):
+The changes are applied later, when the engine constructs its model runner (:func:`activate`):
 
 - This happens only in processes that run a model, and before the model is built.
 - An exception there ends the scheduler and the server, like any other failure to start.
@@ -48,7 +48,7 @@ _plans: dict[str, patch.Plan] | None = None
 def register() -> None:
     """Check this package's environment variables, and register hooks for the imports of engine modules.
 
-    This is the entry point ``sglang.srt.plugins``.
+    The engine calls this function through the entry point ``sglang.srt.plugins``.
 
     :raises SystemExit: a variable of this package has an invalid value, or ``SGLANG_MOE_PATCHES_STRICT=1`` and an
         exception occurs. The engine swallows an ``Exception``, but not a ``SystemExit``. A server must not start
@@ -66,7 +66,9 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    """Register the hooks that run when the engine's model runner, or a module of a launcher hook, is imported."""
+    """Register import hooks. One runs when the engine's model-runner module is imported. The others are the launcher
+    hooks of the selected changes, each for the engine module that it names.
+    """
     names = patch.selected_names(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
@@ -102,7 +104,7 @@ def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], 
 
 
 def _wrap_model_runner(module: Any) -> None:
-    """Wrap the constructor of the engine's model runner: it calls :func:`activate` first.
+    """Wrap the constructor of the engine's model runner, so that it calls :func:`activate` first.
 
     :param module: the engine's module that defines ``ModelRunner``.
     """

@@ -1,38 +1,39 @@
 """activation-segments: eager activations come from expandable segments after the server has started.
 
 Why
-    After prompts of many lengths, PyTorch's caching allocator keeps free blocks that fit no new tensor. This slack is
-    2.5 GB beside 3.1 GB of tensors at Kimi-K2.5's widths and chunks of 16,384 tokens. Users cannot see it.
-    With expandable segments the driver maps memory where it is needed. They cannot be on from the start, because they
-    break code that shares memory between processes: CUDA IPC has no handles for such memory.
+    After prompts of many lengths, PyTorch's caching allocator keeps free blocks that fit no new tensor. With
+    Kimi-K2.5's widths and chunks of 16,384 tokens, the tensors take 3.1 GB and these blocks take 2.5 GB more. Users
+    cannot see it.
+    With expandable segments the driver maps memory where it is needed. Expandable segments cannot be on from the start,
+    because they break code that shares memory between processes: CUDA IPC has no handles for such memory.
 
 Hook points
-    ``Scheduler.run_event_loop`` turns the switch on. ``CUDAGraph.capture_begin`` and ``capture_end``,
-    ``GroupCoordinator.graph_capture`` and ``torch.cuda.use_mem_pool`` suspend it (:mod:`.switch`).
+    ``Scheduler.run_event_loop`` turns expandable segments on (:mod:`.switch`). ``CUDAGraph.capture_begin`` and
+    ``capture_end``, ``GroupCoordinator.graph_capture`` and ``torch.cuda.use_mem_pool`` suspend them.
 
 Skipped
-    Servers with a feature that breaks with such memory. By default also servers with a feature that has not been tested
-    with it on a GPU (:mod:`.eligibility`).
+    Servers with a feature that does not work with memory from expandable segments. By default also servers with a
+    feature that has not been tested with such memory on a GPU (:mod:`.eligibility`).
 
 Costs
-    Memory that is used for the first time is mapped in pieces, once.
+    The driver maps memory in pieces when it is used for the first time. This happens once.
 
 How
-    When ``Scheduler.run_event_loop`` begins, weights, KV cache, CUDA graphs and registered buffers are in place, also
-    those of a draft model. The allocator then switches to expandable segments (:mod:`.switch`). Ordinary blocks that it
-    keeps can still be used.
+    When ``Scheduler.run_event_loop`` begins, weights, KV cache, CUDA graphs and registered buffers are allocated, also
+    those of a draft model. The allocator then switches to expandable segments (:mod:`.switch`). It can still use the
+    ordinary blocks that it keeps.
 
-    Some memory must be ordinary: memory that is allocated during a graph capture, and memory of a separate pool. The
-    switch is suspended for that time (:func:`.switch.suspend_during_captures`).
+    Some memory must come from ordinary segments: memory that is allocated during a graph capture, and memory of a
+    separate pool. Expandable segments are suspended for that time (:func:`.switch.suspend_during_captures`).
 
-    All ranks decide alike. Each rank tries the switch, and it stays on only if it works on every rank
+    All ranks make the same decision. Each rank tries expandable segments. They stay on only if they work on every rank
     (:func:`.switch.agree_on_all_ranks`).
 
 Upstream
     None.
 
 Remove when
-    the engine starts its servers so, or PyTorch's allocator keeps no such blocks.
+    the engine itself switches to expandable segments after the start, or PyTorch's allocator keeps no such blocks.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ from sglang_moe_patches.memory.activation_segments import eligibility
 
 
 def _pytorch() -> str:
-    """Version of the installed PyTorch."""
+    """Return the version of the installed PyTorch."""
     import torch
 
     return str(torch.__version__)
 
 
 def _skip(server_args: Any = None) -> Skip | None:
-    """Return why this server's allocator is not switched, or ``None`` if it is.
+    """Return why this server's allocator is not switched to expandable segments, or ``None`` if it is.
 
-    :param server_args: the engine's ``ServerArgs``; ``None``: check only what is the same for all servers.
+    :param server_args: the engine's ``ServerArgs``. If it is ``None``, only the conditions that are the same for all
+        servers are checked.
     :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_SEGMENTS=on``, but the server cannot use expandable segments.
     """
     setting = eligibility.SEGMENTS.read()
@@ -65,7 +67,7 @@ def _skip(server_args: Any = None) -> Skip | None:
 
 
 def _plan() -> Plan:
-    """Probe PyTorch's allocator and the engine's hook points."""
+    """Return the plan, after a probe of PyTorch's allocator and the engine's hook points."""
     from sglang_moe_patches.memory.activation_segments import switch
 
     if reason := switch.allocator_skip_reason():

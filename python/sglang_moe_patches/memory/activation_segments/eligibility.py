@@ -1,4 +1,6 @@
-"""Decide whether a server's activations may come from expandable segments: pure functions of its settings."""
+"""Decide whether a server's activations may come from expandable segments. All functions are pure functions of
+settings.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _SETTINGS = {"": None, "on": True, "off": False}
 
 
 def _on_or_off(text: str) -> bool | None:
-    """Parse ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None`` if it is unset."""
+    """Parse ``SGLANG_MOE_PATCHES_SEGMENTS``: True for ``on``, False for ``off``, ``None`` if it is unset."""
     if text not in _SETTINGS:
         raise ValueError(f"expected on or off, got {text!r}")
     return _SETTINGS[text]
@@ -26,31 +28,35 @@ SEGMENTS = Variable(
 )
 
 CONFIGURATIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables with the user's own configuration of the allocator. A switch in a running server would reset all of it."""
+"""Names of environment variables with the user's own configuration of PyTorch's allocator. The switch to expandable
+segments would reset all of that configuration, so it is not made if one of them is set."""
 
 TESTED_PYTORCH = ("2.11",)
-"""PyTorch releases whose allocator has been tested with this change on a GPU."""
+"""PyTorch releases in which this change has been tested on a GPU."""
 
 
 def _is_above_one(size: Any) -> bool:
-    """Return True for a number of ranks above 1."""
+    """Return True if a number of ranks is above 1. ``None`` stands for an unset argument."""
     return size not in (None, 0, 1)
 
 
 def _is_not_one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return a test that is true for every setting other than unset, False and ``values``."""
+    """Return a function that receives an argument's value. It returns False if the value is unset, False or one of
+    ``values``, and True otherwise.
+    """
     return lambda value: value not in (None, False, *values)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Feature of a server that may be incompatible with expandable segments.
+    """Feature of a server that does not work with expandable segments, or has not been tested with them.
 
-    :param argument: name in the engine's ``ServerArgs``. A release without this argument does not have the feature.
-    :param reason: why the change is impossible, even with ``on``; "": it is possible, but off by default, because the
-        feature has not been tested with it on a GPU.
-    :param is_used: tells from the argument's value whether the server uses the feature.
-    :param name: name in messages; "": the option.
+    :param argument: name of the argument in the engine's ``ServerArgs``. A release without this argument does not have
+        the feature.
+    :param reason: why expandable segments cannot be used with this feature, even if the user sets ``on``. If it is
+        empty, they can be used, but only with ``on``: the combination has not been tested on a GPU.
+    :param is_used: function that receives the argument's value and returns whether the server uses the feature.
+    :param name: name in messages. If it is empty, messages use the command-line option of ``argument``.
     """
 
     argument: str
@@ -92,24 +98,25 @@ FEATURES = (
     Feature("enable_lmcache"),
     Feature("kt_weight_path"),
 )
-"""Features that rule the change out, or turn it off by default. Features that are not listed are allowed.
+"""Features with which expandable segments cannot be used, or are used only with ``on``. All other features are allowed.
 
-Features that receive handles are not listed (weight updates by tensor or by IPC, images by CUDA IPC). Their handles are
-made in another process, whose allocator is not switched.
+The list does not contain features that receive handles (weight updates by tensor or by IPC, images by CUDA IPC).
+Another process makes those handles, and its allocator is not switched.
 """
 
 VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
-"""The engine's variable with which a vision tower captures graphs while it serves. Not tested on a GPU."""
+"""Name of the engine's environment variable that lets a vision tower capture CUDA graphs while the server runs. This
+change has not been tested with it on a GPU."""
 
 
 def skip(setting: bool | None, environ: Mapping[str, str], pytorch: str, server_args: Any | None = None) -> Skip | None:
-    """Return why a server's allocator is not switched; ``None`` if it is switched.
+    """Return why a server's allocator is not switched to expandable segments, or ``None`` if it is.
 
-    :param setting: value of ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.
+    :param setting: value of ``SGLANG_MOE_PATCHES_SEGMENTS`` (:func:`_on_or_off`).
     :param environ: environment of the server.
     :param pytorch: version of PyTorch.
-    :param server_args: the engine's ``ServerArgs``, resolved; ``None``: check only what is the same for all servers of
-        this environment.
+    :param server_args: the engine's ``ServerArgs``, resolved. If it is ``None``, only the conditions that are the same
+        for all servers of this environment are checked.
     """
     if setting is False:
         return Skip(f"{SEGMENTS.name} is off", can_be_enabled=True)

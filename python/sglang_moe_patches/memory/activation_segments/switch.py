@@ -53,7 +53,7 @@ class Switch:
             self._apply()
 
     def resume(self) -> None:
-        """End one ``suspend``."""
+        """End the effect of one call of ``suspend``."""
         with self._lock:
             self._suspensions -= 1
             self._apply()
@@ -68,8 +68,10 @@ class Switch:
             self.resume()
 
     def _apply(self, setting: str = "") -> None:
-        """Set the allocator to ``setting``, by default to what the switch's state requires. Do nothing if the switch is
-        off.
+        """Apply a setting to the allocator. If the switch is off, do nothing.
+
+        :param setting: :data:`ON` or :data:`OFF`. If it is empty, the setting is :data:`OFF` while the switch is
+            suspended, else :data:`ON`.
         """
         if not self._on:
             return
@@ -84,9 +86,10 @@ class Switch:
 
 
 def find_settings_function() -> Set | None:
-    """Return PyTorch's function that changes the allocator's settings, or ``None``.
+    """Return PyTorch's function that changes the allocator's settings, or ``None`` if this PyTorch has none.
 
-    Newer releases have it under a second name. The older name is deprecated there, so that the newer name is preferred.
+    Newer releases have the function under a second name, and the older name is deprecated there. The newer name is
+    therefore preferred.
     """
     import torch
 
@@ -95,7 +98,7 @@ def find_settings_function() -> Set | None:
 
 
 def allocator_skip_reason() -> str | None:
-    """Return why the allocator of this process cannot be switched; ``None`` if it can."""
+    """Return why this process's allocator cannot switch to expandable segments, or ``None`` if it can."""
     import torch
 
     if torch.version.hip is not None:
@@ -110,7 +113,7 @@ def allocator_skip_reason() -> str | None:
 
 
 def _driver_supports_mapping() -> bool | None:
-    """Return True if the driver supports virtual memory management; ``None`` without a driver."""
+    """Return whether the driver supports virtual memory management, or ``None`` if there is no driver."""
     value = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -121,7 +124,7 @@ def _driver_supports_mapping() -> bool | None:
 
 
 def allocates_expandable() -> bool:
-    """Allocate a tensor and return True if it lies in an expandable segment."""
+    """Allocate a tensor, and return whether it lies in an expandable segment."""
     import torch
 
     # A new stream has no free block that the allocator could reuse.
@@ -136,7 +139,7 @@ def allocates_expandable() -> bool:
 
 
 def agree_on_all_ranks(works: bool) -> bool:
-    """Return True if ``works`` is True on all ranks of the server. Every rank must call it."""
+    """Return whether ``works`` is True on all ranks of the server. Every rank must call this function."""
     import torch
 
     world = engine.module("sglang.srt.distributed.parallel_state").get_world_group()
@@ -148,15 +151,17 @@ def agree_on_all_ranks(works: bool) -> bool:
 
 
 def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) -> None:
-    """Turn the switch on in a server that has started, if it works on all ranks. Never raise.
+    """Turn the switch on in a server that has started. If it does not work on all ranks, turn it off again. Never raise
+    an exception.
 
-    :param agree: returns whether the switch works on all ranks, from whether it works on this rank.
+    :param agree: function that receives whether the switch works on this rank, and returns whether it works on all
+        ranks.
     """
     import torch
 
     failed = "another rank cannot use expandable segments"
     try:
-        # Free memory of the start is returned to the driver. The rest is free blocks between blocks in use.
+        # Return the memory that was free after the start to the driver. Only free blocks between blocks in use remain.
         torch.cuda.empty_cache()
         switch.turn_on()
         if not (works := allocates_expandable()):
@@ -179,7 +184,7 @@ def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) ->
 
 
 def probe() -> Install:
-    """Probe the hook points and return their installer.
+    """Probe the hook points, and return an installer that wraps them.
 
     :raises engine.Unsupported: the engine's or PyTorch's code is not what this change expects.
     """
@@ -207,10 +212,10 @@ def probe() -> Install:
 
 
 def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
-    """Suspend the switch wherever memory must be ordinary.
+    """Wrap the functions during which new memory must come from ordinary segments, so that they suspend the switch.
 
-    This is so while any code captures a graph, in a separate memory pool, and in the engine's whole region around
-    captures. At the end of that region buffers are registered with other processes.
+    These functions capture a CUDA graph, or use a separate memory pool, or are the engine's region around all its
+    captures. At the end of that region the engine registers buffers with other processes.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.
@@ -233,7 +238,7 @@ def _run_event_loop(switch: Switch, original: Callable[..., Any], *args: Any, **
 
 
 def _capture_begin(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Suspend the switch when a graph capture begins."""
+    """Suspend the switch, and then begin a graph capture. If the capture fails to begin, resume the switch."""
     switch.suspend()
     try:
         result = original(self, *args, **kwargs)
@@ -245,7 +250,7 @@ def _capture_begin(switch: Switch, original: Callable[..., Any], self: Any, *arg
 
 
 def _capture_end(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Resume the switch when a graph capture ends."""
+    """End a graph capture, and then resume the switch."""
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -257,6 +262,6 @@ def _capture_end(switch: Switch, original: Callable[..., Any], self: Any, *args:
 def _suspend_within(
     switch: Switch, original: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    """Suspend the switch while the original context manager is entered."""
+    """Suspend the switch while the ``with`` block of the original context manager runs."""
     with switch.suspension(), original(*args, **kwargs) as entered:
         yield entered
