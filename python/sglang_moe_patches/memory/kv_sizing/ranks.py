@@ -1,10 +1,13 @@
-"""How the ranks of a server share values, resume a start in the same turn, and receive rank 0's orders.
+"""Communication between the ranks of a server: shared values, a start in step, and rank 0's orders.
 
-- :func:`all_gather`: before the event loop, where all ranks are at the same line of code.
-- :class:`Board`: in the event loop, where a stage of a pipeline is some turns behind the stage before. Each rank
-  publishes in the store by which the engine's ranks found one another, and rank 0 polls.
+A *turn* is one iteration of a scheduler's event loop. The *store* is the key-value store of ``torch.distributed``,
+through which the engine's ranks found one another. A *start* is the work of kv-sizing before the first user's request.
+
+- :func:`all_gather`: before the event loop, when all ranks are at the same line of code.
+- :class:`Board`: in the event loop, in which a stage of a pipeline is some turns later than the stage before it. Each
+  rank publishes values in the store, and rank 0 polls.
 - :class:`Orders`: rank 0 broadcasts through the scheduler's inbox, as the engine broadcasts a flush or an abort. Every
-  rank receives an order at the same point of its turns.
+  rank receives an order at the same point of a turn.
 - :class:`StartRunner`: a start, written as a generator that yields :class:`Exchange` and runs on every rank.
 """
 
@@ -28,16 +31,17 @@ from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Patcher, around
 
 WAIT_S = 60.0
-"""Seconds that rank 0 waits for other machines, which may load their weights later. Other ranks wait twice as long."""
+"""Seconds that rank 0 waits for other machines, which may still be loading their weights. Other ranks wait twice as
+long."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 SECRET_BYTES = DIGEST_BYTES = 32
-"""Bytes of the secret and of an HMAC-SHA256."""
+"""Bytes of the secret that all ranks share, and bytes of an HMAC-SHA256."""
 _KEY = f"sglang-moe-patches {__version__}: kv-sizing: "
 _ABSENT, _ANY_RANK = "absent", -1
 
 
 def encode(value: Any) -> str:
-    """Write numbers, text, tuples, mappings and dataclasses of these as JSON.
+    """Return a value as JSON: a number, a text, or a tuple, mapping or dataclass of such values.
 
     :raises ValueError: a number is infinite or not a number.
     """
@@ -87,7 +91,7 @@ def _checked(kind: Any, value: Any) -> Any:
 
 
 def all_gather(value: Any, kind: Any) -> list[Any]:
-    """Gather one value of each rank, in the order of the world's ranks. Every rank must call it at the same point.
+    """Return the values of all ranks, in the order of the ranks. Every rank must call it at the same point.
 
     :param kind: type of the values, as :func:`decode` takes it.
     """
@@ -125,11 +129,11 @@ def is_rank_0() -> bool:
 
 
 def all_machines_take_part() -> bool:
-    """Return whether all ranks of the server have asked. The answer is the same for all ranks that ask.
+    """Return whether all ranks of the server call this function in time. All ranks that call it get the same answer.
 
     Ranks of one machine share a launcher's environment. Another machine may not have this package or its variable, so
-    waiting for its ranks in a collective could block for ever. The first rank decides by keys in the store, and the
-    decision that reaches the store first counts.
+    waiting for its ranks in a collective could block for ever. Each rank sets a key in the store. Rank 0 decides by
+    these keys, and the decision that reaches the store first counts.
 
     No secret is shared yet, so another process can write these keys. It can make the answer *no*. A false *yes* fails
     after :data:`WAIT_S` seconds, because the ranks then connect to one another.
@@ -148,11 +152,12 @@ def all_machines_take_part() -> bool:
 
 
 _connections: list[Any] = []
-"""Process groups that this process has connected. A group that is freed closes connections that others still use."""
+"""Process groups that this process has connected. They are kept, because a freed group closes connections that other
+ranks still use."""
 
 
 def _connect(store: Any, rank: int, ranks: int) -> None:
-    """Connect all ranks by a process group of our own, which the engine does not use.
+    """Connect all ranks by a separate process group, which the engine does not use.
 
     :raises RuntimeError: a rank does not connect within :data:`WAIT_S` seconds.
     """
@@ -186,8 +191,8 @@ def _wait_for_keys(store: Any, keys: list[str], timeout_s: float) -> bool:
 def is_idle(scheduler: Any) -> bool:
     """Return whether a scheduler has no request.
 
-    Up to 0.5.12.post1 the engine's own ``is_fully_idle`` is true while a stage of a pipeline waits for the result of a
-    prefill.
+    Up to 0.5.12.post1 the engine's own ``is_fully_idle`` is true too early: a stage of a pipeline may still wait for
+    the result of a prefill.
     """
     return bool(scheduler.is_fully_idle()) and not any(getattr(scheduler, "mbs", ()))
 
@@ -195,9 +200,10 @@ def is_idle(scheduler: Any) -> bool:
 class Board:
     """Key-value store that all ranks share. Each rank publishes one value per topic, and polls without blocking.
 
-    The store is the one by which the engine's ranks found one another. It listens on all interfaces without a password,
-    so each value carries an HMAC over its topic, its rank and its text. A value without the right HMAC counts as not
-    published. The names of the keys depend on the secret, too. A server of one rank uses no store.
+    The store belongs to ``torch.distributed``, and the engine's ranks found one another through it. It listens on all
+    interfaces without a password, so each value carries an HMAC over its topic, its rank and its text. A value without
+    the right HMAC counts as not published. The names of the keys depend on the secret, too. A server of one rank uses
+    no store.
 
     :param secret: random bytes that the ranks share (:func:`share_secret`).
     """
@@ -210,7 +216,7 @@ class Board:
         if self.ranks > 1:
             self._store, self._rank, self.ranks = _store()
         self._own: dict[str, str] = {}
-        """Text of each topic that this rank has published, or raised as a flag."""
+        """Text of each topic that this rank has published, and an empty text for each flag that it has raised."""
 
     def publish(self, topic: str, value: Any) -> None:
         """:raises ValueError: the value cannot be written (:func:`encode`)."""
@@ -227,7 +233,7 @@ class Board:
         return [None if text is None else decode(kind, text) for text in texts]
 
     def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any | None]:
-        """Block until all ranks have published on a topic, or until the time is over; then as :meth:`collect`."""
+        """Block until all ranks have published, at most ``timeout_s``. Return the values as :meth:`collect` does."""
         deadline = time.monotonic() + timeout_s
         while None in (values := self.collect(topic, kind)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -247,10 +253,11 @@ class Board:
             self._store.set(self._key(topic, rank), self._digest("value", topic, rank, text) + text.encode())
 
     def _read(self, topic: str, rank: int) -> str | None:
-        """Return the text on a topic; ``None`` if there is none whose HMAC is right."""
+        """Return a rank's text on a topic. ``None``: there is no text, or its HMAC is wrong."""
         if self._store is None:
             return self._own.get(topic)
-        # `get` would block if the key is deleted meanwhile. This compares with a text that no rank writes.
+        # `get` would block if the key is deleted meanwhile. `compare_set` with a text that no rank writes only reads
+        # the key.
         found = bytes(self._store.compare_set(self._key(topic, rank), _ABSENT, _ABSENT))
         digest, payload = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
         try:
@@ -269,12 +276,13 @@ class Board:
 
 @dataclass(frozen=True)
 class Order:
-    """An action that every rank carries out in the turn in which it receives the order; each kind is a subclass."""
+    """Action that every rank carries out in the turn in which it receives the order. Each subclass is a kind of
+    action."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Message of rank 0 to all ranks: requests of the engine and orders, in the order in which ranks receive them."""
+    """Message of rank 0 to all ranks: the engine's requests, and orders, in the sequence in which ranks handle them."""
 
     items: tuple[Any, ...]
 
@@ -282,16 +290,17 @@ class Broadcast:
 class Orders:
     """Broadcasts of rank 0 through a scheduler's inbox; one object on every rank.
 
-    :param obey: called with each order on every rank, between two turns of the scheduler's loop.
+    :param obey: function that is called with each order on every rank, between two turns of the scheduler.
     """
 
     def __init__(self, scheduler: Any, obey: Callable[[Order], None]) -> None:
         self._scheduler, self._obey = scheduler, obey
         self.read_instead: Callable[[], list[Any]] | None = None
-        """Returns the broadcasts that the scheduler reads in place of users' requests, which wait meanwhile. ``None``:
-        the scheduler reads users' requests."""
+        """Function that returns the broadcasts which the scheduler reads in place of users' requests. Users' requests
+        wait meanwhile. ``None``: the scheduler reads users' requests."""
         self.on_turn: Callable[[], None] = lambda: None
-        """Called on every rank in each turn, before the scheduler handles the requests that it has read."""
+        """Function that is called on every rank in each turn, before the scheduler handles the requests that it has
+        read."""
         self._outbox: deque[Broadcast] = deque()
         self._inbox: _Inbox | None = None
         self._patcher = Patcher()
@@ -330,7 +339,7 @@ class Orders:
         self._outbox.append(Broadcast(items))
 
     def _unpack(self, read: Sequence[Any]) -> list[Any]:
-        """Obey the orders among the messages that were read, and return the requests."""
+        """Carry out the orders among the messages that the scheduler has read, and return the requests."""
         requests: list[Any] = []
         for message in read:
             for item in message.items if isinstance(message, Broadcast) else (message,):
@@ -353,9 +362,10 @@ class Orders:
 
 
 class _Inbox:
-    """Socket of a scheduler's requests, up to 0.5.12.post1, with broadcasts in front.
+    """Stand-in for the socket of a scheduler's requests, up to 0.5.12.post1. It returns broadcasts before requests.
 
-    :param broadcasts: returns the broadcasts of a turn, in which users' requests wait; ``None``: there are none.
+    :param broadcasts: function that returns the broadcasts of a turn, in which users' requests then wait. If it returns
+        ``None``, there is no broadcast.
     """
 
     def __init__(self, real: Any, broadcasts: Callable[[], list[Any] | None]) -> None:
@@ -375,7 +385,7 @@ class _Inbox:
 
     def recv_pyobj(self, *flags: Any) -> Any:
         """Return the next broadcast or request, as the socket's method of this name does."""
-        # The scheduler reads until the socket is empty, or up to its limit: that is one turn.
+        # In one turn, the scheduler reads until the socket is empty, or up to its limit.
         if not self._is_asked:
             broadcasts = self._broadcasts()
             self._is_asked, self._users_wait = True, broadcasts is not None
@@ -410,7 +420,7 @@ def require_inbox(scheduler: type) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Step of a start in which each rank publishes a value, and all ranks resume with the values of all ranks.
+    """Step of a start in which each rank publishes a value, and every rank gets the values of all ranks.
 
     Rank 0 polls for the values without blocking, and broadcasts the list. Users' requests wait meanwhile. A rank that
     does not publish in time has ``None`` in the list; rank 0's own value is always there.
@@ -427,7 +437,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Resume(Order):
-    """Resume the start behind an exchange, with the values of all ranks."""
+    """Order to resume the start after an exchange, with the values of all ranks."""
 
     topic: str
     values: list[Any | None]
@@ -437,7 +447,7 @@ class LongStep(Protocol):
     """Step of a start that takes many turns of the event loop: a :class:`.rehearsal.Rehearsal`."""
 
     on_end: Callable[[Any], None]
-    """Called once, with the result, on every rank in the same turn."""
+    """Function that is called once, with the step's result, on every rank in the same turn."""
 
     def poll(self) -> list[Any]: ...
 
@@ -452,8 +462,9 @@ Start = Generator[Exchange | LongStep, Any, None]
 class StartRunner:
     """Runs the steps of a start on one rank, between the turns of its event loop.
 
-    :param start: generator of steps, the same on every rank. An exchange resumes it with the values of all ranks. A
-        long step resumes it with the step's result, or with ``None`` if rank 0 did not wait for this rank any longer.
+    :param start: generator of steps, the same on every rank. An exchange resumes the generator with the values of all
+        ranks. A long step resumes it with the step's result, or with ``None`` if rank 0 did not wait for this rank any
+        longer.
     :param leads: whether this is rank 0.
     """
 
@@ -461,10 +472,10 @@ class StartRunner:
         self._start, self._orders, self._board, self._leads = start, orders, board, leads
         self._step: Exchange | LongStep | None = None
         self._early: dict[str, list[Any | None]] = {}
-        """Values of exchanges that this rank has not reached yet."""
+        """Values of exchanges that this rank has not reached yet, by their topics."""
 
     def run(self, result: Any = None) -> None:
-        """Resume the start up to its next step. The first call begins it."""
+        """Resume the start, and run it up to its next step. The first call begins the start."""
         self._orders.on_turn = lambda: None
         try:
             step = self._start.send(result)
@@ -485,7 +496,7 @@ class StartRunner:
         if isinstance(step, Exchange):
             self.run(order.values)
         elif step is not None:
-            # Nobody else ends this step, and a rehearsal would go on swallowing answers.
+            # Nobody else ends this step. A rehearsal that does not end would swallow the answers to users' requests.
             step.end()
             self._early[order.topic] = order.values
             self.run()
