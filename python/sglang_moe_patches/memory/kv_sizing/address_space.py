@@ -1,6 +1,6 @@
-"""Tensors over reserved addresses. Only their first rows have memory behind them.
+"""Tensors over reserved GPU addresses. Only their first rows are backed by memory.
 
-The addresses never change. A graph or a kernel that has them stays valid while memory behind the last rows is mapped
+The addresses never change. A CUDA graph or a kernel that uses them stays valid while memory for the last rows is mapped
 and unmapped. This module calls CUDA's driver, and nothing of the engine.
 """
 
@@ -12,13 +12,14 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """The driver has no memory to map, and no mapping has changed. The message is the driver's error."""
+    """Raised if the driver has no memory to map. No mapping has changed. The message is the driver's error."""
 
 
 class CudaMemory:
-    """Addresses of a GPU and memory behind them. All sizes are multiples of ``granularity`` bytes.
+    """Calls of CUDA's driver that reserve a GPU's addresses, and map memory to them.
 
-    Each granule (2 MiB on an H100) has a handle of its own, because a handle can only be unmapped as a whole.
+    All sizes are multiples of ``granularity`` bytes, the size of a *granule* (2 MiB on an H100). Each granule has a
+    handle of its own, because a handle can only be unmapped as a whole.
     """
 
     def __init__(self, gpu: int) -> None:
@@ -44,7 +45,7 @@ class CudaMemory:
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, 0))
 
     def map(self, address: int, size: int) -> None:
-        """Map zeroed memory behind addresses.
+        """Map zeroed memory to ``size`` bytes of reserved addresses.
 
         :raises OutOfMemory: nothing was mapped.
         """
@@ -58,7 +59,8 @@ class CudaMemory:
                     self._call("cuMemRelease", handle)  # the mapping keeps it
                 mapped += self.granularity
             self._call("cuMemSetAccess", address, size, [self._access], 1)
-            # Zero on a stream of its own, and wait for it: the engine's streams do not wait for the default stream.
+            # Zero the memory on a separate stream, and wait for that stream: the engine's streams do not wait for the
+            # default stream.
             for granule in range(address, address + size, self.granularity):
                 self._call("cuMemsetD8Async", granule, 0, self.granularity, self._stream)
             self._call("cuStreamSynchronize", self._stream)
@@ -67,12 +69,12 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap and free the memory. No kernel may use it any more."""
+        """Unmap and free the memory at these addresses. No kernel may use the memory any more."""
         for granule in range(address, address + size, self.granularity):
             self._call("cuMemUnmap", granule, self.granularity)
 
     def release(self, address: int, size: int) -> None:
-        """Free addresses that have no memory behind them."""
+        """Free reserved addresses to which no memory is mapped."""
         self._call("cuMemAddressFree", address, size)
 
     def device(self) -> Any:
@@ -91,7 +93,7 @@ class CudaMemory:
 
 
 class ElasticBuffer:
-    """Tensor over reserved addresses. Only the first rows of each plane have memory behind them.
+    """Tensor over reserved addresses. Only the first rows of each plane are backed by memory.
 
     :param shape: shape of the whole tensor.
     :param dtype: ``torch.dtype`` of its elements.
@@ -112,7 +114,7 @@ class ElasticBuffer:
         self.tensor = torch.empty(0, dtype=dtype, device=memory.device()).set_(storage, 0, tuple(shape))
 
     def bytes_behind(self, rows: int) -> int:
-        """Return the bytes of the granules behind the first ``rows`` rows of every plane."""
+        """Return how many bytes back the first ``rows`` rows of every plane, in whole granules."""
         return sum(map(len, self._granules(rows))) * self._memory.granularity
 
     def bytes_of(self, rows: int) -> int:
@@ -120,7 +122,7 @@ class ElasticBuffer:
         return self._planes * rows * self._row_bytes
 
     def map_rows(self, rows: int) -> None:
-        """Map zeroed memory behind the first ``rows`` rows of every plane that have none yet.
+        """Map zeroed memory for the first ``rows`` rows of every plane. Granules that are mapped already do not change.
 
         :raises OutOfMemory: no mapping has changed.
         """
@@ -137,7 +139,7 @@ class ElasticBuffer:
         self._mapped.update(missing)
 
     def unmap_from(self, rows: int) -> int:
-        """Unmap all memory behind the rows from ``rows`` on, in every plane.
+        """Unmap the memory that backs the rows from ``rows`` on, in every plane.
 
         No request may hold a slot in these rows, and no kernel may read them.
 
@@ -157,7 +159,7 @@ class ElasticBuffer:
         self._memory.release(self.address, self._span)
 
     def _granules(self, rows: int) -> Iterator[range]:
-        """Yield the granules behind the first rows of each plane, each granule once."""
+        """Yield the numbers of the granules that back the first rows, one range a plane. No granule comes twice."""
         before = 0
         for plane in range(self._planes if rows else 0):
             start = plane * self.rows * self._row_bytes
@@ -167,7 +169,7 @@ class ElasticBuffer:
             yield found
 
     def _extent(self, run: range) -> tuple[int, int]:
-        """Return the first address and the bytes of neighbouring granules."""
+        """Return the first address of a run of neighbouring granules, and the bytes of the run."""
         return self.address + run.start * self._memory.granularity, len(run) * self._memory.granularity
 
 

@@ -1,8 +1,8 @@
-"""Setting the KV cache size: every object of the engine that has the number of tokens.
+"""Setting the KV cache size in every object of the engine that stores the number of tokens.
 
-A pool's own ``size`` stays the number of tokens that have addresses. From 0.5.13 on CUDA graphs contain it as a bound
-of their writes. A model runner's tensors with a row for each token keep their size, and bound the length of a request
-(from 0.5.14 on the inputs of eager forward passes).
+Two kinds of numbers stay as they are. A pool's own ``size`` is the number of tokens that have addresses, because from
+0.5.13 on CUDA graphs contain it as a bound of their writes. A model runner's tensors with a row for each token (from
+0.5.14 on the inputs of eager forward passes) keep their size, and bound the length of a request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
-"""Names of the engine's allocator classes whose sizes can be set."""
+"""Names of the engine's allocator classes whose sizes this module can set. An allocator hands out the slots of a KV
+cache."""
 REQUEST_MARGIN_TOKENS = 5
 """Tokens by which the engine's longest prompt is shorter than its longest request."""
 
@@ -36,7 +37,7 @@ COUNTS: Mapping[str, str] = {
     "full_tokens_per_layer": "full",
     "swa_tokens_per_layer": "window",
 }
-"""Attributes of the engine's objects, and the field of :class:`TokenCounts` that each has."""
+"""Attributes of the engine's objects that store a number of tokens, each with its field of :class:`TokenCounts`."""
 HOLDERS = (
     "",
     *("tp_worker", "tp_worker.model_runner", "tp_worker.model_runner.memory_pool_config"),
@@ -44,13 +45,14 @@ HOLDERS = (
     *("draft_worker.draft_worker.draft_runner", "draft_worker.draft_model_runner", "draft_worker.draft_tp_worker"),
     *("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher"),
 )
-"""Paths from the scheduler to the objects with such attributes. A release has about half of these objects."""
+"""Paths from the scheduler to the objects with attributes of :data:`COUNTS`. Each release has about half of these
+objects."""
 REQUEST_LENGTHS = ("", "tp_worker", "beam_coordinator")
 """Paths from the scheduler to the objects that bound the length of a request by the number of tokens."""
 
 
 def unknown_allocator(allocator: Any) -> str:
-    """Return why an allocator's size cannot be set; "" if it can."""
+    """Return the reason why an allocator's size cannot be set. "": it can be set."""
     name = type(allocator).__name__
     if name not in ALLOCATORS:
         return f"allocators of the kind {name} are not known"
@@ -60,14 +62,15 @@ def unknown_allocator(allocator: Any) -> str:
 
 
 def parts_of(allocator: Any) -> list[tuple[str, Any]]:
-    """Return the fields of :class:`TokenCounts` that an allocator serves, each with the allocator of its slots."""
+    """Return the fields of :class:`TokenCounts` that an allocator covers, each with the allocator of that field's
+    slots."""
     if hasattr(allocator, "full_attn_allocator"):
         return [("full", allocator.full_attn_allocator), ("window", allocator.swa_attn_allocator)]
     return [("tokens", allocator)]
 
 
 def set_allocator_size(allocator: Any, counts: TokenCounts) -> None:
-    """Set an allocator's size. Its free lists do not change until it is cleared."""
+    """Set an allocator's size. The allocator's free lists do not change until its ``clear`` is called."""
     for part, owner in parts_of(allocator):
         owner.size = getattr(counts, part)
         if hasattr(owner, "num_pages"):
@@ -84,7 +87,7 @@ def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
 
 
 def set_token_count(scheduler: Any, counts: TokenCounts, longest_request: int | None = None) -> None:
-    """Set the number of tokens in every object of the engine that has it, except the allocators.
+    """Set the number of tokens in every object of the engine that stores it, except the allocators.
 
     :param longest_request: tokens of the longest request that the engine admits. ``None``: the whole KV cache.
     """
@@ -107,7 +110,8 @@ def _find(owner: Any, path: str) -> Any:
 
 
 def _set(owner: Any, values: Mapping[str, int]) -> None:
-    """Set the attributes that an object has already. Some of the engine's objects are frozen dataclasses."""
+    """Set those attributes that an object already has as integers. Some of the engine's objects are frozen
+    dataclasses."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:
@@ -117,7 +121,7 @@ def _set(owner: Any, values: Mapping[str, int]) -> None:
 
 
 def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
-    """Set the metrics that the engine writes once, in its start."""
+    """Set again the metrics with the number of tokens, which the engine writes only once, in its start."""
     if callable(emit := getattr(scheduler, "emit_metrics_constants", None)):  # from 0.5.17 on
         emit()
         return
@@ -132,6 +136,7 @@ def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
 
 
 def init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's message to its launcher, with the scheduler's present numbers."""
+    """Return a scheduler's message to its launcher, with the numbers of tokens replaced by the scheduler's present
+    ones."""
     names = {"max_total_num_tokens", "max_req_input_len"} & info.keys()
     return {**info, **{name: getattr(scheduler, name) for name in names}}
