@@ -1,7 +1,8 @@
-"""A long cached prefix that is never computed: slots in the radix cache, with any bytes in their memory.
+"""Planting of a prefix: the radix cache gets a long prefix that is never computed.
 
-The memory of a chunk behind a prefix depends on the length of the prefix, not on its values. The answers of a rehearsal
-are thrown away, and the flush at its end empties the cache.
+The slots of a planted prefix contain arbitrary bytes. A rehearsal measures the memory of a prefill chunk that follows a
+long cached prefix. That memory depends on the length of the prefix, not on its values. The answers of a rehearsal are
+thrown away, and the flush at its end empties the cache.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 CACHES = ("RadixCache", "UnifiedRadixCache")
-"""Names of the engine's cache classes that need a prefix and its slots alone. Caches of sliding windows and of states
-need more, and caches with an external store would copy the prefix there."""
+"""Names of the engine's cache classes into which a prefix can be planted: they need only the prefix and its slots.
+Caches with sliding windows or states need more. Caches with an external store would copy the prefix there."""
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 """Names of the engine's allocator classes that hand out the slots of one KV cache."""
 
 
 def can_plant(scheduler: Any) -> bool:
-    """Return whether this scheduler's cache accepts a prefix that was not computed; the same on all ranks."""
+    """Return whether a prefix can be planted into this scheduler's cache. The answer is the same on all ranks."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     parts = [getattr(part, "name", str(part)) for part in getattr(tree, "tree_components", ("FULL",))]
     return (
@@ -35,12 +36,12 @@ def can_plant(scheduler: Any) -> bool:
 def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
     """Insert a prefix into the radix cache, as if a request with the prefix had ended.
 
-    Every rank must call it in the same turn of its loop, outside a forward pass.
+    Every rank must call it in the same turn (iteration of the scheduler's event loop), outside a forward pass.
 
-    :param tokens: the prefix. Tokens behind its last whole page are left out. EAGLE's keys are pairs of tokens, so one
+    :param tokens: the prefix. Tokens after its last whole page are left out. EAGLE's keys are pairs of tokens, so one
         more token is left out.
-    :returns: whether the cache has the prefix now. ``False``: it cannot have one, or has no room; prefixes that it has
-        evicted are gone.
+    :returns: whether the cache has the prefix now. ``False``: nothing can be planted into this cache, or it has no
+        room. Prefixes that it evicted to make room stay evicted.
     """
     if not can_plant(scheduler):
         return False
@@ -70,7 +71,7 @@ def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
     slots = allocator.alloc(len(whole) - before)
     if slots is None:
         return False
-    # For tokens that the cache has already, it keeps its own slots. It ignores the zeros in their places.
+    # For tokens that the cache has already, it keeps its own slots, and ignores the zeros of `value`.
     value = torch.cat([slots.new_zeros(before), slots])
     tree.insert(InsertParams(key=whole, value=value, prev_prefix_len=before))
     return cached_tokens() == len(whole)

@@ -1,4 +1,9 @@
-"""Decisions on the KV cache size as pure functions, and the limits that they use."""
+"""Decisions on the KV cache size as pure functions, and the limits that they use.
+
+A *rehearsal* runs a server's largest forward passes before its first request. Each run of the rehearsal is a *pass*.
+The *need* is the memory that the server takes in addition to weights and KV cache. The *margin* is the memory that must
+stay free. The engine's *fraction* is ``--mem-fraction-static``.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +14,33 @@ from dataclasses import dataclass, field
 from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MIN_FREE_BYTES = 1_000_000_000
-"""Least free memory after a forward pass. With less, the rehearsal ends, because the next forward pass might run out of
-memory. Its need is not known then, so the server keeps as many more bytes free."""
+"""Least free memory after a forward pass of the rehearsal. With less, the rehearsal ends early, because the next
+forward pass might run out of memory. The need of the forward passes that did not run is then not known, so the server
+keeps this many bytes free in addition to the margin."""
 MIN_GAIN_FRACTION = 0.02
-"""Least growth, as a fraction of the KV cache. For less, a server keeps the number of tokens of its rehearsal."""
+"""Least growth of the KV cache, as a fraction of its size. If it could grow by less, it keeps the size that it had in
+the rehearsal."""
 LOW_MARGIN_FRACTION = 0.5
-"""Fraction of the margin. With less free while serving, the server gives memory back until the margin is free again."""
+"""Fraction of the margin. If less is free while serving, the server frees KV cache memory until the margin is free
+again."""
 FRACTION_STEP = 0.0001
-"""Step to which a fraction is rounded down: 15 MB of an H200's 150,109,880,320 bytes."""
+"""Step to which a ``--mem-fraction-static`` is rounded. One step is 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3
-"""Most rehearsals in one start; a first one that starts over does not count. With another number of tokens, some
-forward passes are larger, or can be reached at all."""
+"""Most passes in one start. A first pass that starts over does not count. Another pass is needed if a new KV cache size
+makes some forward passes larger, or makes some possible at all."""
 SHOWN_PHASES = 3
-"""Number of the largest phases that the log names."""
+"""Number of phases in the log line about the largest phases."""
 
 
 @dataclass(frozen=True)
 class LaunchMemory:
     """Memory of a rank before the engine makes its pools, in bytes.
 
-    :param failure: why the rank does not know it; "": the rank does.
+    :param failure: reason why the server is not measured; "": the other fields are set.
     :param free_before_load: free memory before the weights were loaded, on the rank with the least.
     :param free: free memory of this rank now.
-    :param fraction: the engine's own fraction, or the given ``--mem-fraction-static``.
-    :param images: the engine's allowance for images, which are not rehearsed.
+    :param fraction: fraction in force: the engine's own, or the given ``--mem-fraction-static``.
+    :param images: bytes that the engine's rule reserves for images, which are not rehearsed.
     """
 
     failure: str = ""
@@ -43,17 +51,18 @@ class LaunchMemory:
 
     @property
     def set_aside(self) -> float:
-        """Bytes that the fraction leaves beside weights and KV cache."""
+        """Bytes that the fraction leaves free besides weights and KV cache."""
         return self.free_before_load * (1 - self.fraction)
 
 
 def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
-    """Return the fraction with which the KV cache begins if the engine's own leaves it less than ``cache_bytes``.
+    """Return a larger fraction for the rehearsal, if the engine's own leaves the KV cache less than ``cache_bytes``.
 
     :param launches: memory of all ranks; the rank with the least free memory counts.
     :param cache_bytes: bytes that a rehearsal needs in the KV cache of each rank.
-    :param margin: bytes that, with :data:`MIN_FREE_BYTES`, must stay for forward passes.
-    :returns: ``None``: the engine's own fraction stays. It leaves enough, or too little would stay for forward passes.
+    :param margin: bytes that must stay for forward passes, in addition to :data:`MIN_FREE_BYTES`.
+    :returns: ``None`` if the engine's own fraction stays: it leaves enough, or a larger one would leave too little for
+        forward passes.
     """
     launch = launches[0]
     free = min(each.free for each in launches)
@@ -65,18 +74,24 @@ def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: i
 
 @dataclass(frozen=True)
 class RankNeed:
-    """Need of a rank, which it publishes after a rehearsal. Rank 0 alone knows ``missed`` and the fields behind it.
+    """Need of a rank, which the rank publishes after a rehearsal.
 
-    :param fits: tokens of the KV cache that fit beside the need and the margin.
-    :param need: bytes that forwards and graphs took beside weights and KV cache.
-    :param failure: why the need is not known; "" if it is known.
-    :param stopped: the rehearsal ended early, before memory ran out.
-    :param missed: phases that were not reached, by their names.
-    :param fewer_requests: largest number of requests at once that has memory; 0: as many as the server allows.
-    :param fallback: the next smaller number of requests at once, if more have run than anybody asked for; else 0.
-    :param can_limit_penalized: fewer penalized requests would run if they were limited as without
+    Only rank 0 sets ``missed`` and the fields after it. A *phase* of the rehearsal runs one kind of the largest forward
+    passes.
+
+    :param fits: tokens of the KV cache that fit into memory along with the need and the margin.
+    :param need: bytes that forward passes, graphs and buffers took in addition to weights and KV cache.
+    :param failure: reason why the need is not known; "": it is known.
+    :param stopped: whether the rehearsal ended early, before memory ran out.
+    :param missed: kinds of the phases that were not reached, by the phases' names.
+    :param fewer_requests: largest number of requests at once for which there is memory; 0: as many as the server
+        allows.
+    :param fallback: number of requests at once to start over with, if the rehearsal has run more than the user asked
+        for; else 0.
+    :param can_limit_penalized: whether fewer penalized requests would run if they were limited as without
         ``--max-running-requests``.
-    :param admitted: requests in a batch, and in a batch with penalties; 0 if the engine limits them alone.
+    :param admitted: most requests in a batch, and most in a batch with a penalized request; 0: only the engine limits
+        them.
     """
 
     fits: int = 0
@@ -91,14 +106,14 @@ class RankNeed:
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:
-    """Return the KV cache size of a server in tokens, and why it is not the size that fits.
+    """Return the KV cache size of a server in tokens, and the reason if it is not the size that fits.
 
     All ranks get the same size: the tokens that fit on the rank with the least memory.
 
-    :param now: tokens with memory.
-    :param most: tokens with addresses, within the user's limit.
-    :param least: tokens below which a KV cache does not shrink.
-    :returns: the reason is "" if the size fits.
+    :param now: tokens that have memory now.
+    :param most: tokens that have addresses, or the user's limit if that is less.
+    :param least: tokens below which the KV cache does not shrink.
+    :returns: the tokens and the reason, which is "" if the size fits.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"
@@ -116,16 +131,20 @@ def megabytes(size: float) -> str:
 
 
 def largest_phases(phases: Mapping[str, int]) -> str:
-    """Format the phases with the most bytes of tensors, the largest first."""
+    """Format the phases whose tensors took the most bytes, the largest first.
+
+    :param phases: bytes of tensors at the peak of each phase, by the phase's name.
+    """
     ordered = sorted(phases.items(), key=lambda phase: -phase[1])[:SHOWN_PHASES]
     return ", ".join(f"{name} {megabytes(size)}" for name, size in ordered)
 
 
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
-    """Return the ``--mem-fraction-static`` with which the engine's rule gives the same KV cache.
+    """Return the ``--mem-fraction-static`` with which a stock server has the same KV cache size.
 
-    :param more_bytes: bytes of the KV cache beyond those of the rule, by the engine's arithmetic.
-    :returns: the fraction, rounded down; ``None``: no fraction gives it.
+    :param more_bytes: bytes of the KV cache beyond the bytes that ``launch.fraction`` gives it, by the engine's
+        arithmetic.
+    :returns: the fraction, rounded down; ``None``: no fraction gives this size.
     """
     fraction = launch.fraction + more_bytes / launch.free_before_load
     rounded = math.floor(fraction / FRACTION_STEP) * FRACTION_STEP
