@@ -1,4 +1,9 @@
-"""The script of a rehearsal: the next requests of each turn, from the phases. Nothing here imports the engine."""
+"""Script of a rehearsal: the requests that the scheduler reads in each turn, derived from the phases.
+
+A *rehearsal* runs a server's largest forward passes before the first user's request. A *turn* is one iteration of the
+scheduler's event loop. A *phase* (:class:`.phases.Phase`) is the set of requests that makes one kind of largest forward
+pass. Nothing here imports the engine.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +29,24 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 )
 
 ATTEMPTS_PER_PHASE = 2
-"""Attempts to reach a phase. Which requests share a forward pass depends on the scheduler's other requests."""
+"""Most attempts to run a phase until a forward pass has its sizes. An attempt may fail, because the scheduler decides
+which requests share a forward pass."""
 
 
 class LoadDriver:
     """Script of a rehearsal, from the first request to the last answer.
 
-    Rank 0 asks it in each turn for the next requests. In between it records forward passes and answers.
+    In each turn, rank 0 asks the script for the next requests. In between, the script records forward passes and
+    answers.
 
-    :param derive: derives the phases from the limits.
-    :param make: makes a request of the engine from a name, a prompt, its number of new tokens and the phase.
-    :param abort: makes the request that aborts all others.
-    :param seconds_to_deadline: returns the seconds in which a further phase may begin.
-    :param grace_s: seconds behind the deadline in which running requests may end.
-    :param fits: returns whether a forward pass that is larger than those that ran has memory.
+    :param derive: function that derives the phases from the limits.
+    :param limits: limits of this server's forward passes.
+    :param make: function that makes a request of the engine from a name, a prompt, the number of new tokens and the
+        phase.
+    :param abort: function that makes the request which aborts all others.
+    :param seconds_to_deadline: function that returns the seconds until no further phase may begin.
+    :param grace_s: seconds after this deadline in which running requests may end.
+    :param fits: function that returns whether there is memory for a forward pass of the estimated size.
     """
 
     def __init__(
@@ -54,24 +63,27 @@ class LoadDriver:
         self.phases = derive(limits)
         self._seconds_to_deadline, self._grace_s, self._slowest_s = seconds_to_deadline, grace_s, 0.0
         self.seconds: dict[str, float] = {}
-        """Seconds of each phase that began, by its name."""
+        """Seconds that each phase has taken, by the phase's name. Phases that never began are left out."""
         self.fewer_requests = 0
-        """Requests at once from now on, as more would have taken too much memory; 0: as many as the server allows."""
+        """Most requests at once from now on, because more would take too much memory; 0: as many as the server
+        allows."""
         self.fallback = self._most_requests = 0
-        """The next smaller number of requests at once, and the largest that has run; 0 if no decode had more requests
-        than the user asked for."""
+        """Number of requests at once that was rehearsed before the largest one, and the largest that has run. 0: no
+        decode had more requests than the user asked for."""
         self.missed: dict[str, PhaseKind] = {}
-        """Kinds of the phases that were not reached, by their names."""
+        """Kinds of the phases of which no forward pass had the sizes, by the phases' names."""
         self.is_over = False
-        """Whether the script has no further request."""
+        """Whether the script has ended and has no further request."""
         self._request_ids, self._first_tokens = count(1), first_tokens(limits)
         self._waiting: set[str] = set()
-        """Names of the requests without an answer."""
+        """Names of the requests that have no answer yet."""
         self._phase: Phase | None = None
         self._is_reached = self._is_decoding = self._is_planted = False
-        """Whether the phase's batch was seen; its background decodes; the caches hold its prefix."""
+        """Whether a forward pass had the phase's sizes; whether its background requests decode; whether the cache has
+        the phase's planted prefix."""
         self._is_idle = self._is_stuck = self._is_ended = False
-        """Whether the scheduler has no request; admits none of those that wait; no further phase may begin."""
+        """Whether the scheduler has no request; whether it admits none of its waiting requests; whether no further
+        phase may begin."""
         self._steps = self._run()
 
     @property
@@ -87,22 +99,25 @@ class LoadDriver:
         self._is_decoding = self._is_decoding or decodes
 
     def finish_request(self, name: str) -> None:
-        """Record that a request has ended, by its length or by an abort."""
+        """Record that a request has ended, either by its length or by an abort."""
         self._waiting.discard(name)
 
     def record_planted(self, is_planted: bool) -> None:
-        """Record the result of :func:`.planted_prefix.plant` on this rank, behind a :class:`Plant`."""
+        """Record whether :func:`.planted_prefix.plant` has put a phase's prefix into the cache on this rank."""
         self._is_planted = is_planted
 
     def end(self) -> None:
-        """Begin no further phase. Running requests are aborted, or end by their length."""
+        """Let no further phase begin. Running requests are aborted, or with speculation end by their length."""
         self._is_ended = True
 
     def next_requests(self, idle: bool, stuck: bool) -> list[Any]:
-        """Return the requests that the scheduler reads now, or one :class:`Plant`; none while requests run.
+        """Return the requests that the scheduler reads in this turn, or one :class:`Plant`. Empty while requests run.
 
-        :param idle: the scheduler has no request, so a request without an answer is lost.
-        :param stuck: the scheduler runs nothing and admits none of the waiting requests, so they are aborted.
+        A :class:`Plant` is an order to put a prefix into the radix cache without computing it.
+
+        :param idle: whether the scheduler has no request. A request without an answer is then lost.
+        :param stuck: whether the scheduler runs nothing and admits none of its waiting requests, which are then
+            aborted.
         """
         self._is_idle, self._is_stuck = idle, stuck
         try:
@@ -112,7 +127,8 @@ class LoadDriver:
             return []
 
     def abort_all(self) -> list[Any]:
-        """Return the request that aborts all others; none with speculation, where requests end by their length."""
+        """Return the request that aborts all others. Empty with speculation, because requests then end by their
+        length."""
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
@@ -128,7 +144,7 @@ class LoadDriver:
                     continue
                 self.end()
             unasked = phase.kind is PhaseKind.EAGER_DECODE and phase.bound.requests > self.limits.penalized
-            if unasked and self.limits.stages == 1:  # a pipeline may run more requests in a forward pass than intended
+            if unasked and self.limits.stages == 1:  # a pipeline's forward pass may have more requests than intended
                 self.fallback = max(self.limits.penalized, self._most_requests)
                 self._most_requests = phase.bound.requests
             self._phase, self._is_reached = phase, False
@@ -153,7 +169,7 @@ class LoadDriver:
 
     @property
     def _no_answer_will_come(self) -> bool:
-        """Whether no further answer will come: requests are lost or not admitted, or the rehearsal ends."""
+        """Whether no further answer will come: requests are lost or are not admitted, or no further phase may begin."""
         return self._is_idle or self._is_stuck or self._is_ended
 
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
@@ -171,7 +187,8 @@ class LoadDriver:
         background, last_tokens = set(self._waiting), 0
         prompts = [prefix[: prompt.shared] + self._unique_prompt(prompt.fresh, tokens) for prompt in phase.prompts]
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
-            # A chunk behind a prefix takes about as much memory as the chunk before.
+            # Phases with a growth are not checked: a chunk after a prefix takes about as much memory as the chunk
+            # before it.
             if last_tokens and not (phase.growth or self._fits(Estimate(phase.name, len(turn[0]) / last_tokens))):
                 self.end()
                 break
@@ -191,13 +208,13 @@ class LoadDriver:
         yield from self._end_requests()
 
     def _displace(self, phase: Phase) -> Iterator[list[Any]]:
-        """Run one short request behind a decode that may have run without a graph.
+        """Run one short request after a decode that may have run without a graph.
 
-        The engine keeps the attention's workspace of such a decode, gigabytes for hundreds of requests, and the tensors
-        of its sampling until the next decode. Without the short request, the next phase would begin with them, and the
-        flush would not free them.
+        The engine keeps two things of such a decode until the next decode: the attention's workspace (gigabytes for
+        hundreds of requests), and the tensors of its sampling. Without the short request the next phase would begin
+        with this memory in use, and the flush at the end of the rehearsal would not free it.
         """
-        while not self._is_idle:  # else the short request is merged into the decode's batch
+        while not self._is_idle:  # else the engine merges the short request into the decode's batch
             yield []
         plain = replace(phase, name="", sampling=SAMPLED, output_logprobs=False)
         prompt = self._unique_prompt(SHORT_PROMPT_TOKENS, Tokens(f"behind {phase.name}", self.limits.vocabulary))
@@ -207,14 +224,14 @@ class LoadDriver:
         yield from self._end_requests()
 
     def _end_requests(self) -> Iterator[list[Any]]:
-        """Abort the requests without an answer, and wait until the scheduler has no request."""
+        """Abort the requests that have no answer, and wait until the scheduler has no request."""
         if self._waiting and not self._is_idle:
             yield [self._abort()] if self._is_stuck else self.abort_all()
             while self._waiting and not self._is_idle:
-                # The engine aborts requests of the batch whose turn it is, and a pipeline has several batches.
+                # The engine aborts only requests of the current batch, and a pipeline has several batches.
                 yield self.abort_all() if self.limits.stages > 1 else []
         self._waiting.clear()
-        # The engine keeps a batch, with the tensors of its penalties, for a turn or two behind its last answer. New
+        # The engine keeps a batch, with the tensors of its penalties, for a turn or two after its last answer. New
         # requests would be merged into that batch.
         while not (self._is_idle or self._is_ended):
             yield []
@@ -222,7 +239,8 @@ class LoadDriver:
     def _unique_prompt(self, length: int, tokens: Tokens) -> list[int]:
         """Return a prompt that shares no prefix with another prompt.
 
-        A token that the radix cache has already would be missing in a forward pass, and would move the end of a chunk.
+        If the radix cache had a token of the prompt already, the forward pass would be smaller, and chunks would end
+        elsewhere.
         """
         return [next(self._first_tokens), *tokens.some(length - 1)] if length else []
 
