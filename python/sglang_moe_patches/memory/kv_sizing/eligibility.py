@@ -1,6 +1,8 @@
-"""Table of the servers that keep the engine's KV cache size, and the two variables that a user sets.
+"""Servers that kv-sizing leaves alone: a table of their arguments, and the two variables that a user sets.
 
-In the launcher, a hook remembers whether ``--mem-fraction-static`` was given, before the engine fills it in.
+A server in the table keeps the KV cache size of the engine's rule. The rule computes the size from
+``--mem-fraction-static``, the *fraction*. In the launcher, a hook remembers whether the user gave the fraction, before
+the engine fills it in.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def _margin(text: str) -> int:
 
 
 LEAST_MARGIN_MB = 200
-"""Least margin. With less, a server could not allocate one more buffer of a library."""
+"""Least margin that a user may set, in MB. With less, a server could run out of memory for one more buffer of a
+library."""
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
     "auto: each start measures the memory of forward passes and gives the rest to the KV cache; a given "
@@ -49,34 +52,39 @@ KV_MARGIN = Variable(
     _margin,
     "2000",
 )
-"""Margin, read and parsed here alone. In fourteen servers on H100s and H200s, the need of two kinds of load differed by
-up to 1,180 MB, and once by 2 GB.
+"""Memory that stays free on each GPU. The default follows from fourteen servers on H100s and H200s: between two kinds
+of load, the need of a server differed by up to 1,180 MB, and once by 2 GB.
 
-``docs/changes/kv-sizing.md`` states the default under *What it does*; ``test_the_page_says_the_margin`` in
-``test/unit/memory/kv_sizing/test_eligibility.py`` compares. ``make pages`` writes the README's. For three of the
-recipes ``doctor`` says with what fraction the KV cache begins: run ``.venvs/RELEASE/bin/python benchmark whole/recipes
---json benchmark/results/recipes/RELEASE.json`` again for each file that is there (five minutes each). Figures were
-measured with 2,000 MB, and stay as they are: in README, ``docs/benchmarks`` and ``docs/changes``."""
+To change the default, change these places, too:
+
+- ``docs/changes/kv-sizing.md`` states it under *What it does*. ``test_the_page_says_the_margin`` in
+  ``test/unit/memory/kv_sizing/test_eligibility.py`` compares.
+- ``make pages`` writes the README's number.
+- ``doctor`` reports for three of the recipes with what fraction the KV cache begins. Run ``.venvs/RELEASE/bin/python
+  benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` again for each existing file (five minutes
+  each).
+
+Measured figures in the README, ``docs/benchmarks`` and ``docs/changes`` stay as they are: their margin was 2,000 MB."""
 
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 """Speculative algorithms that a rehearsal exercises, by the engine's names."""
 SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
-"""Variable of the engine's. With it, ranks do not exchange batch information; this matters if each rank has requests of
-its own."""
+"""Environment variable of the engine. If it is on, ranks do not exchange batch information. This matters if each rank
+has requests of its own."""
 
 Applies = Callable[[Mapping[str, Any], Mapping[str, str]], object]
-"""Whether a server's resolved arguments and its environment are of a kind."""
+"""Function that returns whether a server is of a kind, from its resolved arguments and its environment."""
 
 
 @dataclass(frozen=True)
 class UnsizedKind:
     """Kind of server that keeps the KV cache size of the engine's rule.
 
-    :param name: argument or environment variable of the engine's.
-    :param reason: a clause that says why.
-    :param applies: the test for it. ``None``: the argument of this name is on.
-    :param condition: condition beside the name, for the page.
+    :param name: the engine's argument, or its environment variable.
+    :param reason: clause that says why such a server is not measured.
+    :param applies: test whether a server is of this kind. ``None``: it is, if the argument of this name is on.
+    :param condition: further condition, in words for the page.
     """
 
     name: str
@@ -86,11 +94,11 @@ class UnsizedKind:
 
     @property
     def argument(self) -> str:
-        """Attribute of the engine's arguments that the name stands for."""
+        """Name of the engine's ``ServerArgs`` attribute for this argument."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def includes(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-        """Whether a server is of this kind."""
+        """Return whether a server with these arguments and this environment is of this kind."""
         return bool(self.applies(arguments, environ) if self.applies else arguments.get(self.argument))
 
 
@@ -228,20 +236,22 @@ UNSIZED: tuple[UnsizedKind, ...] = (
         "SGLANG_RUST_SERVER", "it has no inbox that a rehearsal could use", _variable_on("SGLANG_RUST_SERVER"), "on"
     ),
 )
-"""Every kind that a server's arguments and environment show, those with one reason together. A server of two kinds gets
-the reason of the first."""
+"""All kinds of servers that are not measured and that can be told from arguments and environment, in groups of one
+reason. If a server is of two kinds, it gets the reason of the first."""
 
 
 def arguments_of(server_args: Any) -> dict[str, Any]:
-    """Return a server's arguments, as resolved."""
+    """Return a server's arguments by name, with the values that the engine has resolved."""
     return dict(vars(engine.resolve_arguments(server_args)))
 
 
 def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Return why the engine's rule sizes a server. ``None``: the server measures, if its pools are known.
+    """Return the reason why a server keeps the KV cache size of the engine's rule, worded to follow "because".
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
-    :returns: the reason, worded to follow "because".
+    :param arguments: the server's resolved arguments.
+    :param environ: the server's environment.
+    :returns: ``None`` if the server is measured, provided that :mod:`.pools` supports its KV cache.
     """
     if not asked:
         return f"{KV_SIZING.name} is off; auto turns it on"
@@ -252,7 +262,7 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
 
 
 def given_reason(asked: object) -> str:
-    """Return why a given ``--mem-fraction-static`` is kept, worded to follow "because". "": it is not.
+    """Return the reason why a given ``--mem-fraction-static`` is kept, worded to follow "because". "": it is not kept.
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
@@ -274,11 +284,13 @@ def skip(server_args: Any) -> Skip | None:
 # --- Whether the fraction was given ----------------------------------------------------------------------------------
 
 MARK = "_moe_patches_fraction_by_rule"
-"""Attribute of a ``ServerArgs`` that came without a fraction. The schedulers receive it, and delete it."""
+"""Attribute that marks a ``ServerArgs`` without a ``--mem-fraction-static``. The schedulers receive the mark and delete
+it."""
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Make ``ServerArgs`` remember whether ``--mem-fraction-static`` was given, if the engine does not itself."""
+    """Make ``ServerArgs`` remember whether ``--mem-fraction-static`` was given. Newer releases remember it
+    themselves."""
     server_args = module.ServerArgs
     if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
         return
@@ -288,15 +300,15 @@ def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
 def _mark(original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any) -> None:
     by_rule = server_args.mem_fraction_static is None
     original(server_args, *args, **kwargs)
-    # A scheduler that sizes nothing would show the mark among its arguments.
+    # Set the mark only for servers that are measured. Another scheduler would show the mark among its arguments.
     if by_rule and skip(server_args) is None:
         setattr(server_args, MARK, True)
 
 
 def given_by_the_user(server_args: Any) -> bool:
-    """Return whether ``--mem-fraction-static`` was given.
+    """Return whether the user gave ``--mem-fraction-static``.
 
-    Arguments that arrive resolved, as from ``Engine(server_args=...)``, count as given.
+    If the engine receives resolved arguments, as from ``Engine(server_args=...)``, the fraction counts as given.
     """
     raw = getattr(server_args, "_raw_input", None)
     if isinstance(raw, dict):
@@ -307,21 +319,22 @@ def given_by_the_user(server_args: Any) -> bool:
 # --- The engine's allowance for images, which are not rehearsed ------------------------------------------------------
 
 IMAGE_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
-"""Variable of the engine's. With it, the engine captures graphs of the vision model while serving, one for each size of
-image."""
+"""Environment variable of the engine. If it is on, the engine captures graphs of the vision model while serving, one
+for each size of image."""
 IMAGE_RULE = "sglang.srt.arg_groups.memory_hook"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 class NoAllowance(Exception):
-    """The engine's rule has no allowance that covers images; the message says why."""
+    """Raised if the engine's rule reserves too little memory for images, or none. The message says why."""
 
 
 def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: float, before_gib: float) -> float:
-    """Return the rule's allowance for images and the size of the embedding cache, in GiB.
+    """Return the GiB that images may take: the memory that the engine's rule reserves for them, and the images' caches.
 
-    :param fraction: the rule's fraction, with the allowance.
-    :raises NoAllowance: the rule has none, or images take more than it.
+    :param fraction: the rule's fraction, lowered by this reserve.
+    :param before_gib: free memory before the weights were loaded.
+    :raises NoAllowance: the rule reserves nothing for images, or images take more than it reserves.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
         raise NoAllowance(f"images are not rehearsed yet, nor what {IMAGE_GRAPHS} captures of them")
@@ -332,7 +345,8 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
 
 
 def image_factor(model_config: Any) -> float:
-    """Return the factor by which the rule lowers the fraction of a model that takes images. 1: it does not."""
+    """Return the factor by which the engine's rule lowers the fraction for a model with images. 1: it does not lower
+    it."""
     if engine.has_module(IMAGE_RULE):
         return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
     arguments = SimpleNamespace(mem_fraction_static=1.0)
@@ -341,9 +355,9 @@ def image_factor(model_config: Any) -> float:
 
 
 def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """Return the size of the caches that images fill: embeddings, and from 0.5.2x on the transport to the scheduler.
+    """Return the GiB of the images' caches: embeddings, and from 0.5.2x on the transport to the scheduler.
 
-    Later releases reserve it at every start beside the KV cache, so a rehearsal finds it free.
+    Later releases leave this memory free at every start, in addition to the KV cache. So a rehearsal finds it free.
     """
     maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
     reserved = getattr(maker, "mm_runtime_reservation_gb", None)
