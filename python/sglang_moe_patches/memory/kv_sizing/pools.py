@@ -1,9 +1,10 @@
 """The engine's KV buffers over reserved addresses, for more tokens than have memory.
 
-The engine builds its pools for as many tokens as could ever fit. Meanwhile each tensor with a dimension that counts
-tokens or pages is made over reserved addresses (:mod:`.address_space`). Memory is mapped for the tokens of the engine's
-rule. If a pool is not known, or another tensor grows with the tokens, the engine builds its pools once more without
-this package.
+A *pool* is the engine's object with the tensors of a KV cache. The engine builds its pools for as many tokens as could
+ever fit. Meanwhile this module makes each tensor with a dimension that counts tokens or pages over reserved addresses
+(:mod:`.address_space`). At first, memory is mapped only for the tokens of the engine's own rule. If this module does
+not support a pool, or if another tensor grows with the tokens, the engine builds its pools once more without this
+package.
 """
 
 from __future__ import annotations
@@ -27,36 +28,37 @@ KNOWN_POOLS = {
     *("MLATokenToKVPool", "MLATokenToKVPoolFP4", "NSATokenToKVPool", "DSATokenToKVPool"),
     *("SWAKVPool", "HybridLinearKVPool"),
 }
-"""Classes of the engine's KV caches whose buffers are known. ``docs/changes/kv-sizing.md`` lists them, too."""
+"""Names of the engine's pool classes that this module supports. ``docs/changes/kv-sizing.md`` lists them, too."""
 KNOWN_TABLES = {"ReqToTokenPool", "HybridReqToTokenPool"}
-"""Classes of request tables. The second has states of Mamba layers; their number does not change."""
+"""Names of the engine's request table classes that this module supports. The second class also has the states of Mamba
+layers, whose number does not depend on the tokens."""
 FACTORIES = ("zeros", "empty", "ones", "full")
-"""Functions of ``torch`` that make a tensor of a shape."""
+"""Names of the functions of ``torch`` that make a tensor of a given shape."""
 
 
 class Unknown(Exception):
-    """The KV cache cannot grow; the message says why, worded to follow "because"."""
+    """Raised if the KV cache cannot grow. The message is the reason, worded to follow "because"."""
 
 
 def unknown_pool_reason(pool: str, table: str) -> str:
-    """Return why a KV cache of these classes, by the engine's names, cannot grow. "": it may."""
+    """Return the reason why a KV cache cannot grow, from its class names. "": the classes are supported."""
     if pool not in KNOWN_POOLS:
         return f"KV caches of the kind {pool} are not known"
     return "" if table in KNOWN_TABLES else f"request tables of the kind {table} are not known"
 
 
 def pools_of(runner: Any) -> tuple[Any, Any]:
-    """Return a model runner's KV cache and its request table; ``None`` for a missing one."""
+    """Return a model runner's KV cache and its request table; ``None`` in the place of a missing one."""
     return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
 
 
 def pool_bytes(pool: Any) -> int:
-    """Return the bytes of a KV cache, as the pool reports them."""
+    """Return the bytes of a pool, as the pool reports them."""
     return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
 
 
 def hybrid(pool: Any, table: Any) -> str:
-    """Return the kind of a pool that is more than one KV cache. "": the pool is one KV cache."""
+    """Return the kind of a pool: sliding windows, Mamba, or "" if the pool is just one KV cache."""
     kinds = [kind.__name__ for owner in (pool, table) for kind in type(owner).__mro__]
     if any("SWA" in kind for kind in kinds):
         return WINDOWS
@@ -67,8 +69,9 @@ def hybrid(pool: Any, table: Any) -> str:
 class _Buffer:
     """Buffer of a pool.
 
-    :param part: the part of :class:`TokenCounts` that it belongs to.
-    :param unit: tokens of a row.
+    :param memory: the buffer's tensor over reserved addresses.
+    :param part: field of :class:`TokenCounts` with the buffer's number of tokens.
+    :param unit: tokens of one row: 1, or a page.
     """
 
     memory: ElasticBuffer
@@ -79,8 +82,8 @@ class _Buffer:
 class ElasticPools:
     """KV buffers of a scheduler process: those of its model and of its draft models.
 
-    :param first: token counts that have memory at first.
-    :param top: token counts that have addresses.
+    :param first: token counts that have memory at first, those of the engine's rule.
+    :param top: largest token counts, for which addresses are reserved.
     :param page: tokens of a page.
     """
 
@@ -94,9 +97,9 @@ class ElasticPools:
     # --- Sizes ---------------------------------------------------------------------------------------------------
 
     def counts_for(self, tokens: int) -> TokenCounts:
-        """Return the counts of all parts for a number of tokens, interpolated between ``first`` and ``top``.
+        """Return the token counts of all layer kinds for a KV cache size, interpolated between ``first`` and ``top``.
 
-        :param tokens: number of tokens; it is rounded down to whole pages.
+        :param tokens: KV cache size, which is rounded down to whole pages.
         """
         tokens = tokens // self.page * self.page
         span = self.top.tokens - self.first.tokens
@@ -109,23 +112,23 @@ class ElasticPools:
         return TokenCounts(tokens, *map(part, self.first[1:], self.top[1:]))
 
     def bytes_behind(self, counts: TokenCounts) -> int:
-        """Return the bytes of memory behind ``counts`` tokens."""
+        """Return how many bytes of memory back ``counts`` tokens in all buffers."""
         return sum(buffer.memory.bytes_behind(self._rows(buffer, counts)) for buffer in self._buffers)
 
     def tokens_within(self, budget: int) -> int:
-        """Return the most tokens, in whole pages, whose memory takes at most ``budget`` bytes. 0: a page takes more."""
+        """Return the most tokens, in whole pages, whose memory fits into ``budget`` bytes. 0: one page takes more."""
         pages = range(1, self.top.tokens // self.page + 1)
         return self.page * bisect_right(
             pages, budget, key=lambda number: self.bytes_behind(self.counts_for(number * self.page))
         )
 
     def tokens_with_window(self, window: int) -> int:
-        """Return the fewest tokens, in whole pages, with at least ``window`` tokens in layers with a sliding window."""
+        """Return the least tokens, in whole pages, with which sliding-window layers have at least ``window`` tokens."""
         pages = range(self.top.tokens // self.page + 1)
         return self.page * bisect_left(pages, window, key=lambda number: self.counts_for(number * self.page).window)
 
     def _rows(self, buffer: _Buffer, counts: TokenCounts) -> int:
-        # The engine adds rows to the tokens, such as a page of padding. Their number does not depend on the tokens.
+        # The engine makes more rows than tokens, for example a page of padding. The number of these rows is constant.
         return buffer.memory.rows - (getattr(self.top, buffer.part) - getattr(counts, buffer.part)) // buffer.unit
 
     # --- Memory --------------------------------------------------------------------------------------------------
@@ -145,11 +148,11 @@ class ElasticPools:
         self._set_usage()
 
     def unmap_from(self, counts: TokenCounts) -> int:
-        """Unmap the memory behind the slots after ``counts`` tokens. No request may hold one of these slots.
+        """Unmap the memory of all slots after the first ``counts`` tokens. No request may hold one of these slots.
 
         :returns: freed bytes.
         """
-        self.counts = counts  # also if the driver fails, because the slots are withdrawn already
+        self.counts = counts  # even if the driver fails, because the slots are withdrawn already
         for table in self._tables:
             _forget_slots(table)
         _wait_for_device()  # a running kernel may read these slots
@@ -158,7 +161,7 @@ class ElasticPools:
         return freed
 
     def _set_usage(self) -> None:
-        """Set the memory that the engine reports of each pool, in GiB, to that of a pool of ``counts`` tokens."""
+        """Set the GiB that the engine reports for each pool to those of a pool with ``counts`` tokens."""
         sizes = {
             buffer.memory.address: buffer.memory.bytes_of(self._rows(buffer, self.counts)) for buffer in self._buffers
         }
@@ -167,14 +170,15 @@ class ElasticPools:
                 addresses = {_address(tensor) for tensor in _tensors_of(pool)} & set(sizes)
                 pool.mem_usage = sum(sizes[address] for address in addresses) / GIB
 
-    # --- Making them ---------------------------------------------------------------------------------------------
+    # --- Making the pools ----------------------------------------------------------------------------------------
 
     def build(self, build: Callable[[], Any], parts_of: Callable[[Any], tuple[Any, Any, Any]], device: str) -> Any:
-        """Let the engine build pools for ``top``, and keep their buffers.
+        """Let the engine build pools for ``top`` tokens over reserved addresses, and keep their buffers.
 
         :param build: the engine's function; it is called once.
-        :param parts_of: returns the KV cache, the request table and the allocator of the result.
-        :raises Unknown: the pools are not known. Their buffers have been freed.
+        :param parts_of: function that returns the KV cache, the request table and the allocator of the result.
+        :param device: the device on which the engine makes its KV cache.
+        :raises Unknown: this module does not support the pools. Their buffers have been freed.
         """
         before, mode = len(self._buffers), _substitution(self, device)
         try:
@@ -191,15 +195,17 @@ class ElasticPools:
             del self._buffers[before:]
             raise
         self._pools += _pools_in(pool)
-        if not any(table is known for known in self._tables):  # a draft model has the table of its target
+        if not any(table is known for known in self._tables):  # a draft model shares the table of its target
             self._tables.append(table)
         self._set_usage()
         return built
 
     def _check(self, pool: Any, table: Any, others: list[Any], made: int) -> None:
-        """Check that all parts of the KV cache are known, and that no other tensor grows with the tokens.
+        """Check that all parts of the KV cache are supported, and that no other tensor grows with the tokens.
 
-        :raises Unknown: a part is not known, or another tensor grows with the tokens.
+        :param others: weak references to the other tensors that the engine has made meanwhile.
+        :param made: number of buffers over reserved addresses.
+        :raises Unknown: a part is not supported, or another tensor grows with the tokens.
         """
         parts = _pools_in(pool)
         for part in parts:
@@ -223,7 +229,7 @@ class ElasticPools:
                 raise Unknown(f"a tensor of {shape} in a {type(pool).__name__} is not known")
 
     def make_buffer(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Make a tensor over addresses.
+        """Make a tensor over reserved addresses, and map memory for its first rows.
 
         :returns: ``None`` if no dimension counts tokens or pages.
         """
@@ -242,10 +248,11 @@ class ElasticPools:
 def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: TokenCounts) -> Iterator[dict[str, Any]]:
     """Let the engine make pools for the tokens of ``top`` instead of those of ``first``.
 
-    :param maker: the engine's maker of pools. Up to 0.5.15 it is a model runner with the numbers as attributes.
-    :param arguments: arguments of its function. From 0.5.16 on they have the numbers.
+    :param maker: the engine's object that makes pools. Up to 0.5.15 it is a model runner with the token counts as
+        attributes.
+    :param arguments: arguments of its function that makes pools. From 0.5.16 on they contain the token counts.
     :returns: the arguments for the call.
-    :raises Unknown: ``maker`` has other numbers, as a draft model may.
+    :raises Unknown: the engine has other token counts than ``first``, as it may have for a draft model.
     """
     sizes = arguments.get("sizes")
     owner = maker if sizes is None else sizes
@@ -277,9 +284,9 @@ def _substitution(pools: ElasticPools, device: str) -> Any:
     factories = {getattr(torch, name) for name in FACTORIES}
 
     class Substitution(TorchFunctionMode):
-        """Mode of torch that makes the engine's KV buffers over addresses.
+        """PyTorch function mode that makes the engine's KV buffers over reserved addresses.
 
-        ``others`` has references to the other tensors that the engine makes on the same device.
+        ``others`` has weak references to the other tensors that the engine makes on the same device.
         """
 
         def __init__(self) -> None:
@@ -294,7 +301,8 @@ def _substitution(pools: ElasticPools, device: str) -> Any:
             shape = _shape(args, kwargs)
             is_ours = where.type == torch.device(device).type and len(shape) > 1 and not kwargs.get("pin_memory")
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            # Only ``torch.zeros``: mapped memory is zero, and another function would write into unmapped memory.
+            # Replace only ``torch.zeros``: mapped memory is zero already. Other functions would write into unmapped
+            # memory.
             if is_ours and function is torch.zeros and (made := pools.make_buffer(shape, dtype)) is not None:
                 return made
             result = function(*args, **kwargs)
@@ -313,7 +321,7 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _pools_in(pool: Any) -> list[Any]:
-    """Return a KV cache and the caches in it. A pool of states (``MambaPool``) grows with requests, and is no cache."""
+    """Return a pool and the KV pools in it. A pool of states (``MambaPool``) is left out: it grows with requests."""
     found: list[Any] = []
     queue = [pool]
     while queue:
@@ -345,10 +353,10 @@ def _tensors_of(owner: Any) -> Iterator[Any]:
 
 
 def _forget_slots(table: Any) -> None:
-    """Let the free rows of a request table name slot 0, which always has memory.
+    """Point the free rows of a request table to slot 0, which always has memory.
 
     A captured decode reads a slot for each row of its padding. Up to 0.5.12.post1 this is a slot of the request that
-    had the row before.
+    used the row before.
     """
     import torch
 
@@ -370,7 +378,7 @@ def _address(tensor: Any) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the engine's log lines about pools. They would name the tokens that have addresses."""
+    """Silence the engine's log lines about pools. They would report the tokens that have addresses, not memory."""
     logger = logging.getLogger("sglang.srt.mem_cache")
     level = logger.level
     logger.setLevel(logging.WARNING)
