@@ -1,13 +1,18 @@
 """A rehearsal: the largest forward passes of a server, run through the scheduler's own inbox and outbox.
 
-Rank 0 puts requests into the inbox (:mod:`.load_driver`), and each rank swallows the answers in its outbox. Everything
-in between is the engine's: broadcast to the ranks, admission, chunking, overlap, sampling. The end of the rehearsal
-takes back every change of the scheduler.
+Rank 0 puts requests into the scheduler's *inbox*, the socket of its requests (:mod:`.load_driver`). Each rank swallows
+the answers in its *outbox*, the sockets of its answers. Everything in between is the engine's code: broadcast to the
+ranks, admission, chunking, overlap, sampling. The end of the rehearsal takes back every change of the scheduler.
+
+A *turn* is one iteration of the scheduler's event loop. A *phase* is the set of requests that makes one kind of largest
+forward pass, and its *bound* is the least sizes that this forward pass must have. An *order* is a message of rank 0
+that all ranks carry out in the same turn.
 
 With data-parallel attention each rank has an inbox of its own, so requests travel as orders do
 (:class:`.ranks.Orders`). Every rank unpacks the same requests in the same turn, and all ranks run the same batches in
-step. A phase counts when the tokens of all ranks have reached its bound. The rehearsal ends with a flush, which all
-ranks read in the same turn. The stages of a pipeline follow one another: each stage hands its requests on to the next.
+step. A phase is reached when the tokens of all ranks together reach its bound. The rehearsal ends with a flush of the
+prefix cache, which all ranks read in the same turn. The stages of a pipeline follow one another: each stage passes its
+requests on to the next.
 """
 
 from __future__ import annotations
@@ -45,16 +50,18 @@ from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
 REHEARSAL_TIMEOUT_S = 300.0
 """Seconds after which no further phase begins. The engine's own warm-up request gives up after ten minutes."""
 ABANDON_AFTER_S = 60.0
-"""Seconds behind that limit after which the rehearsal ends without a result, even if requests still run."""
+"""Seconds after :data:`REHEARSAL_TIMEOUT_S` after which the rehearsal ends without a result, even if requests still
+run."""
 STUCK_AFTER_S = 10.0
-"""Seconds without a forward pass after which a scheduler that runs nothing is taken to admit no waiting request."""
+"""Seconds without a forward pass after which a rehearsal concludes that the scheduler will not admit its waiting
+requests."""
 MORE_REQUESTS_FRACTION = 1 / 32
-"""Fraction of the KV cache that may go for more requests at once than the other forward passes have memory for. A
-request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
+"""Largest fraction of the KV cache that the server gives up to run more requests at once than fit into the memory of
+the other forward passes. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
 LOW = "little memory is left"
-"""Flag of a rank on the board; rank 0 then ends the rehearsal."""
+"""Flag that a rank raises on the board (:class:`.ranks.Board`). Rank 0 then ends the rehearsal."""
 ALL = "all"
-"""Key of the whole rehearsal in :attr:`Measured.seconds`, beside the names of phases."""
+"""Key of the whole rehearsal in :attr:`Measured.seconds`. The other keys are the names of phases."""
 
 COUNTERS = (
     *("forward_ct", "forward_ct_decode", "forward_pass_id", "num_generated_tokens", "last_gen_throughput"),
@@ -64,25 +71,26 @@ COUNTERS = (
 """Counters of the scheduler, its metrics reporter and its model runner that the end of the rehearsal restores.
 Counters of speculation (``spec_...``) are restored, too."""
 METRICS = {"Counter": ("inc",), "Gauge": ("inc", "dec", "set"), "Histogram": ("observe",), "Summary": ("observe",)}
-"""Methods that change a metric, by the classes of ``prometheus_client``."""
+"""Methods that change a metric, by the name of the metric's class in ``prometheus_client``."""
 RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
-"""Switches of the engine's metrics, which are off in the rehearsal."""
+"""Attributes that switch the engine's metrics. The rehearsal sets them to false."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of a rehearsal on one rank, in bytes. Rank 0 alone knows ``phases``, ``missed`` and the last two fields.
+    """Result of a rehearsal on one rank, in bytes. Only rank 0 sets ``phases``, ``missed`` and the last two fields.
 
-    :param lowest: lowest free memory.
-    :param expected: free memory that a forward pass would have left which did not run; it may be negative.
-    :param free: free memory when the rehearsal began, behind CUDA graphs and start-up.
-    :param graphs: memory of the decodes' CUDA graphs.
-    :param slack: memory that the allocator keeps beyond the largest sum of tensors.
-    :param phases: peak of the tensors in each phase, by its name.
-    :param failure: why the need is not known; "" if it is known.
-    :param stopped: the rehearsal ended early, before memory ran out.
-    :param seconds: of each phase that began, and of the whole rehearsal.
-    :param missed: kinds of the phases that were not reached, by their names.
+    :param lowest: lowest free memory in the rehearsal.
+    :param expected: free memory that a forward pass would have left, if it did not run because of too little memory. It
+        may be negative. Infinite: there was no such forward pass.
+    :param free: free memory when the rehearsal began, after CUDA graphs were captured.
+    :param graphs: memory of the decode graphs.
+    :param slack: memory that PyTorch's allocator keeps in addition to the largest sum of tensors.
+    :param phases: peak of the tensors in each phase, by the phase's name.
+    :param failure: reason why the need is not known; "": it is known.
+    :param stopped: whether the rehearsal ended early, before memory ran out.
+    :param seconds: seconds of each phase that began, and of the whole rehearsal.
+    :param missed: kinds of the phases that were not reached, by the phases' names.
     :param fewer_requests: :attr:`.load_driver.LoadDriver.fewer_requests`.
     :param fallback: :attr:`.load_driver.LoadDriver.fallback`.
     """
@@ -102,9 +110,9 @@ class Measured:
 
 
 def warmup_limit_s() -> float:
-    """Return the seconds after which the engine ends a server without a first answer; infinite if there is no limit.
+    """Return the seconds after which the engine ends a server that has not answered its warm-up request.
 
-    ``SGLANG_WARMUP_TIMEOUT`` sets them.
+    Infinite: there is no limit. ``SGLANG_WARMUP_TIMEOUT`` sets the limit.
     """
     try:
         from sglang.srt.environ import envs
@@ -122,13 +130,13 @@ def timeout_s() -> float:
 
 
 def abandon_after_s() -> float:
-    """Return the seconds behind :func:`timeout_s` after which the rehearsal ends without a result."""
+    """Return the seconds after :func:`timeout_s` after which the rehearsal ends without a result."""
     return min(ABANDON_AFTER_S, warmup_limit_s() / 4)
 
 
 def mute_metrics(patcher: Patcher) -> None:
-    """Stop all metrics of this process, until the patcher undoes it."""
-    # Not imported here: the engine sets the variable that says where metrics go before it imports the module.
+    """Stop all metrics of this process until the patcher undoes its patches."""
+    # Do not import the module here. The engine must first set the variable with the folder of the metrics.
     prometheus_client = sys.modules.get("prometheus_client")
     if prometheus_client is None:
         return
@@ -138,7 +146,7 @@ def mute_metrics(patcher: Patcher) -> None:
             patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
 
 
-# --- Facts that the engine tells -------------------------------------------------------------------------------------
+# --- Facts from the engine -------------------------------------------------------------------------------------------
 
 
 def batch_facts(batch: Any) -> Batch:
@@ -162,13 +170,13 @@ def _integers(values: Any) -> list[int]:
 
 
 def server_facts(runner: Any) -> ServerFacts:
-    """Return the pools, graphs and sizes of a model runner, as far as this release has them."""
+    """Return the facts of a model runner: pools, graphs and sizes, as far as this release has them."""
     pool, table = pools_of(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
     graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
     captured = getattr(graphs, "max_bs", None)
-    # The allocator's number: the pool's own counts addresses, with and without memory.
+    # Read the allocator's number. The pool's own number counts all addresses, also those without memory.
     window_tokens = int(getattr(getattr(runner, "token_to_kv_pool_allocator", None), "size_swa", 0) or 0)
     return ServerFacts(
         fixed_bytes=(0 if rows is None else rows.nbytes) + pool_bytes(getattr(table, "mamba_pool", None)),
@@ -182,7 +190,7 @@ def server_facts(runner: Any) -> ServerFacts:
 
 
 def graph_bytes(runner: Any) -> int:
-    """Return the bytes of the decodes' CUDA graphs and their inputs, as the engine measured them; 0 if it did not."""
+    """Return the bytes of the decode graphs and their inputs, as the engine measured them; 0: it did not."""
     usage = getattr(runner, "graph_memory_usage", None)  # from 0.5.14 on
     if usage is None:
         return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB)
@@ -192,7 +200,8 @@ def graph_bytes(runner: Any) -> int:
 def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     """Return the limits of this scheduler's forward passes.
 
-    :param fewer_requests: requests at once, if an earlier rehearsal has lowered their number; 0: the scheduler's own.
+    :param fewer_requests: most requests at once, if an earlier rehearsal has lowered the number; 0: the scheduler's own
+        number.
     """
     in_force = {name: getattr(scheduler, name) for name in ("chunked_prefill_size", "max_prefill_tokens")}
     limits = derive_limits(
@@ -205,7 +214,8 @@ def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     if fewer_requests:
         limits = limits.with_requests(fewer_requests)
     tokenizer = getattr(scheduler, "tokenizer", None)
-    # The engine reads both attributes for a request with min_new_tokens. Without them such a request ends the server.
+    # For a request with min_new_tokens the engine reads both attributes. If they are missing, such a request ends the
+    # server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
     return replace(limits, stop_token=stops, plants=can_plant(scheduler))
 
@@ -248,16 +258,16 @@ def make_abort() -> Any:
 
 
 def make_flush() -> Any:
-    """Make a request that flushes the cache of prefixes."""
+    """Make a request that flushes the prefix cache."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     return FlushCacheReqInput()
 
 
 def drop_requests(scheduler: Any) -> None:
-    """Drop all requests of a scheduler whose event loop has ended by an exception, and free their slots.
+    """Drop all requests of a scheduler whose event loop has ended with an exception, and free their KV cache slots.
 
-    :raises Exception: the scheduler does not flush its cache, or the exception has broken the CUDA context.
+    :raises Exception: the scheduler does not flush its cache, or the CUDA context no longer works.
     """
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -276,18 +286,18 @@ def drop_requests(scheduler: Any) -> None:
 
 
 class Rehearsal:
-    """One rank's rehearsal, from its begin until the cache of prefixes is flushed.
+    """One rank's rehearsal, from its beginning until the prefix cache is flushed.
 
     :param gpu: number of this rank's GPU.
-    :param board: store of the server's ranks.
+    :param board: key-value store of the server's ranks.
     :param number: number of this rehearsal in this start.
-    :param derive: derives the phases from the limits of this scheduler.
-    :param leads: whether this is rank 0, which puts the requests.
-    :param peaks: bytes of tensors in the phases of an earlier rehearsal.
-    :param fewer_requests: as :func:`limits_of` takes them.
+    :param derive: function that derives the phases from the limits of this scheduler.
+    :param leads: whether this is rank 0, which puts the requests into the inbox.
+    :param peaks: peak bytes of the tensors in the phases of earlier rehearsals, by the phases' names.
+    :param fewer_requests: most requests at once, as for :func:`limits_of`.
     :param limits_penalized: :attr:`.phases.Limits.limits_penalized`.
-    :param bytes_per_token: bytes of one KV token.
-    :param margin: bytes that must stay free beside more requests at once than the user asked for.
+    :param bytes_per_token: bytes of one token in the KV cache.
+    :param margin: bytes that must stay free when more requests run at once than the user asked for.
     """
 
     def __init__(
@@ -307,7 +317,7 @@ class Rehearsal:
     ) -> None:
         self.scheduler, self.gpu, self.leads = scheduler, gpu, leads
         self.on_end: Callable[[Measured], None] = lambda measured: None
-        """Called once with the result, on every rank in the same turn of its loop."""
+        """Function that is called once with the result, on every rank in the same turn."""
         self._board, self._low, self._derive = board, f"{LOW} {number}", derive
         self._peaks, self._fewer_requests, self._limits_penalized = dict(peaks), fewer_requests, limits_penalized
         self._bytes_per_token, self._margin = bytes_per_token, margin
@@ -319,9 +329,9 @@ class Rehearsal:
         self._driver: LoadDriver | None = None
 
     def begin(self) -> Limits:
-        """Change the scheduler for the rehearsal.
+        """Begin the rehearsal on this rank: save the scheduler's state, and patch the scheduler.
 
-        :returns: the limits of a forward pass.
+        :returns: the limits of this scheduler's forward passes.
         :raises Exception: this rank cannot rehearse; the caller must call :meth:`end`.
         """
         self._began = self._last_forward = time.monotonic()
@@ -333,11 +343,11 @@ class Rehearsal:
         limits = limits_of(self.scheduler, self._fewer_requests)
         if self._limits_penalized:
             limits = replace(limits, limits_penalized=True)
-        # Bytes that the allocator had reserved before the first decode of more requests than must be; then the bytes
-        # that such decodes may take.
+        # Decodes of more requests than the user asked for may be left out. The first number is the bytes that the
+        # allocator had reserved before the first of these decodes, the second the bytes that they may take.
         self._reserved_by_others: int | None = None
         self._for_more_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
-        # A longer prompt would wait for ever, or be computed in smaller chunks.
+        # With fewer window tokens, a prompt of a whole chunk would wait for ever, or be computed in smaller chunks.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
             raise RuntimeError(
@@ -359,7 +369,7 @@ class Rehearsal:
         return limits
 
     def end(self) -> None:
-        """Restore the scheduler. Never raises, because the other ranks wait for this rank afterwards."""
+        """Restore the scheduler's state. This never raises, because the other ranks wait for this rank afterwards."""
         while self._undo:
             try:
                 self._undo.pop()()
@@ -401,14 +411,14 @@ class Rehearsal:
                     self._set_until_end(owner, name, False)
 
     def look_at_turn(self) -> None:
-        """Read the memory in each turn: sampling and a draft model's forward pass follow the watched forward pass."""
+        """Read the memory in each turn, because sampling and a draft model's forward pass run after the watched one."""
         self._read_memory()
         if self._driver is not None and self._driver.phase_name != self._phase:
             self._phase = self._driver.phase_name
             gpu_memory.reset_peak(self.gpu)
 
     def plant(self, order: Plant) -> None:
-        """Put a phase's prefix into the cache of prefixes, on every rank."""
+        """Plant a phase's prefix on this rank: put it into the prefix cache without computing it. All ranks do so."""
         try:
             self._has_planted = True
             is_planted = plant(self.scheduler, order.tokens)
@@ -422,7 +432,7 @@ class Rehearsal:
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                # Before the engine pads the ranks to the longest batch.
+                # Read the sizes now, before the engine pads the ranks to the longest batch.
                 facts = batch_facts(batch) if self._driver is not None else None
             except Exception as error:
                 facts = None
@@ -456,11 +466,11 @@ class Rehearsal:
             self.fail(one_line_error(error))
 
     def _fits(self, estimate: Estimate) -> bool:
-        """Return whether a forward pass has memory.
+        """Return whether there is memory for a forward pass of the estimated size.
 
-        The estimate counts tensors, as if the allocator could use all of its memory for them.
+        The estimate counts only tensors, as if the allocator could use all of its memory for them.
         """
-        self._read_memory()  # the last forward pass was sampled behind its reading
+        self._read_memory()  # the last reading was before the last forward pass's sampling
         taken = self._phases.get(estimate.name) or self._peaks.get(estimate.name)
         if taken is None:
             return True
@@ -477,15 +487,15 @@ class Rehearsal:
         if must:
             self._stopped, self._expected = True, min(self._expected, left)
             return False
-        # The allocator reserves a larger decode anew if its free blocks are too small. So count the memory that it has
-        # reserved since the first decode of more requests, not the tensors.
+        # If its free blocks are too small, the allocator reserves new memory for a larger decode. So count the memory
+        # that it has reserved since the first decode of more requests than the user asked for, not the tensors.
         assert self._reserved_by_others is not None
         cost = self._peak_reserved - self._reserved_by_others + taken_next - taken
-        # The margin must stay free, too: more requests never make the KV cache smaller than the engine's own.
+        # The margin must stay free, too, so that more requests never make the KV cache smaller than the engine's own.
         return cost <= self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
 
     def _slack(self) -> int:
-        """Return the bytes that the allocator keeps beyond the largest sum of tensors."""
+        """Return the bytes that PyTorch's allocator keeps in addition to the largest sum of tensors."""
         return max(0, self._peak_reserved - self._first.reserved - (self._peak - self._first.allocated))
 
     @property
@@ -494,13 +504,13 @@ class Rehearsal:
         return bool(self._undo)
 
     def fail(self, problem: str) -> None:
-        """End the rehearsal early, with a reason instead of a result."""
+        """End the rehearsal early, with ``problem`` as the reason why the need is not known."""
         self._failure = self._failure or problem
         if self._driver is not None:
             self._driver.end()
 
     def poll(self) -> list[Any]:
-        """Return the broadcast that the scheduler reads now in place of users' requests."""
+        """Return the broadcasts that the scheduler reads in this turn in place of users' requests, at most one."""
         if self._driver is None:
             return []
         idle = is_idle(self.scheduler)
@@ -512,7 +522,7 @@ class Rehearsal:
             self.fail(one_line_error(error))
             self._driver.is_over, requests = True, self._driver.abort_all()
         is_abandoned = self._seconds_to_deadline() + self._abandon_after_s < 0
-        if is_abandoned and self._has_planted:  # no user's prompt may find a prefix that was not computed
+        if is_abandoned and self._has_planted:  # no user's prompt may find a planted prefix
             is_abandoned, requests = False, requests or ([] if idle else self._driver.abort_all())
         if self._is_flushing or (not is_abandoned and (requests or not self._driver.is_over or not idle)):
             return [Broadcast(tuple(requests))] if requests else []
@@ -520,10 +530,10 @@ class Rehearsal:
         return [Broadcast((make_flush(),))]
 
     def _is_stuck(self) -> bool:
-        """Return whether the scheduler admits none of its waiting requests: no request runs that could free slots.
+        """Return whether the scheduler has waiting requests, and runs no request that could free slots for them.
 
-        The engine admits a request if enough slots are free, or become free when the prefix of the request is in use.
-        It does not say that it will never admit a request.
+        The engine admits a request if enough KV cache slots are free, or can be freed while the request's own prefix is
+        in use. It does not report that it will never admit a request.
         """
         if time.monotonic() - self._last_forward < STUCK_AFTER_S:
             return False
@@ -534,7 +544,7 @@ class Rehearsal:
         return bool(scheduler.waiting_queue) and not runs
 
     def _swallow(self, output: Any, recv_obj: Any = None) -> None:
-        """Stand in for ``send_output``: record an answer, and send nothing."""
+        """Stand in for the sockets' ``send_output``: record an answer, and send nothing."""
         kind = type(output).__name__
         if kind == "FlushCacheReqOutput":
             self._finish(bool(output.success))
@@ -559,7 +569,7 @@ class Rehearsal:
     def _measured(self, flushed: bool) -> Measured:
         driver, reserved = self._driver, self._peak_reserved - self._first.reserved
         return Measured(
-            # Memory that other processes have freed in the meantime does not count.
+            # Memory that other processes have freed in the meantime is not counted as free.
             lowest=min(self._lowest, self._first.free - max(0, reserved)),
             expected=self._expected,
             free=self._first.free,
