@@ -1,8 +1,13 @@
-"""Free memory and requests of a server whose KV cache was sized, while it serves.
+"""Watch over free memory, and limit of requests, while a server whose KV cache was sized serves.
 
-If free memory runs short, the server gives back the tail of the KV cache. It loses capacity then, and goes on. A
-running request is never touched: the engine stops handing out free slots of the tail, slots that requests free stay out
-of use, and memory is unmapped as soon as nobody holds a slot in it.
+If free memory runs short, the server frees the *tail* of the KV cache: its slots after a smaller size, the *goal*. The
+server then has a smaller KV cache and goes on. A running request is never touched. The free slots of the tail are
+*withdrawn*, so that the engine does not use them. Slots that requests free later are withdrawn, too. Memory is unmapped
+as soon as no request or prefix holds a slot in it.
+
+A *turn* is one iteration of the scheduler's event loop. An *order* is a message of rank 0, which all ranks carry out in
+the same turn. The *margin* is the memory that should stay free on each GPU. The *floor* is the size below which the KV
+cache does not shrink.
 """
 
 from __future__ import annotations
@@ -25,19 +30,21 @@ from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, mega
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
-"""Seconds between two readings of free memory. A reading sees the memory of earlier forward passes, because the
-allocator keeps it."""
+"""Seconds between two readings of free memory. PyTorch's allocator keeps the memory of forward passes, so a reading
+also counts the forward passes before it."""
 SHORT_REPORT, HELD_REPORT = "memory is short", "only prefixes hold what is to be given back"
-"""Reports of a rank to rank 0, on the board. Their topics count the orders of each kind, so old reports are ignored."""
+"""Flags that a rank raises on the board (:class:`.ranks.Board`) to report to rank 0. Each name ends with the number of
+orders before it, so rank 0 ignores old reports."""
 FREE_LISTS = ("free_pages", "release_pages")
-"""Attributes of an allocator: tensors with the numbers of free pages. From 0.5.21 on ``staged_pages`` lists more."""
+"""Attributes of the engine's allocator, each a tensor with the numbers of free pages. From 0.5.21 on ``staged_pages``
+is a list of further such tensors."""
 
 
 @dataclass(frozen=True)
 class Retire(Order):
-    """Order to give back the tail of the KV cache.
+    """Order to free the tail of the KV cache.
 
-    :param tokens: tokens that are left.
+    :param tokens: tokens of the KV cache that remain.
     """
 
     tokens: int
@@ -45,18 +52,19 @@ class Retire(Order):
 
 @dataclass(frozen=True)
 class EvictPrefixes(Order):
-    """Order to free slots of the tail that only prefixes hold.
+    """Order to free the slots of the tail that only cached prefixes hold.
 
-    An idle rank flushes its prefix cache. A busy rank evicts as many tokens as the tail still holds, the least recently
-    used first.
+    An idle rank flushes its prefix cache. A busy rank evicts as many tokens as are still held in the tail, beginning
+    with the least recently used prefixes.
     """
 
 
 class FreeMemory:
-    """Free memory of one rank.
+    """Free memory of one rank's GPU, read at intervals.
 
-    :param read: returns the memory now.
+    :param read: function that returns the memory now.
     :param margin: bytes that must stay free.
+    :param clock: function that returns the time in seconds.
     """
 
     def __init__(self, read: Callable[[], Memory], margin: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,7 +73,7 @@ class FreeMemory:
         self._next = clock()
 
     def is_due(self) -> bool:
-        """Return whether the next reading is due. This reads the clock alone."""
+        """Return whether the next reading of free memory is due. This reads only the clock."""
         now = self._clock()
         if now < self._next:
             return False
@@ -73,9 +81,9 @@ class FreeMemory:
         return True
 
     def measure_shortage(self) -> int:
-        """Read the free memory.
+        """Read the free memory, and return how many bytes are missing until the whole margin is free.
 
-        :returns: bytes that are missing until the margin is free again. 0: at least half of the margin is free.
+        :returns: 0 if at least half of the margin is free.
         """
         free = self._read().free
         self.lowest = min(self.lowest, free)
@@ -97,7 +105,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     GIVEN_BACK: ("Bytes of the KV cache that were given back while serving.", ()),
     STATE: ("1 for the state of the KV cache, with the reason if it was not measured.", ("state", "reason")),
 }
-"""Help text of each metric, and its labels beside the rank's, by the metric's name."""
+"""Help text of each metric, and its labels in addition to ``gpu`` and ``rank``, by the metric's name."""
 
 
 class Metrics:
@@ -119,7 +127,7 @@ class Metrics:
 
             self._labels = {"gpu": str(gpu), "rank": str(get_world_group().rank_in_group)}
             for name, (text, labels) in GAUGES.items():
-                # If several processes set a metric of one rank, the latest value counts.
+                # "mostrecent": if several processes set a metric of one rank, the latest value counts.
                 names = (*self._labels, *labels)
                 self._gauges[name] = Gauge(name, text, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
@@ -127,9 +135,10 @@ class Metrics:
             self._gauges = {}
 
     def show(self, name: str, value: float, **labels: str) -> None:
-        """Set a metric.
+        """Set a metric to a value.
 
-        :param name: one of :data:`GAUGES`; ``labels`` are its own.
+        :param name: name of the metric, a key of :data:`GAUGES`.
+        :param labels: values of the metric's own labels.
         """
         if name in self._gauges:
             self._gauges[name].labels(**self._labels, **labels).set(value)
@@ -139,15 +148,16 @@ class Metrics:
 
 
 class Serving:
-    """Watch over one rank's free memory, from its first request on.
+    """Watch over one rank's free memory, from the first user's request on.
 
-    Rank 0 orders all ranks to the same size, the goal. Each rank keeps room for its own longest request until this has
-    ended. With data-parallel attention another rank may have a longer request than rank 0.
+    Rank 0 orders all ranks to shrink their KV cache to the same size, the goal. Each rank keeps room for its own
+    longest request until this request has ended. With data-parallel attention another rank may have a longer request
+    than rank 0.
 
     :param board: board on which ranks report to rank 0.
-    :param shown: the rank's metrics.
+    :param shown: metrics of the rank.
     :param leads: whether this is rank 0.
-    :param beside: tokens of the KV cache that a request takes beside its own.
+    :param beside: tokens of the KV cache that a request takes in addition to its prompt and its new tokens.
     """
 
     def __init__(
@@ -164,7 +174,7 @@ class Serving:
     ) -> None:
         self._scheduler, self._pools, self._memory = scheduler, pools, memory
         self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
-        # The engine admits a request only if more tokens are free than the request may take. Else it waits for ever.
+        # The engine admits a request only if more tokens are free than it may take. Else the request waits for ever.
         self._extra_tokens_per_request = beside + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
@@ -174,13 +184,13 @@ class Serving:
         shown.show(GIVEN_BACK, 0)
 
     def look(self) -> None:
-        """Withdraw slots, and read the free memory if it is due. The event loop calls this in every turn."""
+        """Withdraw slots, and read the free memory if a reading is due. The event loop calls this in every turn."""
         is_due = self._memory.is_due()
         if is_due or self._is_shrinking:
             self._run_steps(is_due)
 
     def _run_steps(self, is_due: bool) -> None:
-        # Ranks withdraw slots in step. So a rank goes on withdrawing if it cannot read its free memory.
+        # All ranks must withdraw slots in step. So a rank goes on withdrawing even if it cannot read its free memory.
         steps = ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched"))
         for step, failure in steps if is_due else steps[:1]:
             if failure in self._failures:
@@ -196,7 +206,7 @@ class Serving:
         shortage = self._memory.measure_shortage()
         self._shown.show(LOWEST_FREE, self._memory.lowest)
         prefixes_hold_tail = False
-        if self._goal < self._pools.counts.tokens:  # slots of the last order are still held
+        if self._goal < self._pools.counts.tokens:  # slots that the last order frees are still held
             shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(self._scheduler)
         short_report = f"{SHORT_REPORT} {self._retire_orders}"
         held_report = f"{HELD_REPORT} {self._retire_orders} {self._evict_orders}"
@@ -210,7 +220,8 @@ class Serving:
             self._orders.send(EvictPrefixes())
         another_is_short = self._board.is_raised(short_report)
         if not self._order_is_pending and (shortage or another_is_short):
-            # A report has no number. With half of the margin more, the other rank is not short any more.
+            # A report does not say how many bytes are missing. With half of the margin more, that rank is no longer
+            # short.
             missing_bytes = max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))
             self._send_goal(missing_bytes, repeat=another_is_short)
 
@@ -223,7 +234,8 @@ class Serving:
         """
         behind_goal = self._pools.bytes_behind(self._pools.counts_for(self._goal))
         within = self._pools.tokens_within(behind_goal - missing_bytes)
-        # The longest request of rank 0 counts for all stages of a pipeline. They learn later that it has ended.
+        # Later stages of a pipeline learn later that a request has ended. So the longest request of rank 0 counts for
+        # all stages.
         least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))
         wanted = self._whole_pages(max(within, least))
         frees = self._pools.bytes_behind(wanted) < behind_goal
@@ -239,9 +251,10 @@ class Serving:
             self._orders.send(Retire(wanted.tokens if frees else self._goal))
 
     def _longest_request(self) -> int:
-        """Return the tokens with which the longest request is admitted and ends, beside the tokens of sessions.
+        """Return the KV cache tokens with which the longest request can be admitted and can end.
 
-        A session keeps the tokens of its request when the request has ended.
+        The tokens of streaming sessions are included: a session keeps the tokens of its request after the request has
+        ended. 0: there is neither a request nor a session.
         """
         held, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
         for request in requests_of(self._scheduler):
@@ -254,17 +267,17 @@ class Serving:
         return needed + self._extra_tokens_per_request if needed else 0
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
-        """Return the token counts of whole pages with at least ``tokens``."""
+        """Return the token counts of ``tokens`` tokens, rounded up to whole pages."""
         return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:
-        """Obey an order of rank 0, between two turns.
+        """Carry out an order of rank 0, between two turns.
 
-        :param order: :class:`Retire` or :class:`EvictPrefixes`.
+        :param order: a :class:`Retire` or an :class:`EvictPrefixes`.
         """
         if isinstance(order, EvictPrefixes):
             self._evict_orders += 1
-            if self._retirement is None:  # another rank has slots to free
+            if self._retirement is None:  # another rank has slots to free, this rank has none
                 return
             if is_idle(self._scheduler):
                 self._scheduler.flush_cache()
@@ -276,13 +289,14 @@ class Serving:
             self._publish_size(self._retirement.usable_counts() if self._retirement is not None else self._pools.counts)
 
     def _publish_size(self, counts: TokenCounts) -> None:
-        """Set the engine's number of tokens. The engine then refuses requests that would not fit at the goal."""
+        """Set the engine's number of tokens. The engine then refuses requests that would not fit into the goal."""
         goal = self._pools.counts_for(self._goal)
         longest_request = (goal.full or goal.tokens) - self._extra_tokens_per_request
         token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Withdraw slots of the tail that were freed since the last turn, and unmap the memory behind them."""
+        """Withdraw the tail's slots that were freed since the last turn, and unmap memory that no slot needs any
+        more."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
             wanted = self._whole_pages(max(self._goal, self._longest_request()))
@@ -309,7 +323,7 @@ class Serving:
 
 
 def requests_of(scheduler: Any) -> Iterator[Any]:
-    """Yield the requests that run or wait on a scheduler. A request may come more than once."""
+    """Yield the requests that run or wait on a scheduler. A request may be yielded more than once."""
     yield from getattr(scheduler, "waiting_queue", None) or ()
     yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
     batches = [getattr(scheduler, name, None) for name in ("running_batch", "last_batch", "cur_batch")]
@@ -321,18 +335,18 @@ def requests_of(scheduler: Any) -> Iterator[Any]:
 
 
 def tokens_of(request: Any) -> int:
-    """Return the most tokens of the KV cache that a request takes, without those of whole pages and drafts.
+    """Return the most tokens of the KV cache that a request takes: its prompt and its new tokens.
 
-    The beams of a request share its prompt alone.
+    Rounding up to whole pages and the tokens of drafts are not counted. The beams of a request share only its prompt.
     """
     new = int(request.sampling_params.max_new_tokens or 0)
     return len(request.origin_input_ids) + new * beam_width(request)
 
 
 def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
-    """Return the tokens that each streaming session holds, by the session's name.
+    """Return the KV cache tokens that each streaming session holds, by the session's name.
 
-    The engine does not free them for another request. It does not free them if it retracts the session's request.
+    The engine frees these tokens neither for another request, nor when it retracts the session's request.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
@@ -340,21 +354,21 @@ def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
         records = prefixes.session_records()
     else:
         records = getattr(getattr(prefixes, "session", prefixes), "slots", None) or {}
-    # Up to 0.5.13 the session's record has the number itself.
+    # Up to 0.5.13 the number is an attribute of the session's record. Later it is an attribute of the record's `kv`.
     owners = {name: getattr(record, "kv", record) for name, record in records.items()}
     return {name: int(getattr(owner, "kv_allocated_len", 0) or 0) for name, owner in owners.items()}
 
 
 def whole_pages(tokens: Iterable[int], page: int) -> int:
-    """Return the sum of the numbers of tokens, each rounded up to whole pages."""
+    """Return the sum of several numbers of tokens, each rounded up to whole pages."""
     return sum(-(-number // page) * page for number in tokens)
 
 
 def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
-    """Return the tokens below which a KV cache does not shrink.
+    """Return the floor, the tokens below which a KV cache does not shrink.
 
-    They are two of the largest prefills of one request and the tokens of streaming sessions. Layers with a sliding
-    window keep one window, a prefill behind it, some pages, and the tokens of sessions.
+    The floor is the tokens of two of the largest prefills of one request, and of streaming sessions. Layers with a
+    sliding window keep the tokens of one window, of one prefill, of some pages, and of sessions.
     """
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
     held = whole_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
@@ -365,27 +379,27 @@ def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
 
 
 def spare_tokens(scheduler: Any) -> float:
-    """Return the free tokens that the prompt under way does not need.
+    """Return the spare tokens: free KV cache tokens that a partly computed prompt does not need.
 
-    The engine computes the next chunk of a prompt without asking whether there is room.
+    The engine computes the next chunk of such a prompt without checking whether there is room.
 
-    :returns: infinite if no prompt is under way.
+    :returns: infinite if no prompt is partly computed.
     """
     chunked = getattr(scheduler, "chunked_req", None)
     if chunked is None:
         return math.inf
     allocator = scheduler.token_to_kv_pool_allocator
-    if hasattr(allocator, "full_attn_allocator"):  # with this allocator the engine asks
+    if hasattr(allocator, "full_attn_allocator"):  # with this allocator the engine checks
         return math.inf
     try:
         evictable = scheduler.tree_cache.evictable_size()
-    except NotImplementedError:  # beside states of Mamba layers, which the cache counts apart
+    except NotImplementedError:  # a cache that counts the states of Mamba layers apart
         evictable = scheduler.tree_cache.full_evictable_size()
     available = int(allocator.available_size()) + int(evictable)
-    holders = (chunked, getattr(chunked, "kv", None))  # the second from 0.5.18 on
+    holders = (chunked, getattr(chunked, "kv", None))  # from 0.5.18 on `kv` has the number
     computed = max(int(getattr(holder, "kv_committed_len", 0) or 0) for holder in holders)
     left, page = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed, int(allocator.page_size)
-    if getattr(scheduler, "is_mixed_chunk", False):  # a chunk is computed with a token of each request that decodes
+    if getattr(scheduler, "is_mixed_chunk", False):  # a mixed chunk has one token of each decoding request
         rows = len(scheduler.running_batch.reqs)
         chunk = max(1, int(scheduler.chunked_prefill_size or 1) - rows)
         left += rows * (-(-left // chunk) + 1 + page)
@@ -393,7 +407,7 @@ def spare_tokens(scheduler: Any) -> float:
 
 
 def evict_prefixes(prefixes: Any, tokens: int) -> None:
-    """Evict ``tokens`` from the prefix cache. If the engine cannot, they stay.
+    """Evict ``tokens`` tokens from the prefix cache. If the engine raises an error, the prefixes stay.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
@@ -406,16 +420,21 @@ def evict_prefixes(prefixes: Any, tokens: int) -> None:
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
-# Only the allocator's ``clear`` is wrapped, because a flush frees every slot at once. Between two turns of the
-# scheduler, free slots of the tail are withdrawn from the allocator's free lists. The engine's number of tokens is the
-# number of slots before the tail and of slots of the tail that are still held. So the engine's own check, that free,
-# cached and running tokens add up, holds in every turn.
+# Between two turns of the scheduler, free slots of the tail are withdrawn: they are removed from the allocator's free
+# lists. The engine's number of tokens counts the slots before the tail, and the slots of the tail that are still held.
+# So the engine's own check, that free, cached and running tokens add up, holds in every turn. Of the allocator only
+# ``clear`` is patched, because a flush frees every slot at once.
 
 
 class _Tail:
-    """Tail of one part of the KV cache: the pages after ``kept``, up to ``size``.
+    """Tail of one kind of layers' KV cache: the pages after page ``kept``, up to page ``size``.
 
-    ``held`` says of each page whether a request or prefix holds it, or whether it is free and not withdrawn yet.
+    ``held`` has one boolean for each page of the tail. It is false once the page is withdrawn. It is true while a
+    request or a prefix holds the page, or the page is free and not withdrawn yet.
+
+    :param allocator: the allocator of these layers' slots.
+    :param size: tokens before the step.
+    :param wanted: tokens after the step.
     """
 
     def __init__(self, allocator: Any, size: int, wanted: int) -> None:
@@ -426,10 +445,10 @@ class _Tail:
         self.held = torch.ones(max(0, self.size - self.kept), dtype=torch.bool)
 
     def withdraw(self, spare: float) -> bool:
-        """Withdraw free pages of the tail from the free lists.
+        """Withdraw free pages of the tail from the allocator's free lists.
 
         :param spare: most tokens to withdraw.
-        :returns: whether any were withdrawn.
+        :returns: whether any pages were withdrawn.
         """
         before = int(self.held.sum())
 
@@ -446,7 +465,7 @@ class _Tail:
         return int(self.held.sum()) < before
 
     def _without_tail(self, pages: Any, most: float) -> Any:
-        """Return a list of free pages without those of the tail, of which at most ``most`` are withdrawn."""
+        """Return a list of free pages after withdrawing pages of the tail from it, at most ``most`` pages."""
         in_tail = pages > self.kept
         in_tail &= in_tail.cumsum(0) <= most
         withdrawn = pages[in_tail]
@@ -454,22 +473,22 @@ class _Tail:
         return pages[~in_tail] if len(withdrawn) else pages
 
     def count_usable(self) -> int:
-        """Return the tokens that the engine may use: those before the tail, and those of the tail that are held."""
+        """Return the tokens that the engine may use: those before the tail, and the held ones of the tail."""
         return (self.kept + int(self.held.sum())) * self.page
 
     def count_mapped(self) -> int:
-        """Return the tokens up to the last held page of the tail, or up to the tail if no page is held."""
+        """Return the tokens that need memory: those up to the last held page, or up to the tail if no page is held."""
         held = self.held.nonzero()
         return (self.kept + (int(held[-1]) + 1 if len(held) else 0)) * self.page
 
 
 class Retirement:
-    """One step to a smaller KV cache. It ends when nobody holds a slot of the tail.
+    """One step to a smaller KV cache. The step ends when no request or prefix holds a slot of the tail.
 
     :param allocator: the scheduler's allocator.
     :param now: token counts before the step.
     :param wanted: token counts after the step.
-    :param publish: sets the engine's token counts. It is called whenever they change.
+    :param publish: function that sets the engine's token counts. It is called whenever they change.
     """
 
     def __init__(
@@ -484,33 +503,35 @@ class Retirement:
         self.is_done = self._was_flushed = False
 
     def advance(self, spare: float = math.inf) -> bool:
-        """Withdraw the free slots of the tail, between two turns of the scheduler and with no free group open.
+        """Withdraw the free slots of the tail, between two turns of the scheduler.
 
-        :param spare: most tokens to withdraw of each part.
+        It must not be called between the allocator's ``free_group_begin`` and ``free_group_end``.
+
+        :param spare: most tokens to withdraw from each kind of layers.
         :returns: whether fewer slots of the tail are held than before.
         """
         if self.is_done:
             return False
-        withdrawals = [tail.withdraw(spare) for tail in self._tails.values()]  # of every part: no generator
+        withdrawals = [tail.withdraw(spare) for tail in self._tails.values()]  # a list, so that every tail is withdrawn
         has_changed = any(withdrawals) or self._was_flushed
         self._was_flushed = False
         if has_changed:
             self._publish_counts()
         if not any(bool(tail.held.any()) for tail in self._tails.values()):
             self.is_done = True
-            self._patcher.undo()  # another plugin may have had a clear of its own there
+            self._patcher.undo()  # restores the `clear` of another plugin, too
         return has_changed
 
     def held_tokens(self) -> int:
-        """Return the tokens of the tail that are still held, of the part with the most."""
+        """Return the tokens of the tail that are still held; the larger number, if there are two kinds of layers."""
         return max(int(tail.held.sum()) * tail.page for tail in self._tails.values())
 
     def usable_counts(self) -> TokenCounts:
-        """Return the token counts that the engine must have now."""
+        """Return the token counts that the engine may use now."""
         return self._counts(_Tail.count_usable)
 
     def mapped_counts(self) -> TokenCounts:
-        """Return the token counts up to the last usable slot. Memory behind this slot can be unmapped."""
+        """Return the token counts up to the last held slot. The memory of all later slots can be unmapped."""
         return self._counts(_Tail.count_mapped)
 
     def _counts(self, count: Callable[[_Tail], int]) -> TokenCounts:
@@ -523,7 +544,8 @@ class Retirement:
         self._publish(self.usable_counts())
 
     def _clear_all(self) -> None:
-        """Clear the allocator in a flush. No slot is held then, and only the slots before the tail become free."""
+        """Stand in for the allocator's ``clear`` in a flush: no slot is held, and only slots before the tail become
+        free."""
         for tail in self._tails.values():
             tail.held[:] = False
         set_allocator_size(self._allocator, self._wanted)
@@ -533,15 +555,15 @@ class Retirement:
 
 
 # --- The limit of requests --------------------------------------------------------------------------------------------
-# The engine's default admits thousands of requests. Sampling may allocate eighteen numbers for each request and each
-# token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server ends with an out-of-memory error
-# then. The rehearsal runs such sampling with as many requests as the largest decode graph has. A batch is not larger
-# while one of its requests, or one that waits, asks for such sampling. Of other requests as many run as need no more
-# memory than the other forward passes.
+# By default the engine admits thousands of requests. Sampling with penalties may allocate eighteen numbers for each
+# request and each token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server then ends with
+# an out-of-memory error. The rehearsal runs such sampling with as many requests as the largest decode graph has. A
+# batch gets no more requests than that while a request of the batch, or a waiting request, asks for such sampling.
+# Without such requests, a batch has as many requests as need no more memory than the other forward passes.
 
 
 def is_penalized(request: Any) -> bool:
-    """Return whether a request needs numbers for every token of the vocabulary, for its whole batch.
+    """Return whether a request is penalized: its sampling allocates numbers for the whole batch and vocabulary.
 
     :param request: the engine's ``Req``.
     """
@@ -560,15 +582,15 @@ def is_penalized(request: Any) -> bool:
 
 
 def beam_width(request: Any) -> int:
-    """Return the rows that a request takes in a batch that decodes; 0.5.23 has beam search."""
+    """Return the rows that a request takes in a decode batch: one, or its beams (0.5.23 has beam search)."""
     group = getattr(request, "beam_group", None)
     return 1 if group is None else int(group.beam_width)
 
 
 def batch_is_penalized(batch: Any) -> bool:
-    """Return whether the engine has such numbers for a batch of requests.
+    """Return whether a batch is penalized: its sampling allocates numbers for every request and every token.
 
-    The engine keeps a logit bias and the numbers of ``min_p`` until the batch is empty, also when the request that
+    The engine keeps the tensors of a logit bias and of ``min_p`` until the batch is empty, even if the request that
     asked for them has ended. This function reads the batch's own attributes, so that its time does not depend on the
     number of requests.
 
@@ -589,41 +611,43 @@ def batch_is_penalized(batch: Any) -> bool:
 class RequestLimit:
     """Limit of the requests in a batch, derived anew in each turn of the event loop.
 
-    The limit depends on the requests that wait and on the running batch alone. They are the same on all ranks, so all
+    The limit depends only on the waiting requests and on the running batch. They are the same on all ranks, so all
     ranks admit the same requests.
 
-    :param scheduler: the engine's.
-    :param requests: largest number of requests in a batch.
-    :param penalized: largest number while the running batch, or a request that waits, is penalized.
+    :param scheduler: the engine's scheduler.
+    :param requests: most requests in a batch.
+    :param penalized: most requests in a batch while the batch, or a waiting request, is penalized.
     """
 
     def __init__(self, scheduler: Any, requests: int, penalized: int) -> None:
         self._scheduler, self._requests, self._penalized = scheduler, requests, penalized
         self._beams = getattr(scheduler, "beam_coordinator", None)
         self._penalized_queue: deque[Any] = deque()
-        """Penalized requests in the order of their arrival. Requests that wait no more leave it at its front."""
+        """Penalized requests that wait, in the order of their arrival. Those at the front that no longer wait are
+        removed."""
         self.batch: Any = None
         """The running batch, into which the engine merges the requests that it admits in this turn."""
         self.rows: int | None = None
-        """Rows that the batch may have beside running beams; ``None``: not derived in this turn."""
+        """Most rows of the batch. Of the rows of running beams, all but one a request are subtracted already. ``None``:
+        the number is not derived in this turn yet."""
         self.widest = 1
-        """Rows of the widest request that may join."""
+        """Rows of the widest request that may join the batch: 1, or its beams."""
 
     def add(self, request: Any) -> None:
-        """Notice a request that begins to wait."""
+        """Record a request that begins to wait."""
         if is_penalized(request):
             self._penalized_queue.append(request)
             self.rows = None
 
     def derive(self) -> int:
-        """Set ``rows`` and ``widest`` from the requests of this turn.
+        """Derive ``rows`` and ``widest`` from the waiting and running requests of this turn.
 
         :returns: ``rows``.
         """
         scheduler, penalized = self._scheduler, self._penalized_queue
         while penalized and penalized[0] not in scheduler.waiting_queue:
             penalized.popleft()
-        chunked = scheduler.chunked_req  # neither waits nor runs between two of its chunks
+        chunked = scheduler.chunked_req  # between two chunks, this request neither waits nor runs
         self.widest = 1
         if self._beams is not None and self._beams._num_live_groups:
             self.rows = self._derive_with_beams()
@@ -634,10 +658,10 @@ class RequestLimit:
         return self.rows
 
     def _derive_with_beams(self) -> int:
-        """Derive the limit with each beam as a penalized request.
+        """Return the limit if requests have beams. Each beam counts as a penalized request.
 
-        An empty batch admits a request with more beams than the limit. Else this request and all behind it would wait
-        for ever.
+        An empty batch admits a request that has more beams than the limit. Else this request and all requests after it
+        would wait for ever.
         """
         scheduler, running = self._scheduler, self.batch.reqs
         joining = [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
@@ -657,11 +681,11 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
         limit.add(req)
         return queue(req, *args, **kwargs)
 
-    # Both functions run in every turn that admits requests. So they call as little as possible.
+    # Both of the following functions run in every turn that admits requests. So they call as little as possible.
 
     @functools.wraps(get_batch)
     def get_new_batch_prefill(*args: Any, **kwargs: Any) -> Any:
-        # Releases after 0.5.13 hand the running batch over.
+        # Releases after 0.5.13 pass the running batch as an argument.
         limit.batch = args[0] if args else kwargs.get("running_batch") or scheduler.running_batch
         limit.rows = None
         return get_batch(*args, **kwargs)
