@@ -52,8 +52,8 @@ KV_MARGIN = Variable(
     _margin,
     "2000",
 )
-"""Memory that stays free on each GPU. The default follows from fourteen servers on H100s and H200s: between two kinds
-of load, the need of a server differed by up to 1,180 MB, and once by 2 GB.
+"""Memory that stays free on each GPU. The default follows from fourteen servers on H100s and H200s. The need of a
+server differed between two kinds of load by up to 1,180 MB, and once by 2 GB.
 
 To change the default, change these places, too:
 
@@ -131,7 +131,7 @@ _REGISTERED = "the memory of the KV cache is registered elsewhere, or comes from
 _APART = "ranks do not receive rank 0's requests, or do not exchange batch information"
 _SPECULATION, _ATTENTION = "with speculation", "with data-parallel attention"
 
-# What a new argument must be looked at for: docs/development/new-argument.md.
+# Before you add an argument of a new release, read docs/development/new-argument.md.
 UNSIZED: tuple[UnsizedKind, ...] = (
     UnsizedKind("--is-embedding", _NOT_REHEARSED),
     UnsizedKind("--encoder-only", _NOT_REHEARSED),

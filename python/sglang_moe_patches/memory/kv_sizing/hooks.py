@@ -1,4 +1,11 @@
-"""The start of a server, in its order: reserve addresses, rehearse, resize the KV cache, serve."""
+"""The start of a server in four steps: reserve addresses, rehearse, resize the KV cache, serve.
+
+A *rehearsal* runs the server's largest forward passes before the first user's request, and measures their memory. One
+run of the rehearsal is a *pass*; its parts are *phases*. The *need* is the memory that forward passes, CUDA graphs and
+buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. A *turn* is one iteration
+of the scheduler's event loop. An *order* is a message of rank 0 that all ranks carry out in the same turn. A
+*collective* function must be called by all ranks at the same point, else they wait for one another.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +34,16 @@ from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, m
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 IDLE_SLEEP_S = 0.001
-"""Seconds of an idle turn of the scheduler during a rehearsal, with ``--sleep-on-idle``."""
+"""Seconds that the scheduler sleeps in an idle turn during a rehearsal, with ``--sleep-on-idle``."""
 EXCEPTION_WAIT_S = 30.0
-"""Seconds in which all ranks must fail, if one rank's rehearsed forward pass fails; else the server ends."""
+"""Seconds that a rank waits for the other ranks if its rehearsed forward pass fails. If they do not all fail in this
+time, the server ends."""
 
 
 def probe() -> Install:
-    """Find the engine's functions that make pools and that begin to serve.
+    """Find the engine's functions that make the KV cache and that run the event loop, and check them.
+
+    :returns: the function that patches them.
 
     :raises engine.Unsupported: the engine is not as expected.
     """
@@ -67,10 +77,11 @@ def probe() -> Install:
 
 
 class ShortSleeper:
-    """Sleeper of ``--sleep-on-idle`` during a rehearsal.
+    """Stand-in for the engine's sleeper of ``--sleep-on-idle`` during a rehearsal.
 
-    In each idle turn the engine's own sleeper waits up to a second for a user's request, but no request is read before
-    the server serves. Without any sleep the ranks of a server would keep all processors busy.
+    In each idle turn the engine's sleeper waits up to a second for a user's request. This would slow the rehearsal
+    down, because no user's request is read before the server serves. Without any sleep the ranks of a server would keep
+    all processors busy.
     """
 
     def maybe_sleep(self) -> None:
@@ -79,56 +90,58 @@ class ShortSleeper:
 
 
 class ServerStart:
-    """A start of one scheduler process, from the decision on its pools until it serves.
+    """Start of one scheduler process, from the decision on its KV cache size until it serves.
 
-    Methods that stand in for a function of the engine receive the original function first.
+    Methods that stand in for a function of the engine receive the original function as the first argument.
     """
 
     pools: ElasticPools
-    """The pools of this rank, if they are ``reserved``."""
+    """KV buffers of this rank. The attribute exists only if ``reserved`` is true."""
     scheduler: Any
     board: ranks.Board
     _limits: phases.Limits
-    """Limits of the rehearsal that began last."""
+    """Limits of the forward passes in the rehearsal that began last."""
 
     def __init__(self) -> None:
         self.leads, self.gpu, self.fraction_is_given = False, 0, False
         self.margin = eligibility.KV_MARGIN.read()
         self.reason = "its pools have not been made"
-        """Reason why the engine's rule sizes this server; "" if it is measured."""
+        """Reason why this server keeps the KV cache size of the engine's rule. "": it is measured."""
         self.launch = LaunchMemory()
         self.reserved = False
-        """Whether addresses are reserved, which is the same on all ranks."""
+        """Whether addresses are reserved for a larger KV cache. The value is the same on all ranks."""
         self.bytes_per_token, self._raised_tokens = 0.0, 0
         self.max_tokens = 0
         """``--max-total-tokens``; 0: not given."""
         self.needs: list[RankNeed] = []
-        """Needs of all ranks in the last rehearsal."""
-        self._init_info: Any = self  # no pipe sends this object
+        """Needs that all ranks published after the last rehearsal."""
+        self._init_info: Any = self  # an object that no pipe sends
         self._releases: list[Callable[[], None]] = []
-        """Calls that release the launcher's pipe."""
+        """Functions to call when the server serves. They send the held message to the launcher, and undo the pipe's
+        patch."""
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass = self._fewer_requests = self._exceptions = 0
         self._has_started_over = self._limits_penalized = False
         self._sleeper = Patcher()
-        """Shortens the sleep of ``--sleep-on-idle`` until the server serves."""
-        # Maxima over all passes since the start began, or started over: a later pass runs only the phases that have
-        # become larger. A phase that did not run (`Measured.expected`) runs in the next pass.
+        """Patch that shortens the sleep of ``--sleep-on-idle`` until the server serves."""
+        # The following numbers are maxima over all passes since the start began, or since it started over. A later pass
+        # runs only the phases that have become larger. `Measured.expected`, of a phase that did not run, is left out,
+        # because this phase runs in the next pass.
         self._need = self._before = self._slack = self._graphs = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
     def log(self, message: str, *, warn: bool = False) -> None:
-        """Log on rank 0 alone."""
+        """Log a message, only on rank 0."""
         if self.leads:
             (log.logger.warning if warn else log.logger.info)("%s", log.format_line("kv-sizing", message))
 
     # --- 1. Reserve ----------------------------------------------------------------------------------------------
 
     def reserve(self, original: Callable[..., Any], maker: Any, pre_model_load_memory: float) -> Any:
-        """Let the engine decide on its pools, and reserve addresses for more tokens.
+        """Let the engine decide on its KV cache size, and reserve addresses for more tokens.
 
-        :param maker: the engine's model runner, or from 0.5.16 on its configurator of KV caches.
+        :param maker: the engine's ``ModelRunner``, or from 0.5.16 on its ``KVCacheConfigurator``.
         """
         if maker.is_draft_worker or self.reserved:
             return original(maker, pre_model_load_memory)
@@ -154,9 +167,9 @@ class ServerStart:
         return config
 
     def _gather(self, maker: Any, before_gib: float) -> list[LaunchMemory]:
-        """Gather the launch memory of all ranks, and set the reason if this server is not measured.
+        """Gather the launch memory of all ranks, and set ``reason`` if this server is not measured.
 
-        Collective: every rank calls it, also if a given fraction is left alone.
+        Collective: every rank must call it, even if the server keeps a given ``--mem-fraction-static``.
         """
         arguments = eligibility.arguments_of(maker.server_args)
         self.leads, self.gpu = ranks.is_rank_0(), int(maker.gpu_id)
@@ -173,16 +186,16 @@ class ServerStart:
         self.reason = next((launch.failure for launch in launches if launch.failure), "")
         if not self.reason and self.fraction_is_given:
             self.reason = eligibility.given_reason(eligibility.KV_SIZING.read())
-        # The engine divides by the free memory of the rank with the least.
+        # The engine's fraction is of the free memory before the weights, on the rank with the least.
         before = min((launch.free_before_load for launch in launches if not launch.failure), default=0)
         self.launch = replace(self.launch, free_before_load=before)
         return [replace(launch, free_before_load=before) for launch in launches]
 
     def _reserve(self, maker: Any, config: Any, raised: float) -> None:
-        """Decide on the number of tokens that get addresses. Collective.
+        """Decide for how many tokens addresses are reserved. Collective.
 
-        :param config: the engine's ``MemoryPoolConfig``.
-        :param raised: difference between the fraction in force and the engine's own.
+        :param config: the engine's ``MemoryPoolConfig``, with the token counts of its own rule.
+        :param raised: difference between the fraction in force and the engine's own, or the given one.
         """
         first = _counts_of(config)
         top, problem = first, ""
@@ -211,7 +224,7 @@ class ServerStart:
         self._hold_pipe()
 
     def make_pools(self, original: Callable[..., Any], maker: Any, **arguments: Any) -> Any:
-        """Let the engine make its pools, over reserved addresses if this server is measured."""
+        """Let the engine make its KV cache. If this server is measured, the KV cache is over reserved addresses."""
         if not self.reserved or self.reason:
             return original(maker, **arguments)
         pools = self.pools
@@ -231,15 +244,16 @@ class ServerStart:
     # --- 2. Rehearse ---------------------------------------------------------------------------------------------
 
     def remember_init_info(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Remember the message to the launcher, which waits until the number of tokens is known."""
+        """Remember the scheduler's message to the launcher. It is sent when the final number of tokens is known."""
         self._init_info = original(scheduler)
         return self._init_info
 
     def _hold_pipe(self) -> None:
-        """Hold back the result of ``get_init_info`` from the launcher until :meth:`_release_init_info`.
+        """Hold back the scheduler's message to the launcher until :meth:`_release_init_info` is called.
 
-        ``pipe.send(scheduler.get_init_info())`` looks up ``send`` before it calls ``get_init_info``, so ``send`` is
-        wrapped before that.
+        The message is the result of ``get_init_info``, and contains the number of tokens. In the engine's
+        ``pipe.send(scheduler.get_init_info())`` Python looks up ``send`` before it calls ``get_init_info``. So ``send``
+        is patched before that.
         """
         from multiprocessing.connection import Connection
 
@@ -263,7 +277,7 @@ class ServerStart:
             self._releases.pop()()
 
     def run(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the event loop. Its first turns are the rehearsal, before users' requests are read."""
+        """Run the event loop. Its first turns are the rehearsal; users' requests are read afterwards."""
         self._begin(scheduler)
         while True:
             try:
@@ -275,16 +289,16 @@ class ServerStart:
                 log.logger.warning(
                     log.format_line("kv-sizing", "a rehearsed forward pass failed: %s"), error, exc_info=True
                 )
-            # Outside of the except clause, whose exception keeps the tensors of its frames.
+            # Do this outside of the except clause, because its exception keeps the tensors of the failed frames alive.
             rehearsal.drop_requests(scheduler)
             assert self._rehearsal is not None
             self._rehearsal.fail(problem)
 
     def _outlives_exception(self) -> bool:
-        """Return whether all ranks have left their event loops by an exception of a rehearsed forward pass.
+        """Return whether the server can go on after an exception: a rehearsed forward pass has failed on all ranks.
 
-        A rank that failed alone cannot go on: the other ranks wait for it in a collective. Stages of a pipeline run
-        different forward passes, so one stage fails alone.
+        A rank that failed alone cannot go on, because the other ranks wait for it in a collective. Stages of a pipeline
+        run different forward passes, so a stage always fails alone.
         """
         if self._rehearsal is None or not self._rehearsal.is_running or self._limits.stages > 1:
             return False
@@ -298,7 +312,7 @@ class ServerStart:
             return False
 
     def _begin(self, scheduler: Any) -> None:
-        """Begin the start, or let the scheduler serve as the engine sized it. Collective if addresses are reserved."""
+        """Begin the start, or let the scheduler serve with the engine's KV cache size. Collective if ``reserved``."""
         self.scheduler = scheduler
         arguments = eligibility.arguments_of(scheduler.server_args)
         self.metrics = serving.Metrics(arguments, self.gpu)
@@ -314,7 +328,7 @@ class ServerStart:
                 self._begin_rehearsal(phases.derive_phases)
             except Exception as error:
                 problem = str(error) if isinstance(error, RuntimeError) else one_line_error(error)
-        if self.reserved:  # else a rank that failed would leave the other ranks waiting
+        if self.reserved:  # tell all ranks of a failure, because they would wait for the failed rank
             problem = next(filter(None, ranks.all_gather(problem, str)), "")
         if not problem:
             limit_s = rehearsal.timeout_s()
@@ -332,7 +346,10 @@ class ServerStart:
         self._release_init_info()
 
     def start_up(self) -> ranks.Start:
-        """Measure, resize, serve. All ranks resume in the same turns, and decide alike from the same values."""
+        """Steps of the start: measure, resize, serve. At each ``yield``, all ranks resume in the same turn.
+
+        All ranks get the same values from an exchange, so they make the same decisions.
+        """
         failure = ""
         while True:
             assert self._rehearsal is not None
@@ -364,7 +381,7 @@ class ServerStart:
         self._serve()
 
     def obey(self, order: ranks.Order) -> None:
-        """Carry out an order of rank 0. Called between two turns; in a rehearsal nothing runs then."""
+        """Carry out an order of rank 0. This is called between two turns. In a rehearsal, no request runs then."""
         if self._serving is not None:
             self._serving.obey(order)
         elif isinstance(order, ranks.Resume):
@@ -393,7 +410,7 @@ class ServerStart:
         self._limits = self._rehearsal.begin()
 
     def _begin_next(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> str:
-        """Begin another rehearsal. Return why this rank cannot; "" if it can."""
+        """Begin another rehearsal. Return the reason why this rank cannot; "": it has begun."""
         try:
             self._begin_rehearsal(derive)
         except Exception as error:
@@ -405,9 +422,9 @@ class ServerStart:
     # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
 
     def _need_from(self, measured: Measured | None) -> RankNeed:
-        """Return the value that this rank publishes after a rehearsal.
+        """Return the need of this rank, as the rank publishes it after a rehearsal.
 
-        :param measured: ``None`` if rank 0 did not wait for the end of this rank's rehearsal.
+        :param measured: result of this rank's rehearsal; ``None`` if rank 0 did not wait for its end.
         """
         measured = measured or Measured(failure="rank 0 did not wait for its rehearsal")
         try:
@@ -428,13 +445,14 @@ class ServerStart:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         for name, peak in measured.phases.items():
             self._phases[name] = max(self._phases.get(name, 0), peak)
-        # Request tables and states were allocated with the pools, too.
+        # Request tables and states were allocated together with the KV cache, and count neither as KV cache nor as
+        # need.
         beside_cache = rehearsal.server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
         mapped = self.pools.bytes_behind(self.pools.counts)
         without_forwards = self.launch.free - beside_cache - mapped
         if not measured.failure:
             self._need = max(self._need, without_forwards - measured.lowest)
-            # A later pass begins with memory that the allocator has kept since the first.
+            # Keep the first pass's number: a later pass begins with memory that the allocator has kept since then.
             self._before = self._before or without_forwards - measured.free
             self._slack, self._graphs = max(self._slack, measured.slack), measured.graphs
         lowest = min(without_forwards - self._need, measured.expected)
@@ -444,10 +462,11 @@ class ServerStart:
         return RankNeed(fits, int(without_forwards - lowest), measured.failure, measured.stopped)
 
     def _decide(self, needs: list[RankNeed | None]) -> tuple[int, str, bool]:
-        """Decide on the number of tokens.
+        """Decide on the number of tokens, from the needs of all ranks.
 
-        :param needs: of all ranks; ``None`` in the place of a rank that has published none.
-        :returns: the tokens; why they are not the tokens that fit, or ""; whether a rank's rehearsal ended early.
+        :param needs: needs of all ranks; ``None`` in the place of a rank that has published none.
+        :returns: three values: the tokens; the reason if they are not the tokens that fit, else ""; whether a rank's
+            rehearsal ended early.
         """
         now = self.pools.counts.tokens
         known = [need for need in needs if need is not None]
@@ -457,14 +476,16 @@ class ServerStart:
         most = min(self.pools.top.tokens, self.max_tokens or self.pools.top.tokens)
         tokens, reason = sizing.decide(known, now, most, serving.least_tokens(self.scheduler, self.pools))
         if any(need.failure for need in known):
-            tokens = min(tokens, self.pools.first.tokens)  # the need beside a larger cache is not known
+            tokens = min(tokens, self.pools.first.tokens)  # the need with a larger KV cache is not known
         return tokens, reason, any(need.stopped for need in known)
 
     def _requests_to_start_over(self, needs: list[RankNeed | None], is_smaller: bool, ended_early: bool) -> int | None:
-        """Return the number of requests with which the first rehearsal starts over; ``None``: it does not.
+        """Return the number of requests with which the first rehearsal starts over; ``None``: it does not start over.
 
-        It starts over if requests that nobody asked for would cost some of the engine's own KV tokens. 0: the number of
-        requests stays, and fewer of them are penalized.
+        By default the rehearsal tries more concurrent requests than the user asked for. If these would make the KV
+        cache smaller than the engine's own, the rehearsal starts over with fewer requests.
+
+        The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
         """
         rank_0 = needs[0]
         if self._pass > 1 or rank_0 is None or any(need is None or need.failure for need in needs):
@@ -474,7 +495,7 @@ class ServerStart:
         return 0 if is_smaller and rank_0.can_limit_penalized else None
 
     def _start_over(self, requests: int) -> str:
-        """Forget all measurements, and begin the first rehearsal again. Return why this rank cannot, or "".
+        """Forget all measurements, and begin the first rehearsal again. Return the reason if this rank cannot, or "".
 
         :param requests: as :meth:`_requests_to_start_over` returns it.
         """
@@ -489,7 +510,7 @@ class ServerStart:
         return self._begin_next(phases.derive_phases)
 
     def _try_to_map(self, tokens: int) -> str:
-        """Map memory for so many tokens. Return why this rank cannot, or ""."""
+        """Map memory for a number of tokens. Return the reason if this rank cannot, or ""."""
         try:
             self.pools.map(self.pools.counts_for(tokens))
         except Exception as error:
@@ -497,10 +518,10 @@ class ServerStart:
         return ""
 
     def _use(self, tokens: int) -> str:
-        """Set a number of tokens throughout the engine, and unmap the memory behind them.
+        """Set the KV cache size in all objects of the engine, and unmap the memory of all slots after it.
 
-        :returns: why the engine keeps a smaller number, or "". It is the same on every rank, as all ranks have objects
-            of the same kinds.
+        :returns: the reason why the engine keeps a smaller size, or "". The reason is the same on every rank, because
+            all ranks have objects of the same kinds.
         """
         counts, problem = self.pools.counts_for(tokens), ""
         try:
@@ -524,10 +545,10 @@ class ServerStart:
     def _derive_next_pass(
         self, missed: tuple[phases.PhaseKind, ...]
     ) -> Callable[[phases.Limits], list[phases.Phase]] | None:
-        """Return a function that derives the phases of another pass; ``None`` if no phase is left.
+        """Return a function that derives the phases of another pass. ``None``: no phase has to run again.
 
-        Phases that were ``missed`` run again, and so do phases that are larger with the new number of tokens. The
-        answer is the same on every rank.
+        Phases that were not reached (``missed``) run again. So do phases that are larger with the new KV cache size.
+        The answer is the same on every rank.
         """
         before, after = self._limits, rehearsal.limits_of(self.scheduler, self._fewer_requests)
         if self._limits_penalized:
@@ -537,10 +558,11 @@ class ServerStart:
         return lambda limits: phases.derive_second_pass(before, limits, missed)
 
     def _limit_requests(self, rank_0: RankNeed) -> None:
-        """Admit no more requests at once than were rehearsed, if the user has set no limit, or one that costs tokens.
+        """Let the server admit no more requests at once than were rehearsed.
 
-        A server that keeps the engine's size admits as many requests as the engine does, unless the rehearsal has
-        started over.
+        The limit applies if the user has set none. It also applies to penalized requests if memory for the user's limit
+        would make the KV cache smaller than the engine's own. If the KV cache keeps the engine's size, the server
+        admits as many requests as the engine does, unless the rehearsal has started over.
         """
         batch, penalized = rank_0.admitted
         if not batch or (self.pools.counts == self.pools.first and not self._has_started_over):
@@ -592,9 +614,9 @@ class ServerStart:
         )
 
     def _tokens_by_rule(self) -> int:
-        """Return the tokens that the given fraction, or the engine's own, leaves to the KV cache.
+        """Return the KV cache size of a stock server: by the given fraction, or by the engine's own.
 
-        With a raised fraction the KV cache begins with more.
+        If the rehearsal began with a larger fraction, the KV cache began with more tokens than this.
         """
         return max(0, self.pools.first.tokens - self._raised_tokens)
 
@@ -609,7 +631,7 @@ class ServerStart:
     # --- 4. Serve ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Let the scheduler read users' requests, and watch free memory in its turns."""
+        """Let the scheduler read users' requests, and watch free memory in each turn from now on."""
         self.orders.read_instead = None
         self._sleeper.undo()
         try:
@@ -626,7 +648,7 @@ class ServerStart:
 
 
 _POOLS = ("req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator")
-"""Attributes of a model runner, up to 0.5.15, that hold the pools."""
+"""Attributes of a ``ModelRunner``, up to 0.5.15: its request table, its KV cache and its allocator."""
 
 
 def _parts(maker: Any, built: Any) -> tuple[Any, Any, Any]:
@@ -636,22 +658,27 @@ def _parts(maker: Any, built: Any) -> tuple[Any, Any, Any]:
 
 
 def _configurator(maker: Any) -> Any:
-    """Return the engine's object that computes tokens from bytes."""
+    """Return the engine's object that computes the number of KV cache tokens from bytes."""
     return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
 
 
 def bytes_per_token(maker: Any) -> float:
-    """Return the bytes of one KV token, by the engine's arithmetic for so many bytes that its rounding is small."""
+    """Return the KV cache bytes of one token, computed with the engine's own functions.
+
+    The engine computes the tokens of 64 GiB, so that its rounding has little effect.
+    """
     enough = 64 * GIB
     return enough / int(_configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
 
 
 def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """Return a fraction that leaves the KV cache room for two chunks, or for the whole context if that is less.
+    """Return a larger fraction for the rehearsal: with KV cache for two chunks, or for the context if that is less.
 
-    The KV cache grows later, when its need is measured: graphs are captured beside the memory that the rule sets aside.
+    The KV cache does not begin with more, because CUDA graphs are captured in the memory that the fraction leaves free.
+    It grows when the need is measured.
 
-    :returns: ``None`` if the engine's own fraction leaves as much room.
+    :returns: ``None`` if the engine's own fraction stays: it leaves enough, a larger one would leave too little memory,
+        or the model has states (such as Mamba's).
     """
     if getattr(maker, "mambaish_config", None):
         return None
@@ -662,7 +689,7 @@ def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> flo
 
 
 def _counts_of(config: Any) -> TokenCounts:
-    """:param config: the engine's ``MemoryPoolConfig``."""
+    """Return the token counts of the engine's ``MemoryPoolConfig``."""
     return TokenCounts(
         int(config.max_total_num_tokens),
         int(config.full_max_total_num_tokens or 0),
@@ -671,7 +698,7 @@ def _counts_of(config: Any) -> TokenCounts:
 
 
 def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
-    """Return the memory of this rank before its pools are made, or why this rank is not measured."""
+    """Return this rank's memory before its KV cache is made, or the reason why the server is not measured."""
     import torch
 
     if getattr(maker, "post_capture_kv_active", False):
@@ -691,7 +718,7 @@ def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory
 
 
 def _fraction(maker: Any) -> float:
-    """Return the fraction in force, as the engine reads it."""
+    """Return the ``--mem-fraction-static`` in force, as the engine reads it."""
     if hasattr(maker, "mem_fraction_static"):
         return float(maker.mem_fraction_static)
     return float(engine.module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
@@ -699,7 +726,7 @@ def _fraction(maker: Any) -> float:
 
 @contextmanager
 def _fraction_in_force(maker: Any, fraction: float | None) -> Any:
-    """Let the engine size its pools by another fraction; ``None``: by its own."""
+    """Let the engine size its KV cache by another fraction; ``None``: by its own."""
     if fraction is None:
         yield
         return
@@ -720,7 +747,7 @@ def _fraction_in_force(maker: Any, fraction: float | None) -> Any:
 
 
 def _machines_apart() -> str:
-    """Return why the ranks of several machines do not decide together; "": they do."""
+    """Return the reason why the ranks of several machines cannot decide together; "": they can."""
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:

@@ -539,7 +539,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
     keeps_states = limits.states and limits.radix_cache
     step = math.lcm(limits.page, min(STATE_INTERVAL_TOKENS, chunk)) if keeps_states else limits.page
     before = (room - chunk if limits.radix_cache else (room // chunk - 1) * chunk) // step * step
-    # With EAGLE the cache's keys are pairs of tokens. The cache finds one token less of a prefix, which may be a step
+    # EAGLE makes the cache's keys pairs of tokens. The cache finds one token less of a prefix, which may be a step
     # less.
     cached = before - step if limits.draft_tokens and limits.radix_cache else before
     if limits.chunk is not None and cached >= step:
@@ -570,7 +570,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, [Prompt(0, chunk)], background=decodes))
 
     captured = min(limits.captured, limits.batch)
-    # In a pipeline, requests whose prompts do not fit into one forward pass join another batch, and stay in it.
+    # Requests whose prompts do not fit into one forward pass join another batch of a pipeline, and stay in it.
     paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
     fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
     counts: list[tuple[PhaseKind, str, int]] = []
@@ -579,8 +579,8 @@ def derive_phases(limits: Limits) -> list[Phase]:
         counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
     if limits.batch > captured:
         first = captured if counts else FEW // RISE
-        # Decodes that may be left out grow in small steps: the server then admits as many requests as the last decode
-        # that ran.
+        # Decodes that may be left out grow in small steps. If one is left out, the server admits as many requests as
+        # the decode before it had.
         asked = limits.penalized if limits.default_requests else limits.batch
         eager = rising_counts(first, asked) if asked > captured or not counts else []
         eager += rising_counts(asked, limits.batch, 2) if limits.batch > asked else []
@@ -693,14 +693,15 @@ def _penalized_decode(requests: int, limits: Limits) -> Phase:
         _decode(PhaseKind.PENALTIES, name, requests, limits),
         bound=Bound(DECODES, requests=requests),
         sampling=sampling,
-        # With speculation, releases compute log-probabilities in different ways, so the phase does not ask for them.
+        # Releases compute log-probabilities in different ways with speculation, so the phase does not ask for them
+        # then.
         output_logprobs=not limits.draft_tokens,
     )
 
 
 def _in_step(phase: Phase, limits: Limits) -> Phase:
     """Return the phase with a bound on the tokens of all data-parallel ranks together, if there are several."""
-    # In a verification, the engine counts the draft tokens of a request.
+    # The engine counts all draft tokens of a request in the forward pass that verifies them.
     rank_tokens = phase.bound.tokens or phase.bound.requests * max(1, limits.draft_tokens)
     all_ranks = limits.gathered * rank_tokens if limits.gathered > 1 else 0
     return replace(phase, bound=replace(phase.bound, all_ranks=all_ranks))
@@ -715,8 +716,8 @@ def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
     """Return the lengths of the prompts with which the cached prefix grows, part by part, up to ``longest`` tokens.
 
     Each prompt adds at least a chunk to the prompt before it. It adds at most as many tokens as that prompt has, and at
-    most :data:`MAX_PART_FRACTION` of the longest. With sliding windows the last part is hardly longer than a window:
-    the cache keeps the windows of a prefix in use by the parts in which it was computed. A longer last part, or a short
+    most :data:`MAX_PART_FRACTION` of the longest. With sliding windows the last part is hardly longer than a window.
+    The cache keeps the windows of a prefix in use by the parts in which it was computed. A longer last part, or a short
     part after a long one, would leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0

@@ -219,7 +219,10 @@ class Board:
         """Text of each topic that this rank has published, and an empty text for each flag that it has raised."""
 
     def publish(self, topic: str, value: Any) -> None:
-        """:raises ValueError: the value cannot be written (:func:`encode`)."""
+        """Publish this rank's value on a topic, for all ranks to read.
+
+        :raises ValueError: the value cannot be written (:func:`encode`).
+        """
         self._write(topic, self._rank, encode(value))
 
     def collect(self, topic: str, kind: Any) -> list[Any | None]:
@@ -385,7 +388,7 @@ class _Inbox:
 
     def recv_pyobj(self, *flags: Any) -> Any:
         """Return the next broadcast or request, as the socket's method of this name does."""
-        # In one turn, the scheduler reads until the socket is empty, or up to its limit.
+        # The scheduler reads until the socket is empty, or up to its limit. All these reads are one turn.
         if not self._is_asked:
             broadcasts = self._broadcasts()
             self._is_asked, self._users_wait = True, broadcasts is not None

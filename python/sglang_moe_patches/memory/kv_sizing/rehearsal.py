@@ -347,7 +347,7 @@ class Rehearsal:
         # allocator had reserved before the first of these decodes, the second the bytes that they may take.
         self._reserved_by_others: int | None = None
         self._for_more_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
-        # With fewer window tokens, a prompt of a whole chunk would wait for ever, or be computed in smaller chunks.
+        # A prompt of a whole chunk would wait for ever with fewer window tokens, or be computed in smaller chunks.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
             raise RuntimeError(

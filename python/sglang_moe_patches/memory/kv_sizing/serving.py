@@ -555,7 +555,7 @@ class Retirement:
 
 
 # --- The limit of requests --------------------------------------------------------------------------------------------
-# By default the engine admits thousands of requests. Sampling with penalties may allocate eighteen numbers for each
+# The engine's default limit is thousands of requests. Sampling with penalties may allocate eighteen numbers for each
 # request and each token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server then ends with
 # an out-of-memory error. The rehearsal runs such sampling with as many requests as the largest decode graph has. A
 # batch gets no more requests than that while a request of the batch, or a waiting request, asks for such sampling.
