@@ -1,4 +1,4 @@
-"""A model's sizes from its ``config.json``, and where that file is; no weights are read or fetched."""
+"""Reader of a model's sizes from its ``config.json``. It finds the file, and reads or fetches no weights."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ FAMILIES = {
     "Glm4MoeForCausalLM": ("glm4-moe", "glm4_moe"),
     "MiniMaxM2ForCausalLM": ("minimax-m2", "minimax_m2"),
 }
-"""Family's name and the engine's module with its layers, below ``sglang.srt.models``, by the engine's class."""
+"""Families of models, by the engine's model class. Each value is the family's name, and the engine's module below
+``sglang.srt.models`` with the family's layers."""
 
 
 class NoConfig(ValueError):
-    """No ``config.json`` of a mixture-of-experts model can be read. The message says why in one line."""
+    """Raised if no ``config.json`` of a mixture-of-experts model can be read. The message says why in one line."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes from a ``config.json``.
+    """Sizes of a model from its ``config.json``.
 
-    :param attention: reason why attention's own tensors are not known; "": they are known.
-    :param residual: reason why the layers' hidden tensors are not known; "": they are known.
+    :param attention: reason why the memory of attention's own tensors cannot be predicted; "": it can.
+    :param residual: reason why the memory of the layers' hidden-size tensors cannot be predicted; "": it can.
     """
 
     model: Model
@@ -54,10 +55,10 @@ class ModelSizes:
 
 
 def find(model: str) -> Path:
-    """Path of a model's ``config.json``.
+    """Return the path of a model's ``config.json``.
 
-    :param model: a folder with it, the file, or a Hugging Face name whose file is in the local cache.
-    :raises NoConfig: there is none.
+    :param model: folder with the file, path of the file, or Hugging Face name whose file is in the local cache.
+    :raises NoConfig: there is no such file.
     """
     if not model.strip():
         raise NoConfig("--model is empty: give a folder with config.json, that file, or a Hugging Face name")
@@ -91,16 +92,16 @@ def find(model: str) -> Path:
 
 
 def served_models() -> list[dict[str, Any]]:
-    """Models that people serve, with their public ``config.json``, the format and the hardware."""
+    """Return a list of models that people serve, each with its public ``config.json``, weight format and hardware."""
     models: list[dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
     return models
 
 
 def load_model(model: str) -> tuple[dict[str, Any], Path | None]:
-    """Content and path of a model's ``config.json``. The path is ``None`` for one of :func:`served_models`.
+    """Return the content and the path of a model's ``config.json``. The path is ``None`` for :func:`served_models`.
 
     :param model: model, as :func:`find` takes it, or the name of one of :func:`served_models`.
-    :raises NoConfig: there is none.
+    :raises NoConfig: there is no such file.
     """
     try:
         path = find(model)
@@ -113,7 +114,10 @@ def load_model(model: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """:raises NoConfig: the file is no JSON object."""
+    """Return the content of a ``config.json``.
+
+    :raises NoConfig: the file contains no JSON object.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -124,9 +128,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_class(config: Mapping[str, Any], source: str) -> None:
-    """Check that a ``config.json`` names the model's class, without which the engine builds none.
+    """Check that a ``config.json`` names the model's class. Without the name, the engine builds no model.
 
-    :raises NoConfig: it does not.
+    :param source: name of the model, for messages.
+    :raises NoConfig: the file names no class.
     """
     for name, words in (("architectures", "the class of the model"), ("model_type", "the kind of the configuration")):
         if not config.get(name):
@@ -134,18 +139,20 @@ def check_class(config: Mapping[str, Any], source: str) -> None:
 
 
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
-"""Type of transformers with the same fields, by a ``model_type`` whose class comes with the checkpoint."""
+"""Replacements for a ``model_type`` that transformers does not know, because its class comes with the checkpoint. The
+value is a type of transformers with the same fields."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a configuration; the whole of one without parts."""
+    """Return the part of a configuration that describes the language model. If it has no parts, return the whole."""
     return next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), config)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a multimodal model, if it is a model of its own; else the whole configuration.
+    """Return the configuration of a multimodal model's language model, if the engine can build it by itself.
 
-    The encoders beside it have no experts, and an engine takes minutes to build them.
+    Else return the whole configuration. The model's encoders have no experts, and the engine takes minutes to build
+    them.
     """
     text = text_config(config)
     if text is config or not text.get("architectures"):
@@ -157,7 +164,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read(config: Mapping[str, Any], source: str) -> ModelSizes:
-    """The sizes, by the names that the public models use.
+    """Return a model's sizes. They have different names in different models; all names of the public models are tried.
 
     :param source: name of the model, for messages.
     :raises NoConfig: a size is missing, or the model has no routed experts.
@@ -168,7 +175,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
         return next((text[name] for name in names if text.get(name) is not None), None)
 
     def largest(value: Any) -> Any:
-        """The largest of several values: one per layer in Hunyuan, one per kind of experts in ERNIE VL."""
+        """Return the largest of several values: Hunyuan has one per layer, ERNIE VL one per kind of experts."""
         return max(value) if isinstance(value, list) and value and all(type(item) is int for item in value) else value
 
     def size(*names: str) -> int:
@@ -211,7 +218,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
 
 
 def _not_understood(text: Mapping[str, Any]) -> str:
-    """End of a refusal that names the unknown keys about experts; "": there are none."""
+    """Return the end of an error message, with the unknown keys about experts; "": there are no such keys."""
     known = {*_EXPERTS, *_TOP_K, *_SIZES, *_SHARED, *_SHARED_SIZES, *_FIRST_LAYERS}
     sections = ("", text), *((f"{name}.", part) for name, part in text.items() if isinstance(part, Mapping))
     keys = [
@@ -224,7 +231,7 @@ def _not_understood(text: Mapping[str, Any]) -> str:
 
 
 def dense_layers(text: Mapping[str, Any]) -> int:
-    """Layers without experts that come first."""
+    """Return the number of layers without experts at the beginning of a model."""
     for name in ("moe_layer_freq", "mlp_layer_types", "is_moe_layer"):  # one value for each layer
         if isinstance(kinds := text.get(name), list):
             sparse = [kind in (1, "sparse") for kind in kinds]
@@ -241,7 +248,7 @@ def dense_layers(text: Mapping[str, Any]) -> int:
 
 
 def _residual(first: Any) -> str:
-    """Reason why the layers' tensors are not those of the formulas; "": they are."""
+    """Return the reason why the formulas do not hold for the tensors between a model's layers; "": they hold."""
     for name, why in (
         ("hc_mult", "its residual is several streams"),
         ("zero_expert_num", "its experts run beside an attention and dense layers"),
@@ -255,7 +262,10 @@ def _residual(first: Any) -> str:
 
 
 def _attention(first: Any) -> str:
-    """Reason why attention's memory is not that of the formula, by keys that only such models have; "": it is."""
+    """Return the reason why the formula does not hold for the memory of a model's attention; "": it holds.
+
+    Such models are recognized by keys that other models do not have.
+    """
     for keys, why in (
         (("compress_ratios", "o_lora_rank"), "attends to compressed keys"),
         (("index_topk", "sparse_attention_config"), "attends to keys that an indexer chooses"),

@@ -1,8 +1,8 @@
-"""KV cache that the engine would make for a model, and its tokens, by the engine's own code.
+"""Size of the KV cache that the engine would make for a model, computed by the engine's own code.
 
-The module runs in an engine query, whose process has no GPU and whose model has its first layers alone. A model runner
-that was never constructed gets the attributes that the engine's arithmetic reads. Its pools are not made; only their
-classes are named.
+The module runs in an engine query (:mod:`.engine_query`): a process without a GPU, with only the first layers of the
+model. A ``ModelRunner`` that was never constructed gets the attributes that the engine's arithmetic reads. No KV cache
+is made. Only the names of its pool classes are found out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from sglang_moe_patches.memory.kv_sizing import eligibility, hooks
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
-"""Step to which fractions are rounded: the memory that CUDA and NCCL hold is not known to the last megabyte."""
+"""Step to which a ``--mem-fraction-static`` is rounded. A smaller step would be of no use, because the memory that CUDA
+and NCCL hold is not known to the last megabyte."""
 HELD_BYTES = 1_200_000_000
-"""Bytes of a GPU that CUDA and the engine's libraries hold before there is a KV cache. An H100 with one rank had
-as much, H200s up to 2,800 MB. ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py`` compares."""
+"""Bytes of a GPU that CUDA and the engine's libraries hold before the engine makes its KV cache. They held this much on
+an H100 with one rank, and up to 2,800 MB on H200s. ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py``
+compares."""
 LOADING_SHARE = 0.15
-"""Bytes that loading MXFP4 experts for ``triton_kernels`` takes besides, as a share of the weights. The layout pads
-rows, and PyTorch keeps pieces of the tensors that were there before. An H100 had 19, 14 and 12 % with 8, 30 and 36
-layers of gpt-oss-120b."""
+"""Bytes that loading MXFP4 experts for ``triton_kernels`` takes in addition to the weights, as a share of the weights.
+The layout pads rows, and PyTorch keeps pieces of the tensors before the conversion. Measured on an H100: 19, 14 and 12
+% with 8, 30 and 36 layers of gpt-oss-120b."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,20 @@ class Fit:
     """Weights and KV cache of a server on one GPU, in bytes.
 
     :param memory: memory of the GPU, without :data:`HELD_BYTES`.
-    :param weights: weights on this rank; ``beside``: the part that is not counted, in words, or "".
-    :param loading: bytes that loading them takes besides (:func:`loading_share`).
-    :param fraction: ``--mem-fraction-static`` in force; ``given``: the user gave it.
-    :param refusal: reason why the engine makes no KV cache, in its own words; "": it makes one.
-    :param tokens: tokens of the KV cache; ``None``: not known, for the reason ``unknown``.
+    :param weights: bytes of the weights on this rank.
+    :param beside: weights that ``weights`` does not count, in words, or "".
+    :param loading: bytes that loading takes in addition to the weights (:func:`loading_share`).
+    :param fraction: ``--mem-fraction-static`` in force.
+    :param given: whether the user gave the fraction.
+    :param refusal: reason why the engine makes no KV cache, in the engine's own words; "": it makes one.
+    :param tokens: tokens of the KV cache; ``None``: not known.
+    :param unknown: reason why the tokens are not known.
     :param token_bytes: bytes of a token, with everything that the engine counts by tokens; ``None``: not known.
     :param context: tokens of the longest request.
-    :param begins_with: the fraction with which kv-sizing begins where the engine's leaves less than such a request.
-    :param images: bytes that the engine's rule sets aside for images.
-    :param limited: ``--max-total-tokens`` bounds the KV cache.
+    :param begins_with: larger fraction with which kv-sizing begins, if the engine's own leaves too little KV cache;
+        ``None``: it begins with the engine's own.
+    :param images: bytes that the engine's rule reserves for images.
+    :param limited: whether ``--max-total-tokens`` bounds the KV cache.
     """
 
     memory: int
@@ -65,23 +71,23 @@ class Fit:
 
     @property
     def loaded(self) -> int:
-        """Bytes that are taken once the weights are loaded."""
+        """Bytes in use when the weights have been loaded."""
         return self.weights + self.loading
 
     @property
     def starts(self) -> bool:
-        """Whether there is room for weights and a KV cache."""
+        """Whether the server's fraction has room for the weights and a KV cache."""
         return self.begins_with is not None or not (self.refusal or self.memory * self.fraction <= self.loaded)
 
     @property
     def least_fraction(self) -> float | None:
-        """Least fraction with which the weights fit; ``None``: there is none."""
+        """Least fraction with which the weights fit; ``None``: they fit with no fraction."""
         least = math.ceil(self.loaded / self.memory / FRACTION_STEP) * FRACTION_STEP
         return round(least, 2) if least < 1 else None
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line; one without words says what was required, or where it was raised."""
+    """Return an error in one line. If it has no message, return the failed assertion, or the place that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(str(error).split())
     if not words and isinstance(error, AssertionError):
@@ -93,22 +99,29 @@ def describe_error(error: BaseException) -> str:
 
 
 def loading_share(layer: Mapping[str, Any] | None) -> float:
-    """The share of the weights that loading takes besides. The format decides: the runner runs BF16 experts, too."""
+    """Return the bytes that loading takes in addition to the weights, as a share of the weights.
+
+    The format of the weights decides, because the same runner also runs BF16 experts, which take none.
+
+    :param layer: description of a MoE layer, by :mod:`.engine_query`; ``None``: there is none.
+    """
     packed = layer and layer["runner"] == "triton_kernel" and "mxfp4" in layer["method"].lower()
     return LOADING_SHARE if packed else 0.0
 
 
 def describe(fit: Fit) -> dict[str, Any]:
-    """The fields of a fit and its verdicts, JSON-ready."""
+    """Return the fields of a fit and its properties as a dictionary for JSON."""
     return asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction}
 
 
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
-    """The KV cache that the engine would make, and whether kv-sizing sizes it.
+    """Return the KV cache that the engine would make, and the reason why kv-sizing would not size it.
 
     :param runner: model runner, as :func:`make_runner` makes it.
-    :param sizes: kv-sizing would size this server, by its arguments.
-    :returns: also the reason why kv-sizing does not, as it is known before pools are made; "": it does.
+    :param fit: the server's fit, without its KV cache.
+    :param sizes: whether kv-sizing would size this server, judged by its arguments.
+    :returns: the fit with the KV cache, and the reason, as far as it is known before pools are made; "": kv-sizing
+        would size the KV cache.
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
@@ -130,16 +143,16 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
 
 
 def _resolve_pools(maker: Any, fit: Fit, free: int) -> Any:
-    """The engine's decision on its pools.
+    """Return the engine's decision on its KV cache size.
 
-    :raises RuntimeError: the fraction leaves them nothing; in newer releases ``ValueError``.
+    :raises RuntimeError: the fraction leaves the KV cache nothing. Newer releases raise ``ValueError``.
     """
     _set_free_memory(free, fit.memory)
     return maker._resolve_memory_pool_config(fit.memory / GIB)
 
 
 def stage_bounds(pp_size: int, layers: int) -> list[tuple[int, int]]:
-    """The first layer and the end of each pipeline stage, by the engine's own division."""
+    """Return the first layer of each pipeline stage, and the layer after its last one, as the engine divides them."""
     if pp_size == 1:
         return [(0, layers)]
     from sglang.srt.distributed.utils import get_pp_indices
@@ -149,11 +162,11 @@ def stage_bounds(pp_size: int, layers: int) -> list[tuple[int, int]]:
 
 
 def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage: int = 0) -> Any:
-    """A model runner that was never constructed, with the attributes that the engine's arithmetic of pools reads.
+    """Return a ``ModelRunner`` that was never constructed, with the attributes that the KV cache arithmetic reads.
 
-    :param resolved: the server's arguments.
-    :param config: the engine's ``ModelConfig``, of all layers.
-    :param model: the model, of which the engine has built some layers.
+    :param resolved: the server's resolved arguments.
+    :param config: the engine's ``ModelConfig``, with all layers.
+    :param model: the model, with the few layers that the engine has built.
     :param stage: pipeline stage of the runner.
     """
     from sglang.srt.configs.model_config import AttentionArch
@@ -178,7 +191,7 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
         "sliding_window_size": getattr(config, "sliding_window_size", None),
         "enable_hisparse": resolved.enable_hisparse,
     }
-    if hasattr(model_runner, "_UNSET"):  # 0.5.13: a runner fills it in when it is first asked
+    if hasattr(model_runner, "_UNSET"):  # 0.5.13: a runner computes the value at its first use
         facts["_linear_attn_registry_cache"] = model_runner._UNSET
     for name, value in facts.items():
         vars(runner)[name] = value
@@ -188,7 +201,8 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
 
 
 def _set_layers(runner: Any, module: Any, stage: int) -> None:
-    """Set the range of layers of a pipeline stage. The built layers do not say how many there are."""
+    """Set a runner's range of layers, those of a pipeline stage. It cannot be read from the model, which is not
+    complete."""
     config = runner.model_config
     start, end = stage_bounds(runner.pp_size, max(config.num_hidden_layers, config.num_attention_layers))[stage]
     if resolve := getattr(module, "resolve_layer_indices", None):
@@ -203,14 +217,14 @@ def _set_layers(runner: Any, module: Any, stage: int) -> None:
 
 
 def _configurator(runner: Any) -> Any:
-    """The object that decides on pools, from 0.5.16 on."""
+    """Return the engine's object that decides on the KV cache size, from 0.5.16 on."""
     runner.init_spec_aux_hidden_state()
     runner.init_kv_cache_configurator()
     return runner.kv_cache_configurator
 
 
 def _set_free_memory(free: int, memory: int) -> None:
-    """Make PyTorch report so much free GPU memory, and psutil as well, which the engine reads on an integrated GPU."""
+    """Make PyTorch report ``free`` bytes of GPU memory. So does psutil, which the engine reads on an integrated GPU."""
     import psutil
     import torch
 
@@ -219,7 +233,7 @@ def _set_free_memory(free: int, memory: int) -> None:
 
 
 class _Table:
-    """Stand-in for a request table. A pool gets parts of the table and reads the number of requests."""
+    """Stand-in for a request table. The engine passes parts of it to a KV pool, which reads the number of requests."""
 
     def __init__(self, requests: int) -> None:
         self.req_to_token = SimpleNamespace(shape=(requests, 1))
@@ -229,11 +243,11 @@ class _Table:
 
 
 class _Made(Exception):
-    """Raised in place of the first KV pool. The argument is the name of the pool's class."""
+    """Raised when the engine would make its first KV pool. The argument is the name of the pool's class."""
 
 
 def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
-    """The classes of a server's KV cache and of its request table."""
+    """Return the class names of a server's KV cache and of its request table."""
     from sglang.srt.mem_cache import memory_pool
 
     tables: list[str] = []
@@ -243,7 +257,7 @@ def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
 
     def name_table(cls: Any, *args: Any, **kwargs: Any) -> Any:
         tables.append(cls.__name__)
-        return _Table(int(config.max_running_requests))  # no instance of the class: its constructor is not called
+        return _Table(int(config.max_running_requests))  # not an instance of `cls`, so its constructor is not called
 
     kinds = {memory_pool.KVCache: name_pool, memory_pool.ReqToTokenPool: name_table}
     for kind, name in kinds.items():
