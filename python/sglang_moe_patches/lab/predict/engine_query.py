@@ -1,12 +1,14 @@
-"""The engine's own choices for a model on a GPU that this machine does not have.
+"""Engine query: the engine's own choices for a model on a GPU that this machine does not have.
 
-``python -m sglang_moe_patches.lab.predict.engine_query`` reads one JSON object from standard input and answers with one
-on standard output. Its process is told of a GPU by what PyTorch answers; the process groups are PyTorch's fake ones, of
-as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
-tensors, which have sizes and no memory. What it put there is what it would run.
+``python -m sglang_moe_patches.lab.predict.engine_query`` reads one JSON object from standard input, and writes its
+answer as one JSON object to standard output. In this process PyTorch reports the wanted GPU. The process groups are
+PyTorch's fake ones, with as many ranks as the server has. The engine then resolves the server's arguments, and builds
+the model's first layers with fake tensors, which have sizes and no memory. The layers show which runner and which
+kernels the server would use.
 
-Nothing is loaded or computed. An engine that asks a GPU for more than its kind raises :class:`CannotAsk`. A server
-that it would refuse on such a GPU it refuses here, in its own words.
+No weights are loaded, and nothing is computed. If the engine needs more of a GPU than its properties,
+:class:`CannotAsk` is raised. If the engine would refuse the server on such a GPU, it also refuses the query, in its own
+words.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ from sglang_moe_patches.registry import CHANGES
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, as PyTorch describes one.
+    """Kind of GPU, with the properties that PyTorch reports.
 
-    :param memory: bytes.
-    :param processors: streaming multiprocessors.
-    :param integrated: its memory is the host's, too.
+    :param memory: bytes of memory.
+    :param processors: number of streaming multiprocessors.
+    :param integrated: whether the GPU shares its memory with the host.
     """
 
     name: str
@@ -75,16 +77,19 @@ GPUS = {
     "rtx-5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 32_607 * 2**20, 170),
     "l40s": Gpu("NVIDIA L40S", (8, 9), 46_068 * 2**20, 142),
 }
-"""Kinds of GPUs by their names for ``doctor --gpu``. The memory is ``nvidia-smi``'s, of GB10 (DGX Spark) the host's."""
+"""Kinds of GPUs, by their names for ``doctor --gpu``. The memory is the number of ``nvidia-smi``. For GB10 (DGX Spark)
+it is the host's memory."""
 GPU_SIZE = re.compile(r"(?P<kind>[^:]+)(?::(?P<size>\d+(?:\.\d+)?)(?P<unit>GB|GIB|MIB)?)?", re.IGNORECASE)
-"""A kind of GPU, and a memory size."""
+"""Matches a value of ``doctor --gpu``: a kind of GPU, and a colon with a memory size if one is given."""
 SIZE_UNITS = {"GB": 10**9, "GIB": 2**30, "MIB": 2**20}
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU that ``doctor --gpu`` names: a kind in any case, and ``:SIZE`` for another memory, in GB.
+    """Return the GPU that a value of ``doctor --gpu`` names.
 
-    :raises ValueError: the kind is unknown, or the size is none.
+    The value is a kind, in upper or lower case, and ``:SIZE`` for another memory size, by default in GB.
+
+    :raises ValueError: the kind is unknown, or the text after the colon is no size.
     """
     match = GPU_SIZE.fullmatch(text.strip())
     kind = match["kind"].lower().replace("_", "-").replace(" ", "-") if match else text
@@ -101,39 +106,40 @@ def find_gpu(text: str) -> Gpu:
 
 
 QUERY_TIMEOUT_S = 600
-"""Seconds that the engine may take: ten or twenty on an idle machine."""
+"""Most seconds that a query may take. On an idle machine it takes ten to twenty."""
 
 
 class CannotAsk(RuntimeError):
-    """The engine gave no answer. The message says why."""
+    """Raised if the engine gave no answer. The message says why."""
 
 
 class Refused(CannotAsk):
-    """The engine would not start this server on such a GPU either; the message has its own words."""
+    """Raised if the engine refuses the query as it would refuse the server. The message is the engine's own."""
 
 
 class ModelRefused(Refused):
-    """The engine refuses the model with these arguments, not the arguments by themselves."""
+    """Raised if the engine refuses the model with these arguments, and would accept the arguments for another model."""
 
 
-# --- From outside ----------------------------------------------------------------------------------------------------
+# --- In the asking process -------------------------------------------------------------------------------------------
 
 
 def ask(
     model: str, arguments: list[str], gpu: str, environ: dict[str, str], *, top_k: int = 0, language_model: bool = False
 ) -> dict[str, Any]:
-    """Ask the engine what it would choose for a server.
+    """Ask the engine, in a new process, what it would choose for a server.
 
-    :param model: a folder with ``config.json``.
-    :param arguments: of the server, without the model.
-    :param environ: of the engine's process.
+    :param model: folder with the model's ``config.json``.
+    :param arguments: the server's arguments, without the model.
+    :param gpu: GPU of the server, as :func:`find_gpu` takes it.
+    :param environ: environment of the engine's process.
     :param top_k: experts of a token, by ``config.json``.
-    :param language_model: the file is of the language model alone, a part of the model that the server loads.
-    :returns: ``resolved`` (the server's arguments, those that are plain), ``layer`` (what its MoE layers are, or
-        ``None``), ``unknown`` (why there is no layer), ``fit`` (a :class:`.engine_pools.Fit`, or ``None``) and
-        ``changes``.
-    :raises Refused: it refuses these arguments, or this model.
-    :raises CannotAsk: it cannot be asked without a GPU.
+    :param language_model: whether the file describes only the language model of the model that the server loads.
+    :returns: dictionary with the keys ``resolved`` (the server's resolved arguments that JSON can represent), ``layer``
+        (description of its MoE layers, or ``None``), ``unknown`` (reason why there is no ``layer``), ``fit`` (fields of
+        a :class:`.engine_pools.Fit`, or ``None``) and ``changes``.
+    :raises Refused: the engine refuses these arguments, or this model.
+    :raises CannotAsk: the engine cannot answer without a GPU.
     """
     asked: dict[str, Any] = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
     asked |= {"language_model": language_model, "top_k": top_k}
@@ -142,7 +148,7 @@ def ask(
             answer = _query_once(asked | {"leave_out_unused": True}, environ)
             if answer["layer"]:
                 return answer
-        except CannotAsk as error:  # perhaps for want of such a package, unless the arguments alone are refused
+        except CannotAsk as error:  # perhaps a left-out package is needed, unless the arguments alone are refused
             if type(error) is Refused:
                 raise
         return _query_once(asked | {"leave_out_unused": False}, environ)
@@ -193,9 +199,11 @@ def main() -> None:
 
 @contextmanager
 def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
-    """Raise :class:`Refused` for errors about the arguments or the model; other errors come from the missing GPU.
+    """Raise :class:`Refused` in place of the engine's errors about the arguments or the model.
 
-    :param but_by: modules of which it is no refusal, beside those that meet the hardware.
+    Errors that come from the missing GPU stay as they are: those of modules in ``_ON_HARDWARE``.
+
+    :param but_by: names of further modules whose errors stay as they are.
     """
     try:
         yield
@@ -212,7 +220,7 @@ _MODEL_CLASSES = "sglang.srt.models.registry"
 
 
 def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
-    """The server's arguments, resolved and checked as at a server's start; whether the fraction is among them."""
+    """Return a server's arguments, resolved and checked as at its start, and whether the user gave the fraction."""
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     given: list[bool] = []
@@ -235,7 +243,7 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
     finally:
         ServerArgs.from_cli_args = from_cli_args
     with _translate_refusals():
-        if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
+        if hasattr(server_args, "resolve_once"):  # in other releases the constructor resolves
             server_args.resolve_once()
         server_args.check_server_args()
     return server_args, given[-1]
@@ -245,11 +253,14 @@ AT_LEAST_ONE = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "max_running_requests", "max_total_tokens", "context_length"),
     *("page_size", "nnodes", "max_prefill_tokens"),
 )
-"""Arguments whose value is a number from 1 on."""
+"""Arguments whose value must be at least 1."""
 
 
 def find_wrong_value(arguments: Mapping[str, Any]) -> str:
-    """Why a value cannot be meant, in one line; "": all can. Releases accept some of these and fail in the start."""
+    """Return the reason why an argument's value must be a mistake, in one line; "": all values are possible.
+
+    Some releases accept such values, and then fail in the start.
+    """
     fraction = arguments.get("mem_fraction_static")
     if fraction is not None and not 0 < fraction < 1:
         return f"--mem-fraction-static {fraction:g} is no fraction: give a number above 0 and below 1, such as 0.88"
@@ -266,7 +277,7 @@ def find_wrong_value(arguments: Mapping[str, Any]) -> str:
 
 
 def _add_near_options(refusal: str) -> str:
-    """The parser's refusal, followed by a similar option for each unknown one."""
+    """Return the parser's error message, followed by a similar option for each unknown one."""
     if "unrecognized arguments" not in refusal:
         return refusal
     import argparse
@@ -277,7 +288,7 @@ def _add_near_options(refusal: str) -> str:
     ServerArgs.add_cli_args(parser)
     options = sorted(set(re.findall(r"--[a-z][\w-]*", parser.format_help())))
     for unknown in re.findall(r"--[\w-]+", refusal):
-        # A release that splits an option appends to its name.
+        # A release that splits an option into several appends to its name.
         near = [option for option in options if option.startswith(unknown)]
         near = near or difflib.get_close_matches(unknown, options, n=1, cutoff=0.8)
         refusal += f"; this release has {', '.join(near)}" if near else ""
@@ -290,7 +301,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
 
     server_args, given = _resolve_arguments(arguments)
     view = engine.resolve_arguments(server_args)
-    # A copy: some releases resolve into an object that is read-only.
+    # Copy the arguments, because some releases resolve them into a read-only object.
     resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
     plans = _apply_changes(server_args)
@@ -303,12 +314,12 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     sampling: dict[str, Any] = {}
     layer, unknown, decisions = None, "", {}
     try:
-        # That the engine has no class for a part of a model says nothing of the model.
+        # The engine may have no class for the language model alone. This is no refusal of the whole model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
             model, config = _build(server_args, view, gpu)
             stages = engine_pools.stage_bounds(view.pp_size, config.hf_text_config.num_hidden_layers)
         (by_stage, own_draft), layer = _count_weight_bytes(model, stages), _describe_layer(model)
-        # The stage with the most weights has the least room, and all stages have as many KV tokens as that one.
+        # The stage with the most weights has the least room. All stages get as many KV cache tokens as this stage.
         stage = max(range(len(stages)), key=by_stage.__getitem__)
         weights = max(0, by_stage[stage] - int((resolved.get("cpu_offload_gb") or 0) * 2**30))
         room = Fit(
@@ -331,7 +342,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             "draft_bytes": own_draft if _drafts_by_itself(view) else 0,
         }
         skip_reason = skip_reason or why_not_pools
-        # Data-parallel ranks bring a chunk each.
+        # Each data-parallel rank computes a chunk.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
         if layer is not None:
             built = patch.BuiltModel(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
@@ -378,12 +389,16 @@ _TOO_SMALL = "the layer's input has the rank's own tokens alone, too few for the
 
 
 def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:
-    """Take the dead input off a change's effects, if no server offers one that is large enough.
+    """Remove the effects that need a dead input from a change's decision, if this server never offers a large enough
+    one.
 
-    :param decision: a decision of a change, as a dictionary, which is changed.
-    :param traced: prefills run in piecewise graphs.
-    :param ranks: ranks of data-parallel attention; the input has one rank's tokens, the activation those of all.
-    :param inner: columns of the activations of a token's experts.
+    A *dead input* is the memory of a layer's input, which no code reads any more. Changes can write into it.
+
+    :param decision: fields of the change's decision. This function changes them.
+    :param traced: whether prefills run in piecewise graphs.
+    :param ranks: ranks of data-parallel attention. The input has one rank's tokens, the activation has those of all
+        ranks.
+    :param inner: columns of the activations of all experts of a token.
     :param hidden: columns of the input.
     """
     impossible = set()
@@ -397,12 +412,15 @@ def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: in
 
 
 def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
-    """Whether prefills run in the captured graphs. Beside a draft model they ask for hidden states and run eagerly."""
+    """Return whether prefills run in the captured graphs.
+
+    With a draft model they do not, because prefills then ask for hidden states and run eagerly.
+    """
     return str(resolved.get("speculative_algorithm") or "NGRAM").upper() == "NGRAM"
 
 
 def _copies_fp8_output() -> bool:
-    """Whether the engine copies the output of TRT-LLM's FP8 kernels, which it hands no output."""
+    """Return whether the engine copies the output of TRT-LLM's FP8 kernels, because it passes them no output tensor."""
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
         getattr(engine.module(name), "fused_experts_none_to_flashinfer_trtllm_fp8", None)
@@ -413,7 +431,7 @@ def _copies_fp8_output() -> bool:
 
 
 def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The kind of a server's prefill graphs, and the tokens of the largest; ``None``: there are none."""
+    """Return the kind of a server's prefill graphs, and the tokens of the largest one; ``None``: there are none."""
     settings = graph_settings(resolved, "prefill")
     if settings is None:  # up to 0.5.13
         off = resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]
@@ -422,7 +440,7 @@ def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def captured_requests(resolved: Mapping[str, Any]) -> int:
-    """Requests of the largest decode graph; 0: decodes run without graphs."""
+    """Return the requests of the largest decode graph; 0: decodes run without graphs."""
     settings = graph_settings(resolved, "decode")
     if settings is None:  # up to 0.5.13
         return 0 if resolved["disable_cuda_graph"] else int(resolved["cuda_graph_max_bs"] or 0)
@@ -430,14 +448,14 @@ def captured_requests(resolved: Mapping[str, Any]) -> int:
 
 
 def chunk_tokens(resolved: Mapping[str, Any]) -> int:
-    """Tokens of the largest prefill chunk."""
+    """Return the tokens of the largest prefill chunk."""
     chunk = resolved["chunked_prefill_size"] or 0
     return chunk if chunk > 0 else resolved.get("max_prefill_tokens") or 16384
 
 
 def claim_gpu(gpu: Gpu) -> None:
-    """Make PyTorch answer as if there were GPUs of a kind."""
-    # DeepGEMM asks where CUDA is when it is imported, and uses it when it compiles.
+    """Make PyTorch report GPUs of a kind, which this machine does not have."""
+    # DeepGEMM looks for CUDA's folder when it is imported. It uses the folder only when it compiles.
     os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     import torch
 
@@ -488,9 +506,11 @@ def claim_gpu(gpu: Gpu) -> None:
 def _ask_pools(
     server_args: Any, resolved: Any, fit: Fit, model: Any, config: Any, stage: int, *, sizes: bool
 ) -> tuple[Fit, Fit, str]:
-    """Whether weights and KV cache fit, patched and stock, and why kv-sizing leaves the KV cache alone.
+    """Return the fit of the patched and of the stock server, and the reason why kv-sizing leaves the KV cache alone.
 
-    :func:`.engine_pools.ask` says both. Stock has no kv-sizing.
+    The answers are those of :func:`.engine_pools.ask`. A stock server has no kv-sizing.
+
+    :param sizes: whether kv-sizing would size this server, judged by its arguments.
     """
 
     def ask(*, sizes: bool) -> tuple[Fit, str]:
@@ -500,7 +520,7 @@ def _ask_pools(
             return replace(fit, unknown=describe_error(error)), ""
         return engine_pools.ask(runner, fit, sizes=sizes)
 
-    gc.freeze()  # the engine collects garbage there, and looking at all that was imported takes a second
+    gc.freeze()  # the engine collects garbage now, and looking at all imported objects would take a second
     stock, reason = ask(sizes=False)
     if not sizes:
         return stock, stock, reason
@@ -509,8 +529,10 @@ def _ask_pools(
 
 
 def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
-    """The first layers of the model as the engine builds them on the first rank, of fake tensors; and the engine's
-    ``ModelConfig``, of all layers."""
+    """Build the model's first layers with fake tensors, as the engine builds them on rank 0.
+
+    :returns: the model with these layers, and the engine's ``ModelConfig`` with all layers.
+    """
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -523,7 +545,7 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
     config = ModelConfig.from_server_args(server_args)
     _leave_out_other_models(config.hf_config.architectures or [])
     layers = config.hf_text_config.num_hidden_layers
-    # The first layers with experts, on the first stage of a pipeline, which has its part of all.
+    # The first stage of a pipeline builds its share of the layers. So that it has layers with experts, ask for more.
     first = resolved.pp_size * (dense_layers(vars(config.hf_text_config)) + _MOE_LAYERS)
     config.hf_text_config.num_hidden_layers = min(layers, first)
     _keep_attributes_of_fake_tensors()
@@ -542,9 +564,10 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
 
 
 def _keep_attributes_of_fake_tensors() -> None:
-    """Keep the attributes with which the engine makes its parameters, because its models read them.
+    """Make parameters of fake tensors keep their attributes, which the engine's models read.
 
-    PyTorch makes a plain parameter of a fake tensor, whatever the class, so that the class sets no attribute.
+    The engine passes the attributes to its own parameter classes. For a fake tensor, PyTorch makes a plain parameter
+    instead, which does not set them.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 
@@ -560,7 +583,8 @@ def _keep_attributes_of_fake_tensors() -> None:
 
 
 def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
-    """Bytes of an element once it is loaded: ``--quantization fp8`` makes a byte of each 16-bit weight."""
+    """Return the bytes of a parameter's element after loading. ``--quantization fp8`` turns 16-bit weights into
+    bytes."""
     size: int = parameter.element_size()
     module, _, own = name.rpartition(".")
     quantization = getattr(model.get_submodule(module), "quant_method", None)
@@ -570,27 +594,27 @@ def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
 
 
 def _is_serialized(quantization: Any) -> bool:
-    """Whether a checkpoint has its weights in FP8 already."""
+    """Return whether the checkpoint's weights are in FP8 already."""
     return bool(getattr(quantization, "is_checkpoint_fp8_serialized", True))
 
 
 def _drafts_by_itself(resolved: Any) -> bool:
-    """Whether the draft model is a layer of the model's own checkpoint."""
+    """Return whether the draft model is a layer of the model's own checkpoint."""
     drafts = resolved.speculative_algorithm in ("EAGLE", "NEXTN")
     return drafts and resolved.speculative_draft_model_path in (None, resolved.model_path)
 
 
 def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list[int], int]:
-    """Weight bytes on one rank of each pipeline stage, and of a draft model of one layer.
+    """Return the weight bytes on one rank of each pipeline stage, and those of a draft model of one layer.
 
-    A draft model has embeddings and an output head of its own. Layers that were left out are as large as the average of
-    the layers that were built last. The model was built as on the first stage of a pipeline, which has the embeddings;
-    the output head of the last stage is as large.
+    A draft model is counted with embeddings and an output head of its own. Layers that were not built count as the
+    average of the last built layers. The model was built as on the first stage of a pipeline, which has the embeddings.
+    The output head of the last stage is as large as the embeddings.
     """
     by_layer: dict[int, int] = {}
     outside = embeddings = 0
     for name, parameter in model.named_parameters():
-        if name.endswith("_blockscale_swizzled"):  # it takes the place of the scales, or is given up
+        if name.endswith("_blockscale_swizzled"):  # it replaces the scales, or is freed
             continue
         size = parameter.numel() * _loaded_element_bytes(model, name, parameter)
         if numbered := re.search(r"\blayers\.(\d+)\.", name):
@@ -608,13 +632,13 @@ def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:
-    """Make the engine's registry import the modules alone that name the model's classes: all of them take seconds."""
+    """Make the engine's registry import only the modules that name the model's classes. All modules take seconds."""
     from sglang.srt import models
 
     files = [path for folder in models.__path__ for path in Path(folder).glob("*.py")]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
     others = {name for name, text in texts.items() if not any(each in text for each in architectures)}
-    if len(others) < len(files):  # else the engine says that it knows none of the classes, and which it knows
+    if len(others) < len(files):  # else the engine itself reports that it has none of the classes
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
 
 
@@ -629,12 +653,12 @@ def _publish(server_args: Any) -> None:
         module.set_global_server_args_for_scheduler(server_args)
     else:
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    # Releases that publish the arguments read what is published.
+    # Releases that publish the arguments read the published ones, and take no parameter here.
     initialize_moe_config(*[server_args][: len(inspect.signature(initialize_moe_config).parameters)])
 
 
 _MOE_LAYERS = 4
-"""Number of layers that are built: kinds of layers alternate by two or four."""
+"""Number of layers with experts that are built. Kinds of layers alternate in groups of two or four."""
 
 
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
@@ -659,13 +683,13 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
 
 
 def _call_with_those_taken(function: Any, **arguments: Any) -> None:
-    """Call a function with those arguments alone that its release takes."""
+    """Call a function of the engine with only those arguments that this release's function takes."""
     taken = engine.parameters(function)
     function(**{name: value for name, value in arguments.items() if name in taken})
 
 
 def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
-    """Make every later process group a fake one, without the links between GPUs."""
+    """Make every later process group of the engine a fake one, which opens no connections between GPUs."""
     new_group, init = distributed.new_group, parallel_state.GroupCoordinator.__init__
     signature = inspect.signature(init)
 
@@ -683,11 +707,11 @@ def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
 
 
 _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
-"""Names of the shared experts in the engine's blocks."""
+"""Names of the attribute with the shared experts, in the engine's MoE blocks."""
 
 
 def _describe_layer(model: Any) -> dict[str, Any] | None:
-    """The first layer that has experts; ``None``: there is none."""
+    """Return a description of the model's first layer with experts; ``None``: no layer has experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     from sglang_moe_patches.core.dead_input import probe
@@ -716,7 +740,8 @@ def _describe_layer(model: Any) -> dict[str, Any] | None:
 
 
 def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
-    """Tile sizes of Triton's second GEMM, from the file that the engine would load on this GPU; ``None``: not known."""
+    """Return the tile sizes of Triton's second GEMM, from the file that the engine loads on this GPU; ``None``: not
+    known."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
 
@@ -740,7 +765,8 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 
 
 def _has_float_logits() -> bool:
-    """Whether DeepSeek's router returns float32 logits in a prefill. The last branch of ``MoEGate.forward`` decides."""
+    """Return whether DeepSeek's router computes float32 logits in a prefill. ``MoEGate.forward``'s last branch
+    decides."""
     gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
@@ -748,7 +774,7 @@ def _has_float_logits() -> bool:
 
 
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
-    """Plan of each change on this server. The changes that decide for layers are applied."""
+    """Return each change's plan on this server. Changes that decide only when the layers exist are applied now."""
     selected = patch.selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {
