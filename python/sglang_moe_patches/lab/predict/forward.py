@@ -1,17 +1,21 @@
 """Memory of a forward pass, predicted from the layers' sizes: pure functions, all results in bytes.
 
-R = tokens x top-k rows, H hidden size, I intermediate size per rank; all activations are bfloat16. The lifetimes of
-tensors follow the engine's code (0.5.12.post1) with the Triton attention backend of the benchmarks' servers. The
-peak is the largest sum over the places of a forward pass. In bytes:
+R is the number of rows (tokens x top-k), H the hidden size, I the intermediate size per rank. All activations are
+bfloat16. The lifetimes of tensors follow the engine's code (0.5.12.post1), with the Triton attention backend of the
+benchmarks' servers.
 
-- the Triton runner: its first GEMM's output (4IR) and the activation's (2IR), or the latter and the [tokens, top-k,
-  hidden] tensor (2HR). FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns;
-- Marlin: 2IR and the larger of 4I and 2H for each row, and its output; in columns 6IR, or 2IR, the output, and for each
-  column of a range 2R and its weights;
-- the router of GLM-4-MoE and MiniMax-M2: its input in float32 (4H for each token);
-- attention, while the output projection runs: its input (or the residual), the residual, the projection's output,
-  queries, keys and values in every form that a name still has, and what attention has put out;
-- the first layer's MLP, where it is dense: gate and up, and the activation.
+A *place* is a step of the forward pass at which its memory can be largest. The peak is the largest sum of tensors over
+all places. The places and their tensors, in bytes:
+
+- The Triton runner has two moments. First, the output of its first GEMM (4IR) and the output of the activation (2IR)
+  are alive. Later the output of the activation and the [tokens, top-k, hidden] tensor (2HR) are. FP8 in blocks adds
+  each GEMM's quantized input, with a float32 scale for every 128 columns.
+- Marlin: 2IR, the larger of 4IR and 2HR, and its output. If moe-workspace sums in slices of columns, the larger of two
+  sums: 6IR, or 2IR, the output, and 2R and the weights for each column of a slice.
+- The router of GLM-4-MoE and MiniMax-M2: its input in float32, 4H for each token.
+- Attention, while the output projection runs: its input (or the residual), the residual, the projection's output, the
+  output of attention, and queries, keys and values in every form that a Python name still refers to.
+- The MLP of the first layer, if this layer is dense: gate and up projections, and the activation.
 """
 
 from __future__ import annotations
@@ -24,16 +28,18 @@ from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 #: Columns of an FP8 tensor that share a scale.
 FP8_GROUP = 128
 BLOCKS = "fp8"
-"""Weights in blocks of 128 x 128."""
+"""FP8 quantization with a scale for each block of 128 x 128 weights."""
 SCALED = {BLOCKS: FP8_GROUP, "rows": None}
-"""Columns that share a scale, by the quantization of a GEMM's input to a byte an element; ``None``: a whole row."""
+"""Columns of a GEMM's input that share a scale, by the kind of quantization to one byte an element. ``None``: all
+columns of a row."""
 NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
-"""Bytes of an activation's element in NVFP4, with a byte of scale for every 16."""
+"""Bytes of an element of a GEMM's input in NVFP4: half a byte, and a scale of one byte for every 16 elements."""
 FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
-"""The same in FP8, by quantization."""
-#: Bytes of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Other groups take up to a tenth less.
+"""Bytes of an element of a GEMM's input in FP8, with its scale, by the kind of quantization."""
+#: Bytes of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Larger groups take up to a tenth less.
 PACKED_BYTES = 0.5 + 2 / 32
-#: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
+#: Splits in which the Triton attention backend computes a decode of latent attention: on Hopper GPUs, the number of SMs
+#: rounded up to a power of 2.
 DECODE_SPLITS = 256
 PARTS = {
     "hidden": "hidden-size tensors",
@@ -43,23 +49,27 @@ PARTS = {
     "released": "given back: attention's buffer of the decode before",
     "workspace": "while the runner works",
 }
-#: The name of the place that ``PARTS`` are of.
+#: Name of the place in which a MoE runner is at work. ``PARTS`` are the parts of its memory.
 MOE = "the routed experts"
 RUNNERS = ("triton", "marlin", *runners.TRTLLM[:2])
-"""Runners with a formula, by ``--moe-runner-backend``."""
+"""Runners whose memory has a formula here, by their names for ``--moe-runner-backend``."""
 ROUTES_IN_FLOAT = ("glm4-moe", "minimax-m2")
 """Families whose routers compute in float32 (``models/glm4_moe.py``, ``models/minimax_m2.py``)."""
 
 
 @dataclass(frozen=True)
 class Acting:
-    """Differences from a stock server of 0.5.12.post1 or older, for which all are false.
+    """Effects of changes on the memory of a forward pass. In a stock server up to 0.5.12.post1 there is none of them.
 
-    :param inputs_dropped: attention's inputs are gone when attention is (output-buffer; the engine from 0.5.13 on).
-    :param shared_last: shared experts run after the routed ones (deferred-shared-experts).
-    :param dead_input: the layer's dead input is the runner's output, or its memory for the activation.
-    :param columns: columns of a slice in which Triton or Marlin sums (moe-workspace); ``None``: the tensor is whole.
-    :param out_of_place: the engine itself has Triton leave its input alone, as shared experts read it at the same time.
+    :param inputs_dropped: whether attention's inputs are freed when attention ends (output-buffer; the engine itself
+        from 0.5.13 on).
+    :param shared_last: whether shared experts run after the routed ones (deferred-shared-experts).
+    :param dead_input: whether the runner writes its output, or its activation, into the layer's *dead input*: memory of
+        an input that no code reads any more.
+    :param columns: columns of a slice in which Triton or Marlin sums the top-k (moe-workspace); ``None``: it does not
+        use slices.
+    :param out_of_place: whether the engine itself keeps Triton from writing over its input, because shared experts read
+        the input at the same time.
     """
 
     inputs_dropped: bool = False
@@ -71,10 +81,10 @@ class Acting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes beyond the state before a forward.
+    """Bytes that a forward pass takes in addition to the memory before it.
 
-    :param parts: bytes of each of ``PARTS``, in a MoE layer that has one with a residual before it.
-    :param elsewhere: bytes at the other places that can be the peak.
+    :param parts: bytes of each of ``PARTS`` while a MoE runner is at work, in a layer that is not the first.
+    :param elsewhere: bytes at the other places that can be the peak, by their names.
     """
 
     parts: dict[str, int]
@@ -82,12 +92,12 @@ class Prediction:
 
     @property
     def live(self) -> int:
-        """Bytes when the runner starts."""
+        """Bytes that are in use when the MoE runner starts."""
         return sum(self.parts.values()) - self.parts["workspace"]
 
     @property
     def places(self) -> dict[str, int]:
-        """Bytes at every place that can be the peak."""
+        """Bytes at every place that can be the peak, by its name."""
         return {MOE: sum(self.parts.values()), **self.elsewhere}
 
     @property
@@ -96,19 +106,19 @@ class Prediction:
 
     @property
     def where(self) -> str:
-        """The place of the peak."""
+        """Name of the place with the peak."""
         return max(self.places, key=self.places.__getitem__)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """The routed experts' runner.
+    """MoE runner: the engine's implementation of the routed experts.
 
     :param name: one of ``RUNNERS``.
-    :param quantization: quantization of the inputs of Triton's experts: ``None`` (bfloat16), or one of ``SCALED``.
-    :param workspace: bytes that one of TRT-LLM's kernels takes while it runs.
-    :param input_bytes: bytes of an element of such a kernel's input.
-    :param copies_output: the engine copies the kernel's output into a tensor of its own.
+    :param quantization: quantization of the inputs of Triton's GEMMs: ``None`` (bfloat16), or a key of ``SCALED``.
+    :param workspace: bytes that a TRT-LLM kernel takes while it runs.
+    :param input_bytes: bytes of an element of a TRT-LLM kernel's input.
+    :param copies_output: whether the engine copies the TRT-LLM kernel's output into another tensor.
     """
 
     name: str
@@ -128,18 +138,22 @@ def predict(
     graphs: bool = False,
     float_logits: bool = False,
 ) -> Prediction:
-    """Memory of a forward pass of a first chunk, whose prompts have nothing in the KV cache.
+    """Predict the memory of a forward pass of a prefill chunk whose prompts have nothing in the KV cache.
 
-    Stock has these tensors alive: the residual, the layer's input (dead by then), the MoE input, the output of shared
-    experts that run by themselves, q/kv latents, and an output that the NVFP4 kernel gets. With the changes, on
-    DeepSeek's architecture, the shared experts run last and the latents are freed. The NVFP4 kernels then write into
-    the dead input, and so does Triton if the shared experts run last.
+    In a stock server, these tensors are alive when the MoE runner works: the residual, the layer's input (which no code
+    reads any more), the MoE input, the output of separate shared experts, the latents of queries, keys and values, and
+    an output tensor that the NVFP4 kernel receives. With the changes, on DeepSeek's architecture, the shared experts
+    run last and the latents are freed. The NVFP4 kernels then write into the layer's input. So does Triton if the
+    shared experts run last.
 
-    :param model: with its shared experts as the engine runs them: as routed ones where it makes them so.
-    :param layout: of tensor parallelism, and expert parallelism without all-to-all; not of data-parallel attention.
+    :param model: sizes of the model. Shared experts that the engine runs as routed ones are counted as routed.
+    :param layout: layout with tensor parallelism, or with expert parallelism without all-to-all. Data-parallel
+        attention is not supported.
+    :param runner: MoE runner of the server.
     :param tokens: tokens of the chunk.
-    :param graphs: decodes run in graphs. An eager decode before leaves a buffer of attention behind, freed then.
-    :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
+    :param acting: effects of the changes.
+    :param graphs: whether decodes run in graphs. If not, a buffer of the decode before is freed in this forward pass.
+    :param float_logits: whether DeepSeek's router computes float32 logits (releases from 0.5.15 on).
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
@@ -157,10 +171,10 @@ def predict(
     inputs = 0
     out_of_place = acting.shared_last or acting.out_of_place
     if runner.name == "triton":
-        count += out_of_place and not acting.dead_input  # so its output
+        count += out_of_place and not acting.dead_input  # the output
     elif runner.name != "marlin":
         inputs = int(tokens * model.hidden * runner.input_bytes)
-        count += (not acting.dead_input) + runner.copies_output  # its output, and the copy
+        count += (not acting.dead_input) + runner.copies_output  # the output, and its copy
     parts = {
         "hidden": count * hidden,
         "attention": held_latents,
@@ -170,7 +184,7 @@ def predict(
         "workspace": runner.workspace,
     }
     if runner.name in ("triton", "marlin"):
-        # Triton's output lies there then, not its activation.
+        # If Triton leaves its input alone, its output is in the dead input, not its activation.
         offered = acting.dead_input and (runner.name == "marlin" or not out_of_place)
         parts["workspace"] = held(runner, rank, tokens, acting.columns or model.hidden, dead_input=offered)
     elsewhere = {"attention": released + latents + attention(share, tokens)}
@@ -182,16 +196,19 @@ def predict(
 
 
 def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:
-    """Most bytes that Triton or Marlin holds at once.
+    """Return the most bytes that the Triton or Marlin runner uses at once, not counting Triton's output.
 
-    Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): in columns the second GEMM runs for a
-    range of columns at a time. It quantizes its input before that, and then frees the input.
+    Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): with moe-workspace, the second GEMM
+    computes a slice of columns at a time. The runner quantizes the second GEMM's input before the slices, and then
+    frees the unquantized input.
 
-    Marlin (``fused_marlin_moe``): both GEMMs' outputs share one tensor, and its output is never its input's memory.
-    In columns each is by itself, the second one as wide as a range, whose weights are there twice.
+    Marlin (``fused_marlin_moe``): the outputs of both GEMMs share one tensor. The runner's output never uses the memory
+    of its input. With moe-workspace, each GEMM has a tensor of its own. The tensor of the second GEMM is as wide as a
+    slice, and the weights of the slice exist twice.
 
-    :param width: columns of a range; the hidden size: the tensor is whole.
-    :param dead_input: it is there for Triton's activation, which may be too large for it, or for Marlin's output.
+    :param width: columns of a slice. If it is the hidden size, no slices are used.
+    :param dead_input: whether a dead input is available, for Marlin's output, or for Triton's activation if this fits
+        into it.
     """
     size, inner, rows = rank.hidden, rank.intermediate, tokens * rank.top_k
     activation = 2 * inner * rows
@@ -199,11 +216,12 @@ def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: boo
         if width >= size:
             return activation + max(2 * activation, 2 * size * rows) + 2 * tokens * size
         output = 0 if dead_input else 2 * tokens * size
-        column_bytes = int(PACKED_BYTES * rank.experts * inner)  # of weights and scales, all experts together
+        column_bytes = int(PACKED_BYTES * rank.experts * inner)  # weights and scales of a column, of all experts
         return max(3 * activation, activation + output + width * (2 * rows + column_bytes))
 
     def quantized(rows: int, size: int) -> int:
-        """A GEMM's input in one byte an element, with a float32 scale for every so many columns (:data:`SCALED`)."""
+        """Return the bytes of a GEMM's quantized input: one for each element, and the float32 scales
+        (:data:`SCALED`)."""
         if runner.quantization is None:
             return 0
         return rows * (size + 4 * -(-size // (SCALED[runner.quantization] or size)))
@@ -216,22 +234,23 @@ def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: boo
 
 
 def attention(share: Model, tokens: int) -> int:
-    """Bytes of the hidden-size tensors and of attention's own tensors, but for the latents of MLA.
+    """Return the bytes of attention's own tensors and of the hidden-size tensors, without the latents of MLA.
 
-    The Triton backend copies values that do not lie together, as those of MLA, which share a tensor with the keys. The
-    copy is freed before the output projection runs.
+    The Triton backend copies values that are not contiguous. In MLA they are not, because they share a tensor with the
+    keys. The copy is freed before the output projection runs.
 
-    :param share: a rank's share of the model.
+    :param share: one rank's share of the model.
     """
     hidden = 2 * tokens * share.hidden
     if share.q_lora_rank is not None:
         latent = share.latent
         with_rotary = latent.plain + latent.rotary
-        # Queries, keys, keys and values without the rotary part, and the output.
+        # The tensors are: queries; keys; keys and values without the rotary part; the output.
         columns_of_head = 2 * with_rotary + latent.plain + latent.value + latent.value
         own = 2 * tokens * share.heads * columns_of_head
         return 2 * hidden + own + max(hidden, 2 * tokens * share.heads * latent.value)
-    # Queries, keys and values in one tensor, and the output; MiniMax-M2's norms of queries and keys are out of place.
+    # Queries, keys and values are one tensor; the output is another. MiniMax-M2 writes the norms of queries and keys
+    # into new tensors.
     heads = 2 * share.heads + 2 * share.kv_heads
     if share.family == "minimax-m2":
         heads += share.heads + share.kv_heads

@@ -1,4 +1,4 @@
-"""The sizes of a model, and of one rank's share of it."""
+"""Sizes of a model, and of one rank's share of the model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 class Layout:
     """Layout of the MoE layers over ranks, in the engine's words.
 
-    :param tp: ``--tp``: tensor-parallel ranks.
-    :param ep: ``--ep``: expert-parallel ranks among them; the others share each expert.
-    :param dp: ``--dp`` with ``--enable-dp-attention``: data-parallel ranks among them.
+    :param tp: ``--tp``: number of all ranks of a stage, which are tensor-parallel.
+    :param ep: ``--ep``: number of groups into which the ranks are divided. Each group has its own experts, and the
+        ranks of a group share each expert.
+    :param dp: ``--dp`` with ``--enable-dp-attention``: number of data-parallel ranks among the ``tp`` ranks.
     """
 
     tp: int = 1
@@ -26,10 +27,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's share of a MoE layer.
+    """Share of a MoE layer on one rank.
 
-    :param experts: experts whose weights the rank holds.
-    :param intermediate: columns of each expert's gate projection that it holds.
+    :param experts: experts of which the rank has weights.
+    :param intermediate: columns of each expert's gate projection on the rank.
     """
 
     experts: int
@@ -40,11 +41,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-head latent attention, of one head but for the latents.
+    """Sizes of multi-head latent attention (MLA), in columns. All except ``kv_rank`` are those of one head.
 
-    :param kv_rank: latent of keys and values.
-    :param rotary: rotary part of a query's or key's columns.
-    :param plain: the other part.
+    :param kv_rank: columns of the latent of keys and values.
+    :param rotary: columns of a query or key with a rotary embedding.
+    :param plain: columns of a query or key without a rotary embedding.
     :param value: columns of a value.
     """
 
@@ -58,20 +59,21 @@ class Latent:
 class Model:
     """A mixture-of-experts model.
 
-    :param source: Hugging Face repository whose ``config.json`` has these figures.
-    :param layers: decoder layers, the ``dense_layers`` first ones without experts.
+    :param source: Hugging Face repository whose ``config.json`` has these sizes.
+    :param layers: number of decoder layers. The first ``dense_layers`` of them have no experts.
     :param experts: routed experts of a layer.
     :param top_k: routed experts of a token.
     :param moe_intermediate: intermediate size of one routed expert.
-    :param shared_experts: shared experts of a layer that run by themselves, each of ``moe_intermediate``.
-    :param intermediate: of the dense layers' MLP; 0 where no layer is dense.
+    :param shared_experts: shared experts of a layer that run separately from the routed ones, each with the
+        intermediate size ``moe_intermediate``.
+    :param intermediate: intermediate size of the dense layers' MLP; 0: no layer is dense.
     :param heads: attention heads.
-    :param kv_heads: key and value heads; as many as ``heads`` where attention is latent (MLA).
-    :param groups: expert groups, and groups that a token may choose from.
-    :param q_lora_rank: rank of the query's latent; ``None``: not MLA.
-    :param family: its architecture, as :data:`.config.FAMILIES` names it; "": none of those.
-    :param head_dim: columns of a head, where attention is not latent.
-    :param latent: the same where it is.
+    :param kv_heads: key and value heads. With latent attention (MLA) the number is ``heads``.
+    :param groups: number of expert groups, and number of groups from which a token may choose.
+    :param q_lora_rank: columns of the query's latent; ``None``: attention is not MLA, or its queries have no latent.
+    :param family: family of the model, a name of :data:`.config.FAMILIES`; "": none of these.
+    :param head_dim: columns of a head, if attention is not MLA.
+    :param latent: sizes of MLA.
     """
 
     source: str
@@ -96,7 +98,7 @@ class Model:
         return self.layers - self.dense_layers
 
     def shard(self, ranks: int) -> Model:
-        """Model of the sizes of one rank's share of ``ranks``, for one GPU.
+        """Return a model with the sizes of one rank's share, if ``ranks`` ranks share the model.
 
         :raises ValueError: a size does not divide by the ranks.
         """
@@ -105,11 +107,11 @@ class Model:
             if size % ranks:
                 raise ValueError(f"{self.source}: {name} {size} does not divide by {ranks}")
         shares = {name: size // ranks for name, size in sizes.items()}
-        # If there are fewer heads of keys and values than ranks, several ranks have the same head.
+        # If there are fewer key and value heads than ranks, several ranks have the same head.
         return replace(self, **shares, kv_heads=max(1, self.kv_heads // ranks))
 
     def per_rank(self, layout: Layout) -> Rank:
-        """One rank's share of a layer.
+        """Return one rank's share of a MoE layer.
 
         :raises ValueError: experts or intermediate size do not divide by the ranks.
         """
