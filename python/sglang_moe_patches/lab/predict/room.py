@@ -1,9 +1,12 @@
-"""Memory that a server needs beside weights and KV cache, and whether the room that a fraction leaves is enough.
+"""Prediction of a server's need, and whether the memory that its fraction leaves free is enough.
+
+The *need* is the memory that a server takes in addition to weights and KV cache. The *fraction* is
+``--mem-fraction-static``: the share of the GPU's memory for weights and KV cache.
 
 The need has four parts: buffers of libraries, CUDA graphs, the largest forward pass with its sampling, and memory that
-PyTorch's allocator holds between forward passes. The forward pass of a prefill chunk is predicted from the layers'
-sizes (:mod:`.forward`). The other parts are factors times sizes. The factors were fitted to servers that had measured
-their need in their start; ``docs/commands/models.md`` compares the prediction with all of those servers.
+PyTorch's allocator keeps between forward passes. The forward pass of a prefill chunk is predicted from the layers'
+sizes (:mod:`.forward`). The other parts are sizes times factors. The factors were fitted to servers that measured their
+need in their start. ``docs/commands/models.md`` compares the prediction with all of these servers.
 """
 
 from __future__ import annotations
@@ -15,59 +18,64 @@ from typing import Any
 from sglang_moe_patches.lab.predict.engine_pools import FRACTION_STEP, Fit
 
 NUMBER_BYTES = 4
-"""Bytes of a number in the logits and in the tensors that sampling makes of them (float32)."""
+"""Bytes of a number in the logits, and in the tensors that sampling makes from the logits (float32)."""
 LIBRARY_BYTES = 130_000_000
-"""Bytes of workspaces that libraries allocate once. Servers without prefill graphs had 106 to 140 MB."""
+"""Bytes of workspaces that libraries allocate once. In servers without prefill graphs, 106 to 140 MB were measured."""
 PREFILL_GRAPH_PEAKS = {"piecewise": 2.2, "breakable": 3.3}
-"""Bytes that the prefill graphs of a kind hold, as a multiple of the eager peak of their largest prefill."""
+"""Bytes that prefill graphs hold, as a multiple of the peak of the largest captured prefill if it runs without a graph.
+The key is the kind of graphs."""
 PREFILL_GRAPH_LAYER_BYTES = 6_000_000
-"""Bytes that the prefill graphs hold besides, for each layer."""
+"""Bytes that the prefill graphs hold in addition, for each layer."""
 CAPTURED_LOGITS = 3.0
-"""Bytes of the decode graphs, as a multiple of the logits of the largest captured decode."""
+"""Bytes of the decode graphs, as a multiple of the bytes of the largest captured decode's logits."""
 CAPTURED_LOGITS_ALONE = 3.5
-"""The same besides, if there are no prefill graphs whose memory the decode graphs share."""
+"""Factor that is added to :data:`CAPTURED_LOGITS` if there are no prefill graphs, whose memory the decode graphs would
+share."""
 CAPTURED_LOGITS_RANKS = 1.6
-"""The same besides, if several ranks gather their parts of the logits."""
+"""Factor that is added to :data:`CAPTURED_LOGITS` if several ranks gather their parts of the logits."""
 SAMPLED_LOGITS, MANY_SAMPLED_LOGITS, MANY_REQUESTS = 6.8, 3.25, 512
-"""Bytes of a decode with top-k and top-p sampling, as a multiple of its logits. The second factor holds beyond so many
-requests."""
+"""Bytes of a decode with top-k and top-p sampling, as a multiple of its logits' bytes. The first factor holds for up to
+``MANY_REQUESTS`` requests, the second for larger decodes."""
 PENALIZED_LOGITS, PENALIZED_LOGITS_NEWER = 17.0, 11.3
-"""The same with penalties and a logit bias, on SGLang 0.5.12.post1 and on 0.5.17."""
+"""Bytes of a decode with penalties and a logit bias, as a multiple of its logits' bytes: on SGLang 0.5.12.post1, and on
+0.5.17."""
 VERIFIED_LOGITS = 2.7
-"""The same of a speculative decode, which verifies several rows of a request, with and without penalties."""
+"""Bytes of a speculative decode, as a multiple of its logits' bytes. It verifies several rows of each request. The
+factor holds with and without penalties."""
 HELD_PEAKS, HELD_PEAKS_SEGMENTS = 2.5, 1.0
-"""Bytes that the allocator holds between forward passes, as a multiple of a prefill chunk's peak, without and with
-activation-segments."""
+"""Bytes that PyTorch's allocator keeps between forward passes, as a multiple of a prefill chunk's peak: without and
+with activation-segments."""
 HELD_LOGITS = 4.0
-"""Bytes that it holds besides for decodes without a graph, as a multiple of the logits of the requests beyond the
-largest graph."""
+"""Bytes that PyTorch's allocator keeps in addition for decodes without a graph, as a multiple of the logits' bytes.
+Only requests beyond the largest decode graph count."""
 HELD_MOST_BYTES = 4_500_000_000
-"""The most bytes that an allocator was seen to hold between forward passes."""
+"""Upper bound of the bytes that PyTorch's allocator keeps between forward passes: the largest measured value."""
 DECODE_SPLITS = 256
 """Parts in which Triton's attention computes a decode of latent attention on a GPU of 129 to 256 multiprocessors."""
 DEFAULT_REQUESTS = 2048
-"""Requests that the engine lets run at once, if nobody says how many."""
+"""Most requests that the engine runs at once without ``--max-running-requests``."""
 EAGER_REQUESTS = 256
-"""Requests with penalties that kv-sizing lets run at once, if no decode is captured."""
+"""Most requests with penalties that kv-sizing lets run at once, if no decode graph is captured."""
 CACHE_SHARE = 1 / 32
-"""Share of the KV cache that kv-sizing gives up for more requests at once."""
+"""Largest share of the KV cache that kv-sizing gives up to run more requests at once."""
 MARGIN_BYTES = 2_000_000_000
-"""Bytes that stay free at the highest advised fraction; kv-sizing's default margin."""
+"""Bytes that stay free at the highest advised fraction: kv-sizing's default margin."""
 NEED_ERROR = 0.2
-"""Relative error of the predicted need. Four of five measured servers lie within it."""
+"""Relative error of the predicted need. The prediction is this close for four of five measured servers."""
 
 
 @dataclass(frozen=True)
 class Decodes:
-    """The sizes that decide the memory of decodes, on one rank.
+    """Sizes that decide the memory of decodes, on one rank.
 
-    :param vocabulary: tokens.
-    :param captured: requests of the largest decode graph; 0: none is captured.
-    :param requests: requests that run at once.
-    :param penalized: requests that run at once while one of them has penalties.
+    :param vocabulary: tokens of the vocabulary.
+    :param captured: requests of the largest decode graph; 0: no decode is captured.
+    :param requests: most requests that run at once.
+    :param penalized: most requests that run at once while one of them has penalties.
     :param rows: rows of a request in a decode: 1, or its draft tokens.
     :param ranks: ranks that share the logits.
-    :param split_bytes: bytes of one row's partial results in latent attention by Triton; 0: other attention.
+    :param split_bytes: bytes of one row's partial results in Triton's latent attention; 0: the model has other
+        attention.
     """
 
     vocabulary: int
@@ -79,17 +87,17 @@ class Decodes:
     split_bytes: int = 0
 
     def logits(self, requests: int) -> int:
-        """Bytes of the logits of a decode."""
+        """Return the bytes of the logits of a decode."""
         return requests * self.rows * self.vocabulary * NUMBER_BYTES
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes beside weights and KV cache.
+    """Bytes that a server needs in addition to weights and KV cache.
 
-    :param graphs: libraries' buffers and CUDA graphs; without them no server starts.
+    :param graphs: bytes of CUDA graphs and of libraries' buffers. A server without memory for them does not start.
     :param forwards: bytes of the largest forward passes, by their names.
-    :param held: bytes that the allocator holds between forward passes.
+    :param held: bytes that PyTorch's allocator keeps between forward passes.
     """
 
     graphs: int
@@ -98,27 +106,27 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts, with the largest forward pass."""
+        """Bytes of all parts together. Of the forward passes only the largest counts."""
         return self.graphs + max(self.forwards.values()) + self.held
 
 
 PREFILL, SAMPLING, PENALTIES = "prefill", "sampling", "penalties"
 """Names of forward passes in :attr:`Need.forwards`."""
 GRAPHS, MIXED_LOAD = "graphs", "mixed load"
-"""Names of the other places where memory can run out."""
+"""Names of the other situations in which memory can run out."""
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """The sizes that decide the memory of prefills and graphs, on one rank.
+    """Sizes that decide the memory of prefills and graphs, on one rank.
 
     :param layers: layers of this rank.
     :param peak: bytes of the forward pass of a prefill chunk.
-    :param chunk: tokens of that chunk.
-    :param prefill_graphs: kind of the prefill graphs and tokens of the largest; ``None``: there are none.
-    :param stages: pipeline stages; each has a batch under way.
-    :param segments: activation-segments acts.
-    :param newer: the release configures graphs by ``--cuda-graph-config`` (0.5.15 and later).
+    :param chunk: tokens of this chunk.
+    :param prefill_graphs: kind of the prefill graphs, and tokens of the largest one; ``None``: there are none.
+    :param stages: number of pipeline stages. Each stage runs a batch at the same time.
+    :param segments: whether activation-segments acts.
+    :param newer: whether the release configures graphs by ``--cuda-graph-config`` (0.5.15 and later).
     :param draft_bytes: bytes of a draft model's weights, which are loaded after the KV cache is sized; 0: no draft.
     """
 
@@ -133,7 +141,7 @@ class Forwards:
 
 
 def predict_need(decodes: Decodes, forwards: Forwards) -> Need:
-    """The need of a server, from its sizes."""
+    """Predict the need of a server from its sizes."""
     captured = min(decodes.captured, decodes.requests)
     alone = 0.0 if forwards.prefill_graphs else CAPTURED_LOGITS_ALONE
     gathered = CAPTURED_LOGITS_RANKS if decodes.ranks > 1 else 0.0
@@ -159,8 +167,8 @@ def predict_need(decodes: Decodes, forwards: Forwards) -> Need:
 
 
 def _decode_bytes(decodes: Decodes, requests: int, *, penalties: bool = False, newer: bool = False) -> int:
-    """Bytes of a decode of so many requests, with its sampling."""
-    # Without a graph the buffers of the decode before are still there.
+    """Return the bytes of a decode of ``requests`` requests, with its sampling."""
+    # If the decode runs without a graph, the buffers of the decode before it are still allocated.
     attention = 2 * requests * decodes.rows * decodes.split_bytes if requests > decodes.captured else 0
     if decodes.rows > 1:
         factor = VERIFIED_LOGITS
@@ -172,12 +180,15 @@ def _decode_bytes(decodes: Decodes, requests: int, *, penalties: bool = False, n
 
 
 def default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int) -> Decodes:
-    """The same decodes with as many requests at once as kv-sizing admits, if nobody says how many."""
+    """Return the decodes with the number of requests that kv-sizing admits without ``--max-running-requests``.
+
+    :param cache_bytes: bytes of the KV cache.
+    """
     penalized = decodes.captured or EAGER_REQUESTS
     least = replace(decodes, requests=penalized, penalized=penalized)
     allowed = max(predict_need(least, forwards).forwards.values()) // forwards.stages + CACHE_SHARE * cache_bytes
     requests = penalized
-    # kv-sizing estimates a decode by the measured one of half as many requests.
+    # kv-sizing estimates a decode's memory from the measured memory of a decode with half as many requests.
     while 2 * requests <= DEFAULT_REQUESTS and 2 * _decode_bytes(decodes, requests) <= allowed:
         requests *= 2
     return replace(least, requests=requests)
@@ -189,13 +200,13 @@ STARTS, LITTLE_ROOM, DOES_NOT_START, NOT_KNOWN = "starts", "little room", "does 
 
 @dataclass(frozen=True)
 class Room:
-    """A server's memory on one GPU, by its fraction and by its need.
+    """Memory of a server on one GPU: weights, KV cache, the memory that they leave free, and the need.
 
     :param fit: weights, fraction and KV cache.
     :param need: predicted need; ``None``: not known.
-    :param unknown: the reason why the need is not known.
-    :param grows: kv-sizing sizes the KV cache.
-    :param decodes: the decodes of the need.
+    :param unknown: reason why the need is not known.
+    :param grows: whether kv-sizing sizes the KV cache.
+    :param decodes: sizes of the decodes for which the need was predicted.
     """
 
     fit: Fit
@@ -206,7 +217,7 @@ class Room:
 
     @property
     def _needed(self) -> int:
-        """Bytes of the need, of the engine's allowance for images and of the margin."""
+        """Bytes that must stay free: the need, the engine's reserve for images, and the margin."""
         assert self.need is not None
         return self.need.total + self.fit.images + MARGIN_BYTES
 
@@ -223,7 +234,7 @@ class Room:
 
     @property
     def free(self) -> int:
-        """Bytes beside weights and KV cache."""
+        """Bytes that weights and KV cache leave free."""
         return self.fit.memory - self.fit.loaded - self.cache_bytes
 
     @property
@@ -236,9 +247,9 @@ class Room:
         return max(self.grown_tokens() or 0, int(first / fit.token_bytes)) if fit.token_bytes else None
 
     def grown_tokens(self, error: float = 0.0) -> int | None:
-        """Tokens of the KV cache that kv-sizing reaches; ``None``: not known.
+        """Return the tokens of the KV cache after kv-sizing; ``None``: not known.
 
-        :param error: relative error by which the need is larger than predicted.
+        :param error: relative error of the need: 0.2 if it is 20 % larger than predicted.
         """
         if self.need is None:
             return None
@@ -250,13 +261,14 @@ class Room:
             return None
         if fit.tokens is None or fit.limited:
             tokens = (fit.memory - fit.loaded - beside) / fit.token_bytes
-        else:  # the engine's own number, and the difference: it takes other memory off, too
+        else:  # begin with the engine's own number, because the engine subtracts other memory, too
             tokens = fit.tokens + (fit.memory * (1 - fit.fraction) - beside) / fit.token_bytes
         return max(0, int(tokens))
 
     @property
     def highest_fraction(self) -> float | None:
-        """The highest fraction that leaves enough room, rounded down; ``None``: there is none, or it is not known."""
+        """Highest fraction that leaves enough memory free, rounded down; ``None``: there is none, or it is not
+        known."""
         least = self.fit.least_fraction
         if self.need is None or least is None:
             return None
@@ -264,12 +276,12 @@ class Room:
         return round(highest, 2) if highest >= least else None
 
     def tokens_at(self, fraction: float) -> int | None:
-        """Tokens of the KV cache at a fraction; ``None``: not known."""
+        """Return the tokens of the KV cache at a fraction; ``None``: not known."""
         return self._tokens_beside(int(self.fit.memory * (1 - fraction)))
 
     @property
     def short_of(self) -> list[str]:
-        """The places where memory runs out, by their names."""
+        """Names of the forward passes and situations in which memory runs out."""
         if self.need is None or not self.fit.starts:
             return []
         if self.free < self.need.graphs:
@@ -279,7 +291,7 @@ class Room:
 
     @property
     def verdict(self) -> str:
-        """Whether the server starts, and with enough room."""
+        """Verdict on the server: whether it starts, and whether enough memory stays free."""
         if not self.fit.starts or GRAPHS in self.short_of or (self.grows and self.need and self.tokens == 0):
             return DOES_NOT_START
         if self.need is None:
@@ -287,7 +299,7 @@ class Room:
         return LITTLE_ROOM if self.short_of else STARTS
 
     def describe(self) -> dict[str, Any]:
-        """All numbers and the verdict, JSON-ready; bytes and tokens."""
+        """Return all numbers, in bytes and tokens, and the verdict, as a dictionary for JSON."""
         need, highest = self.need, self.highest_fraction
         return {
             "verdict": self.verdict,
