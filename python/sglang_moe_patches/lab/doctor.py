@@ -1,4 +1,4 @@
-"""Facts about the installed engine, for ``sglang-moe-patches doctor``."""
+"""Facts about the installed engine, and what each change would do with it, for ``sglang-moe-patches doctor``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class EngineUnusable(RuntimeError):
 def examine() -> dict[str, Any]:
     """Probe the engine in a fresh process, so that probing leaves nothing behind in this one.
 
-    Where no CUDA driver is installed the engine's kernels cannot be imported; a stub driver helps over that.
+    If no CUDA driver is installed, the engine's kernels can be imported only with a stub driver (:mod:`.without_gpu`).
 
     :returns: the JSON-ready facts that ``doctor --json`` prints.
-    :raises ValueError: a variable has a value with which no server starts; in the words that the server would use.
+    :raises ValueError: an environment variable has a value with which no server starts. The message is the server's.
     :raises EngineUnusable: the engine cannot be imported.
     """
     patch.check_environment(CHANGES)
@@ -79,7 +79,10 @@ def _examine_here() -> dict[str, Any]:
 
 
 def _describe_wrong_values() -> list[str]:
-    """A line for each variable whose value a server with its feature refuses, in that server's words."""
+    """Return a line for each variable whose value is wrong. The line is the server's error message.
+
+    Only a server that uses the variable's feature would refuse the value.
+    """
     lines = []
     for change, variable in patch.variables(CHANGES):
         try:
@@ -90,7 +93,7 @@ def _describe_wrong_values() -> list[str]:
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
-    """Plan of a change for a server of this environment that is started without flags on a GPU."""
+    """Return the plan of a change for a server with this environment, which is started without flags on a GPU."""
     if engine.is_plugin_left_out():
         reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} has the engine load other plugins alone"
         return patch.Plan(patch.Status.NOT_SELECTED, reason)
@@ -99,7 +102,7 @@ def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
 
 @functools.cache
 def _arguments_without_flags() -> Any:
-    """Defaults of the engine's arguments before it resolves them. Resolving takes a model."""
+    """Return the defaults of the engine's arguments. They are not resolved, because resolving needs a model."""
     from sglang.srt.server_args import ServerArgs
 
     if dataclasses.is_dataclass(ServerArgs):

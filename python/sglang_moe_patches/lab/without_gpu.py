@@ -1,4 +1,4 @@
-"""Environment in which the engine can be imported on a machine without a GPU.
+"""Environment variables with which the engine can be imported on a machine without a GPU.
 
 Without a CUDA driver the engine's compiled kernels cannot be imported. A stub ``libcuda.so.1``, whose functions all
 return "no device", makes the import possible. ``doctor`` can then ask the engine on any machine, and tests can run the
@@ -23,7 +23,7 @@ class UnusableEnvironment(RuntimeError):
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables with which a new process can import the engine. Empty on a machine with a GPU.
+    """Return the environment variables with which a new process can import the engine. Empty on a machine with a GPU.
 
     :raises UnusableEnvironment: a C compiler, the engine's kernels, or a library that the kernels load is missing.
     """

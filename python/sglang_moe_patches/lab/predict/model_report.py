@@ -1,4 +1,4 @@
-"""``doctor --model``: what a server of a model would run, which changes act in it, and a prefill chunk's memory."""
+"""Report of ``doctor --model`` on a planned server: its MoE runner, the changes that act in it, and its memory."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ MXFP4_GROUP = 32
 
 
 class CannotAdvise(ValueError):
-    """The question cannot be answered. The message says why in one line."""
+    """Raised if ``doctor --model`` cannot report on a server. The message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Facts that decide the memory of a forward pass, from the engine or from the arguments.
+    """Facts about a server that decide the memory of a forward pass, from the engine or from the arguments.
 
-    :param runner: MoE runner, by its ``--moe-runner-backend``; ``None``: not known.
-    :param quantization: quantization of the routed experts' inputs, as :func:`.forward.predict` takes it.
-    :param format: format of the routed experts' weights, for people.
-    :param family: family of the layers, by the engine's module; "": none offers its input.
-    :param graphs: decodes are captured.
-    :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
-    :param float_logits: as :func:`.forward.predict` takes it.
-    :param all_to_all: its ``--moe-a2a-backend``; "": none.
-    :param copies_output: the engine copies the output of TRT-LLM's FP8 kernels into a second tensor.
-    :param in_place: the runner is told to write its output over its input.
+    :param runner: MoE runner, by its name for ``--moe-runner-backend``; ``None``: not known.
+    :param quantization: quantization of the routed experts' inputs, as in :class:`.forward.Runner`.
+    :param format: format of the routed experts' weights, in words.
+    :param family: family of the layers, by the engine's module. "": no layer of the model offers its input to the
+        changes.
+    :param graphs: whether decodes run in captured graphs.
+    :param engine_drops: whether the engine itself frees attention's inputs early, and has an output buffer for NVFP4.
+    :param float_logits: whether the router computes float32 logits, as for :func:`.forward.predict`.
+    :param all_to_all: value of ``--moe-a2a-backend``; "": none.
+    :param copies_output: whether the engine copies the output of TRT-LLM's FP8 kernels into a second tensor.
+    :param in_place: whether the engine lets the runner write its output over its input.
     """
 
     runner: str | None
@@ -79,10 +80,10 @@ class Server:
 
 
 def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, Decision]) -> tuple[Acting, Acting]:
-    """Effects in a stock server, and in a patched one.
+    """Return the effects on a forward pass's memory in a stock server, and in a patched one.
 
-    :param shared_experts: the layers have shared experts that run by themselves.
-    :param decided: decision of each change that is applied.
+    :param shared_experts: whether the layers have shared experts that run separately from the routed ones.
+    :param decided: decision of each applied change, by the change's name.
     """
     natively, trtllm = server.family == DEEPSEEK and server.engine_drops, server.runner in runners.TRTLLM
     effects = {effect for decision in decided.values() for effect in decision.effects}
@@ -97,7 +98,7 @@ def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, De
         shared_last=stock.shared_last or SHARED_LAST in effects,
         dead_input=stock.dead_input
         or bool({OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT} & effects)
-        # Triton leaves its input alone then and writes into the dead input, whatever its size.
+        # Triton then leaves its input alone, and writes its output into the dead input, whatever its size.
         or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family)),
         columns=next((decision.width for decision in decided.values() if decision.width), None),
         out_of_place=stock.out_of_place,
@@ -111,10 +112,13 @@ NOT_BUILT = "not known: its layers could not be built"
 def describe_change(
     server: Server, model: Model, change: Change, answer: Mapping[str, Any], decision: Decision | None
 ) -> dict[str, Any]:
-    """Effect of a change on a server, or the reason why it has none. ``acts`` is ``None`` if that is not known.
+    """Return the report's row of a change: its effect on the server, or the reason why it has none.
+
+    The row's ``acts`` is ``None`` if it is not known whether the change acts.
 
     :param answer: status and reason of the change.
-    :param decision: decision of the change for the layers; ``None``: the layers were not built, or it decides for none.
+    :param decision: decision of the change for the layers; ``None``: the layers were not built, or the change makes no
+        decision for layers.
     """
     row = {"name": change.name, "status": answer["status"], "acts": False, "does": "", "reason": answer["reason"]}
     if answer["status"] not in ACTIVE:
@@ -138,14 +142,14 @@ def describe_change(
 
 
 WOULD_SIZE = "it would size this server"
-"""The end of kv-sizing's reason, if only its variable is missing."""
+"""End of the reason why kv-sizing does nothing, if only its environment variable is missing."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
-    """Row of kv-sizing, with the decision that the server itself would make.
+    """Return the report's row of kv-sizing, with the decision that the server itself would make.
 
-    :param answer: as the engine query has it under ``kv_sizing``.
-    :param does_start: the server starts, with the fraction with which kv-sizing begins.
+    :param answer: value of the engine query's answer under ``kv_sizing``.
+    :param does_start: whether the server starts with the fraction with which kv-sizing begins.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
@@ -166,16 +170,18 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
 
 
 INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
-"""Bytes of an element of the quantized input of TRT-LLM's kernels, beside the 16-bit element. The key is
+"""Bytes of an element of the quantized input of TRT-LLM's kernels, in addition to the 16-bit element. The key is
 :attr:`Server.format` or :attr:`Server.quantization`."""
 
 
 def predict(
     sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
-    """Memory of a prefill chunk, stock and patched, and the parts of it that are not known, in words.
+    """Predict the memory of a prefill chunk, stock and patched, and list the parts that are not known.
 
-    ``None`` if the runner has no formula, or if the formulas are not those of the layers.
+    :param acts: effects in the stock and in the patched server.
+    :returns: the two predictions, and the unknown parts in words. ``None`` in the place of the predictions: the runner
+        has no formula, or the formulas do not hold for the model's layers.
     """
     model = sizes.model
     if server.runner not in forward.RUNNERS:
@@ -219,19 +225,19 @@ ALWAYS_UNKNOWN = (
     "chunks behind a prefix, mixed batches, images, prompt log-probabilities, LoRA",
     "what the allocator keeps beside tensors, graph pools, weights and KV cache",
 )
-"""Parts of the memory that no prediction has."""
+"""Parts of the memory that no prediction contains, in words."""
 
 
 # --- From a model and arguments --------------------------------------------------------------------------------------
 
 
 def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
-    """Report on a server, JSON-ready.
+    """Return the report on a server, as a dictionary for JSON.
 
-    :param model: model, as :func:`.config.find` takes it.
+    :param model: model, as :func:`.config.load_model` takes it.
     :param arguments: the server's arguments, without the model.
-    :param gpu: a GPU, as :func:`.engine_query.find_gpu` takes it.
-    :raises NoConfig: there are no sizes.
+    :param gpu: GPU, as :func:`.engine_query.find_gpu` takes it.
+    :raises NoConfig: the model's sizes cannot be read.
     :raises CannotAdvise: the arguments name the model, a GPU kind is unknown, or there is no engine.
     :raises CannotAsk: the engine refuses the model or the arguments.
     """
@@ -255,17 +261,19 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
-    """Answers of the installed engine, which looks for a folder with the model's ``config.json``.
+    """Return the answers of the installed engine about a model and arguments.
+
+    The engine gets a temporary folder with the model's ``config.json``.
 
     :param content: content of the model's ``config.json``.
-    :param path: path of that file, if the engine reads other files beside it.
-    :raises CannotAsk: it refuses the model or the arguments, or cannot be asked.
+    :param path: path of this file; the engine may also read other files of its folder. ``None``: there is no such file.
+    :raises CannotAsk: the engine refuses the model or the arguments, or cannot answer.
     """
     environ = query_environment()
     language_model = config.language_model(content)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
-        # ModelOpt's checkpoints have their quantization in this file.
+        # Checkpoints by ModelOpt describe their quantization in this file.
         if path is not None and (beside := path.with_name("hf_quant_config.json")).is_file():
             shutil.copy(beside, folder)
         arguments, missing_draft = _replace_missing_draft(arguments, language_model, Path(folder) / "draft")
@@ -276,10 +284,10 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
 
 
 def query_environment() -> dict[str, str]:
-    """Environment of an engine query.
+    """Return the environment variables for an engine query.
 
-    The variable that makes the engine run on a CPU is not in it, because the engine chooses other runners there. The
-    engine waits for no hub.
+    The variable that makes the engine run on a CPU is removed, because the engine chooses other runners on a CPU. The
+    variables also keep the engine from waiting for a model hub.
 
     :raises CannotAsk: the engine cannot be imported here.
     """
@@ -293,15 +301,17 @@ def query_environment() -> dict[str, str]:
 
 
 def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
-    """Arguments with a stand-in for a draft model whose ``config.json`` is not at hand, and that model's name, or "".
+    """Return the arguments, with a stand-in for a draft model whose ``config.json`` is missing, and this model's name.
 
-    The engine reads the file when it resolves arguments. The stand-in is one layer of the target's sizes.
+    The engine reads the file when it resolves arguments. The stand-in is one layer with the sizes of the target model.
+
+    :returns: the arguments and the name; "": there is no such draft model.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="draft")
     try:
         given, others = parser.parse_known_args(arguments)
-    except argparse.ArgumentError:  # the engine will say so, too
+    except argparse.ArgumentError:  # the engine will report the same error
         return arguments, ""
     if given.draft is None:
         return arguments, ""
@@ -319,7 +329,7 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
 
 
 def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
-    """Report that follows from the sizes and from the engine's answers.
+    """Make the report from a model's sizes and from the engine's answers.
 
     :param asked: answers of the engine, as :func:`.engine_query.ask` returns them.
     :param requests: as :func:`predict_rooms` takes it.
@@ -380,11 +390,12 @@ def predict_rooms(
     acting: set[str],
     requests: int = 0,
 ) -> dict[str, Room]:
-    """The memory of the stock and of the patched server; empty if the engine's KV cache is not known.
+    """Return the memory of the stock and of the patched server. Empty: the engine's KV cache is not known.
 
-    :param both: predicted forward passes of a prefill chunk.
+    :param both: predicted memory of a prefill chunk, stock and patched; ``None``: not known.
     :param acting: names of the changes that act.
-    :param requests: requests that run at once, if that is known and no argument says it; 0: as kv-sizing admits.
+    :param requests: requests that run at once, if the number is known and no argument sets it; 0: as many as kv-sizing
+        admits.
     """
     if not asked.get("fit"):
         return {}
@@ -409,9 +420,9 @@ def predict_rooms(
 
 
 def estimate_peak(sizes: ModelSizes, server: Server) -> int:
-    """Bytes of the forward pass of a prefill chunk, if its runner has no formula: as of Triton's runner in BF16.
+    """Return an estimate of a prefill chunk's bytes if its runner has no formula: those of Triton's runner in BF16.
 
-    :raises ValueError: there is no estimate; the message says why.
+    :raises ValueError: there is no estimate. The message says why.
     """
     if server.all_to_all:
         raise ValueError(f"all-to-all by {server.all_to_all} is not predicted")
@@ -427,9 +438,11 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
 def _sizes_of_need(
     model: Model, server: Server, asked: Mapping[str, Any], peak: int, *, segments: bool
 ) -> tuple[Decodes, Forwards]:
-    """The sizes that decide a server's need.
+    """Return the sizes that decide a server's need (:class:`.room.Need`).
 
-    :raises ValueError: the engine's answer is of an older version, or its layers could not be built.
+    :param peak: bytes of the forward pass of a prefill chunk.
+    :param segments: whether activation-segments acts.
+    :raises ValueError: the engine's answer is of an older version of this package, or the layers could not be built.
     """
     resolved, sampling = asked["resolved"], asked.get("sampling")
     if not sampling:
@@ -468,7 +481,7 @@ def _to_plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Model]:
-    """Facts of the server, and the model with its experts as the engine runs them."""
+    """Return the facts about the server, and the model's sizes with the experts as the engine runs them."""
     resolved, layer = asked["resolved"], asked["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)
@@ -481,7 +494,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
         model = replace(
             model,
             experts=layer["experts"],
-            top_k=layer["top_k"] or model.top_k,  # some models give it to their routers alone
+            top_k=layer["top_k"] or model.top_k,  # in some models only the router has the number
             moe_intermediate=layer["intermediate"] * (tp // ep),
             shared_experts=int(layer["shared_experts"]),
             family=next((name for name, module in config.FAMILIES.values() if module == layer["family"]), ""),
@@ -506,7 +519,8 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
 
 
 def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
-    """Quantization of the runner's inputs, and the weights' format for people, by the engine's class."""
+    """Return the quantization of the runner's inputs, and the weights' format in words, from the engine's class
+    name."""
     name = method.lower()
     if "unquant" in name:
         return None, "BF16"

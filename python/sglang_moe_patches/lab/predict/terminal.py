@@ -1,4 +1,4 @@
-"""The report of ``doctor --model`` on a terminal: the verdict first, then tables, then values to copy."""
+"""Printer of the report of ``doctor --model``: the verdict first, then tables, then settings to copy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING
 
 SERVERS = ("stock", "patched")
 NARROW_COLUMNS = 72
-"""Columns of a terminal below which the changes are listed: a table would cut their names."""
+"""Least width of a terminal, in characters, for a table of the changes. In a narrower terminal the changes are printed
+one per line, because a table would cut their names."""
 SETTING = re.compile(r"SGLANG_\w+=\d+")
-"""A variable and its value within a change's reason."""
+"""Matches an environment variable and its value within the reason of a change."""
 
 
 def show(report: Mapping[str, Any]) -> None:
@@ -78,23 +79,23 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def _describe_intermediate(sizes: Mapping[str, Any]) -> str:
-    """The experts' intermediate size by ``config.json``, and the size to which a kernel pads it, if it does."""
+    """Return the experts' intermediate size by ``config.json``, and the padded size, if a kernel pads it."""
     published, padded = sizes["published_intermediate"], sizes["moe_intermediate"]
     return f"{published}" if published == padded else f"{published}, padded to {padded}"
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in GB, for people."""
+    """Format bytes as GB."""
     return f"{size / 1e9:,.1f}"
 
 
 def round_tokens(tokens: int) -> str:
-    """A predicted number of tokens, to three digits."""
+    """Format a predicted number of tokens, rounded to three digits."""
     return f"{round(tokens, 3 - len(str(tokens))):,}"
 
 
 def describe_verdict(report: Mapping[str, Any]) -> str:
-    """The first line: whether the server starts, and its room and its need, stock and patched."""
+    """Return the first line: whether the server starts, the memory that is free and the need, stock and patched."""
     rooms = report["room"]
     if not rooms:
         return "Whether it starts is not known: its layers could not be built"
@@ -114,7 +115,8 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
 
 
 def describe_short_cache(report: Mapping[str, Any]) -> str:
-    """A warning if the KV cache holds fewer tokens than the longest request; "": it holds more, or it is not known."""
+    """Return a warning if the KV cache has fewer tokens than the longest request; "": it has enough, or is not
+    known."""
     rooms, fit = report["room"], report["fit"]
     tokens = rooms["patched"]["tokens"] if rooms else None
     if not tokens or tokens >= fit["context"]:
@@ -123,7 +125,7 @@ def describe_short_cache(report: Mapping[str, Any]) -> str:
 
 
 def _describe_start(report: Mapping[str, Any], name: str) -> str:
-    """The verdict on the stock or the patched server, beginning in lower case and without a full stop."""
+    """Return the verdict on the stock or the patched server, beginning in lower case and without a full stop."""
     found = report["room"][name]
     fit = report["stock_fit"] if name == "stock" else report["fit"]
     if found["verdict"] == room.STARTS:
@@ -158,7 +160,7 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
 
 
 def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
-    """A place where memory runs out, for people."""
+    """Return a situation in which memory runs out, in words."""
     found = report["room"][name]
     tokens = report["server"]["tokens"]
     return {
@@ -171,7 +173,7 @@ def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """A row for each part of a GPU's memory, and for each part of the need, in GB."""
+    """Return a table row for each part of a GPU's memory and of the need, in GB."""
     stock, patched = (report["room"][name] for name in SERVERS)
 
     def row(title: str, first: int, second: int) -> tuple[str, str, str]:
@@ -196,7 +198,7 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Settings to copy, each with its effect."""
+    """Yield the settings to copy, each with its effect."""
     rooms = report["room"]
     for name in SERVERS if rooms else ():
         found = rooms[name]
@@ -221,12 +223,12 @@ def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_sizable(sizing: Mapping[str, Any]) -> bool:
-    """Whether kv-sizing sizes the server, or would if its variable were set."""
+    """Return whether kv-sizing sizes the server's KV cache, or would if its variable were set."""
     return bool(sizing["acts"]) or sizing["reason"].endswith(WOULD_SIZE)
 
 
 def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """A row for each term of both predictions, and for each other place that can be the peak."""
+    """Return a table row for each term of both predictions, and for each other place that can have the peak."""
     both = (report["stock"], report["patched"])
 
     def row(title: str, sizes: Iterable[int]) -> tuple[str, str, str]:

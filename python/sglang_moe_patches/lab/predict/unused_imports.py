@@ -1,8 +1,9 @@
-"""Packages that the engine's modules import and an engine query never uses: stand-ins, which take no time to import.
+"""Stand-ins for packages that the engine's modules import but that an engine query never uses.
 
-The packages are a third of what an engine query takes (``python -X importtime``). Most of it are SciPy and
-scikit-learn, which transformers imports for its losses and for generation. A stand-in takes the place of an installed
-package. Each of its attributes is a class to subclass, to call, to decorate or to annotate with.
+Importing these packages takes a third of an engine query's time (``python -X importtime``). Most of this time goes to
+SciPy and scikit-learn, which transformers imports for its losses and for generation. A stand-in replaces an installed
+package, and takes no time to import. Each attribute of a stand-in is a class that code can subclass, call, use as a
+decorator or as an annotation.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 
 UNUSED = (
     *("sklearn", "scipy", "torchao", "torchvision", "torchaudio"),  # transformers: generation, losses, images, sound
-    *("openai", "aiohttp", "IPython"),  # the engine: what it answers to clients
+    *("openai", "aiohttp", "IPython"),  # the engine: its answers to clients
     "gguf",  # files of weights
 )
 
 
 class _NamedAnything(type):
-    """Class of stand-ins. It has every attribute and accepts every use as a type."""
+    """Metaclass of stand-ins: a class with every attribute, which can be used as any type."""
 
     def __getattr__(cls, name: str) -> Any:
         return stand_in(name)
@@ -44,7 +45,7 @@ class _StandIn(metaclass=_NamedAnything):
         pass
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        # As a decorator it returns the function that it decorates.
+        # A stand-in that is used as a decorator returns the decorated function.
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __getattr__(self, name: str) -> Any:
@@ -58,8 +59,8 @@ class _StandIn(metaclass=_NamedAnything):
 
 
 def stand_in(name: str) -> Any:
-    """A class of that name to do anything with."""
-    if name.startswith("__"):  # Python, pydantic and others ask whether there is one
+    """Return a class with this name, which can be used in any way."""
+    if name.startswith("__"):  # Python, pydantic and others check whether such an attribute exists
         raise AttributeError(name)
     return _NamedAnything(name, (_StandIn,), {})
 
@@ -84,6 +85,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def leave_out() -> None:
-    """Put the stand-ins in place in this process, except for packages that are missing or were imported before."""
+    """Replace the packages by stand-ins in this process, unless they are not installed or are imported already."""
     packages = {name for name in UNUSED if name not in sys.modules and util.find_spec(name)}
     sys.meta_path.insert(0, _Finder(packages))
