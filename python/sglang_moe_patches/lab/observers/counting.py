@@ -1,8 +1,9 @@
-"""Count in a running server what each change does, in which MoE layers, and how often.
+"""Counter of the actions of each change in a running server: in which MoE layers, and how often.
 
 Each change declares the functions to count (:class:`sglang_moe_patches.core.patch.Count`). In an observed process these
-functions are wrapped. In all other processes nothing is wrapped, so counting costs them nothing. A wrapper around the
-engine's ``FusedMoE.run_moe_core``, which calls every MoE runner, tells in which layer a function is called.
+functions are wrapped. In all other processes nothing is wrapped, so counting costs them nothing. The engine's
+``FusedMoE.run_moe_core``, which calls every MoE runner, is wrapped too, to find out in which layer a function is
+called.
 
 A CUDA graph runs Python code only when it is captured. What a replayed graph does is not counted.
 """
@@ -24,7 +25,10 @@ LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_co
 
 
 def active_counts(statuses: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
-    """Counts of each active change, by the change's name. A count that several changes share belongs to the first."""
+    """Return the counts of each active change, by the change's name.
+
+    If several changes share a count, only the first of these changes gets it.
+    """
     by_change = {status.change: status.status for status in statuses}
     counts: dict[str, tuple[Count, ...]] = {}
     for change in CHANGES:
@@ -50,8 +54,9 @@ def find_owner(count: Count) -> tuple[Any, str] | None:
 
 
 class Tally:
-    """Counter of what the changes do in this process, from :meth:`install` on.
+    """Counter of the changes' actions in this process, from :meth:`install` on.
 
+    :param counts: functions to count.
     :param attempt: function that runs one counting step. It must catch the step's exceptions, because counting must not
         end a server.
     """
@@ -60,7 +65,7 @@ class Tally:
         self.counts, self._attempt = tuple(counts), attempt
         self._acts: dict[tuple[str, int | None, bool], Act] = {}
         self._pending: dict[str, tuple[bool, int]] = {}
-        """(captured, amount) of each count that belongs to the MoE layer that runs next."""
+        """Counted calls that belong to the MoE layer which runs next: (captured, amount), by the count's name."""
         self._layers: set[int] = set()
         self._layer: int | None = None
         """Index of the MoE layer that runs now."""
@@ -80,7 +85,8 @@ class Tally:
     def install(self, patcher: Patcher, on_layer: Callable[[Any], None] = lambda layer: None) -> None:
         """Wrap the counted functions and the engine's MoE layers.
 
-        :param on_layer: called with the engine's ``FusedMoE`` before the routed experts of a layer run.
+        :param on_layer: function that is called with the engine's ``FusedMoE`` before the routed experts of a layer
+            run.
         """
         import torch
 
@@ -148,7 +154,7 @@ def _is_capturing() -> bool:
 
 
 def read_input(dispatch_output: Any) -> MoeInput | None:
-    """Sizes of the input of a layer's routed experts.
+    """Return the sizes of the input of a layer's routed experts.
 
     :param dispatch_output: output of the engine's token dispatcher.
     :returns: ``None`` if this dispatcher's output has another form.
@@ -165,7 +171,7 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
 
 
 def sentences(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
-    """One sentence per active change: what it did, or why it did nothing. Empty if nothing was observed."""
+    """Return one sentence per active change: its actions, or why it did nothing. Empty if nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
     return [f"{name}: {_describe_change(counts, acted)}" for name, counts in active_counts(statuses).items() if counts]
@@ -180,7 +186,7 @@ def _describe_change(counts: Iterable[Count], acted: Acts) -> str:
 
 
 def acts_of(acted: Acts, name: str) -> list[Act]:
-    """Acts of one count, sorted by layer.
+    """Return the acts of one count, sorted by layer.
 
     :param name: name of the :class:`~sglang_moe_patches.core.patch.Count`.
     """

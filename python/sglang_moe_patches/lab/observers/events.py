@@ -27,8 +27,8 @@ class ChangeStatus(NamedTuple):
 class Memory:
     """Memory figures of one model process.
 
-    A figure is ``None`` if it was not observed. This is so if another kernel ran, or if the kernel left the sum over
-    the top-k to a later kernel.
+    A figure is ``None`` if it was not observed. This is so if a kernel ran that is not observed, or if the kernel left
+    the sum over the top-k to a later kernel.
 
     An *observed kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. For any other MoE runner, the whole call
     of the runner counts as one kernel, without its output.
@@ -37,13 +37,13 @@ class Memory:
     device: str | None = None
     """'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
-    """Memory that one forward pass of ``tokens`` tokens allocates at its peak, beside the memory allocated before it.
-    Only on CUDA. Of several such forward passes, the smallest figure counts. Workspaces that a library allocates once
-    are then left out."""
+    """Bytes that one forward pass of ``tokens`` tokens has allocated at its peak, not counting memory that was
+    allocated before it. Only on CUDA. Of several such forward passes, the smallest figure counts, so that workspaces
+    which a library allocates once are left out."""
     live_at_kernel_bytes: int | None = None
-    """Bytes of tensors that are alive when a MoE kernel starts, beside those alive when its forward pass started. The
-    largest figure of all layers, in a forward pass of ``tokens`` tokens. Of several such forward passes, the smallest
-    figure counts."""
+    """Bytes of tensors that are alive when a MoE kernel starts, not counting those that were alive when its forward
+    pass started. The figure is the largest of all layers, in a forward pass of ``tokens`` tokens. Of several such
+    forward passes, the smallest figure counts."""
     tokens: int = 0
     """Number of tokens in the largest forward pass."""
     forwards: int = 0
@@ -54,11 +54,11 @@ class Memory:
     """Number of distinct allocations that the observed kernels of one forward pass wrote their output into. The largest
     number of all forward passes."""
     kernel_buffer_bytes: int | None = None
-    """Memory of the buffers that CuteDSL's wrappers keep between forward passes; ``None`` if they keep none."""
+    """Bytes of the buffers that CuteDSL's wrappers keep between forward passes; ``None`` if they keep none."""
     cache_token_bytes: float | None = None
     """Bytes of one token in the KV cache of one rank; ``None`` if the model has KV caches of several kinds."""
     reserved_bytes: int | None = None
-    """Largest growth of the memory that PyTorch's allocator reserves since the first forward pass. Only on CUDA."""
+    """Largest growth since the first forward pass of the bytes that PyTorch's allocator reserves. Only on CUDA."""
     slack_bytes: int | None = None
     """Part of ``reserved_bytes`` that was never in use by tensors: ``reserved_bytes`` minus the growth of the peak of
     allocated memory. Only on CUDA."""
@@ -104,7 +104,7 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True)
 class Acts:
-    """Everything that the changes did in a process.
+    """All acts of the changes in a process.
 
     :param layers: indices of the MoE layers that ran.
     :param largest: input with the largest [tokens, top-k, hidden] tensor.
@@ -119,7 +119,9 @@ class Acts:
 class Process:
     """Record of one model process.
 
-    :param acted: acts of the changes. Their counts may be some forward passes old.
+    :param changes: status of each change.
+    :param memory: memory figures.
+    :param acted: acts of the changes. The last few forward passes may be missing in their counts.
     :param failure: error that ended the observation, or "".
     """
 

@@ -1,4 +1,4 @@
-"""Observe the forward passes of a model process: its memory, and what the changes do.
+"""Observer of the forward passes of a model process: their memory, and the acts of the changes.
 
 ``regress`` and the benchmarks ask for this with an environment variable. The process writes its record to
 ``<folder>/<pid>.json`` at the start and whenever a figure grows, so the record survives a killed server. Observing
@@ -27,7 +27,7 @@ KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 """Names of FlashInfer's functions that run an observed MoE kernel."""
 
 _MARK = "_moe_patches_forward"
-"""Attribute of an output's storage: number of the last forward pass that wrote into it."""
+"""Attribute that marks the storage of a MoE output with the number of the last forward pass that wrote into it."""
 
 
 class Observer:
@@ -50,15 +50,16 @@ class Observer:
         self.tokens = 0
         """Tokens of the current forward pass."""
         self.is_measuring = False
-        """Whether the current forward pass has enough tokens for its memory to count."""
+        """Whether the memory of the current forward pass counts: no forward pass before it had more tokens."""
         self.kernels = 0
-        """MoE kernels of the current forward pass."""
+        """Number of MoE kernels that the current forward pass has started."""
         self.buffers = 0
-        """Distinct output buffers of these kernels."""
+        """Number of distinct output buffers of these kernels."""
         self.unknown_outputs = 0
-        """Number of these kernels whose output is unknown."""
+        """Number of these kernels whose output tensor is unknown."""
         self.live = 0
-        """Growth of the bytes of tensors, from the start of the forward pass to the start of a kernel; the largest."""
+        """Largest growth of the bytes of tensors from the start of the forward pass to the start of one of its
+        kernels."""
         self.wrappers: WeakSet[Any] = WeakSet()
         """CuteDSL's wrappers that ran a kernel."""
         self.tally: counting.Tally | None = None
@@ -95,7 +96,7 @@ class Observer:
             self.allocated_before, self.is_measuring = torch.cuda.memory_allocated(), tokens >= self.memory.tokens
             if self.baseline is None:
                 self.baseline = self.allocated_before, torch.cuda.memory_reserved()
-            else:  # memory between two forward passes counts, too: sampling is there
+            else:  # memory between two forward passes counts, too, because sampling runs then
                 self.peak_growth = max(self.peak_growth, torch.cuda.max_memory_allocated() - self.baseline[0])
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -179,7 +180,7 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Acts without their numbers of calls, to find out whether a change did something new."""
+    """Return the acts without their numbers of calls. If they differ, a change has done something new."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 
@@ -188,7 +189,7 @@ def _min_known(value: int | None, earlier: int | None) -> int | None:
 
 
 def workspace_bytes(wrappers: Iterable[Any]) -> int:
-    """Bytes of the tensors in the attributes of CuteDSL's wrappers. A shared storage counts once."""
+    """Return the bytes of the tensors in the attributes of CuteDSL's wrappers. A shared storage counts once."""
     import torch
 
     storages = {}
@@ -201,7 +202,7 @@ def workspace_bytes(wrappers: Iterable[Any]) -> int:
 
 
 def _tensor_bytes() -> int:
-    """Bytes of all tensors that exist in CPU memory."""
+    """Return the bytes of all tensors in CPU memory."""
     import torch
 
     storages = {}
@@ -255,7 +256,7 @@ def _observe_forwards(observer: Observer) -> None:
 
 
 def cache_token_bytes(runner: Any) -> float | None:
-    """Bytes of one token in the KV cache of this rank; ``None`` if the model has KV caches of several kinds."""
+    """Return the bytes of one token in this rank's KV cache; ``None`` if the model has KV caches of several kinds."""
     pool, table = pools_of(runner)
     if hybrid(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
         return None
@@ -294,8 +295,8 @@ def _wrap_kernel(
 ) -> Callable[..., Any]:
     """Wrap a function that runs a MoE kernel.
 
-    :param find_output: finds the output tensor in the function's arguments. It returns ``None`` if the kernel allocates
-        its output.
+    :param find_output: function that finds the output tensor in the wrapped function's arguments. It returns ``None``
+        if the kernel allocates its output.
     """
 
     @functools.wraps(original)
