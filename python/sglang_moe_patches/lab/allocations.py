@@ -1,10 +1,10 @@
 """Model of PyTorch's caching allocator, and a recorder of the memory that a function allocates and frees.
 
-Together they tell without a GPU how much memory an allocator of PyTorch would reserve, and how much of it no tensor
-could use. The function runs on the CPU, or on PyTorch's ``meta`` device at any size.
+Together they show without a GPU how much memory PyTorch's allocator would reserve, and how much of this memory no
+tensor could use. The function runs on the CPU, or at any size on PyTorch's ``meta`` device.
 
 The model follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 and 2.14 with default settings, one stream and
-no limit of memory. ``max_split_size`` is the only setting that it knows.
+no limit of memory. It supports only one setting, ``max_split_size_mb``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 _ROUND = 512
 _SMALL = 1 << 20
-"""Largest request, in bytes, of the pool of small blocks."""
+"""Largest allocation, in bytes, that the allocator takes from its pool of small blocks."""
 _SMALL_SEGMENT, _MEDIUM_SEGMENT, _MEDIUM, _LARGE_ROUND = 2 << 20, 20 << 20, 10 << 20, 2 << 20
 
 
 class Event(NamedTuple):
     """One step of a recording: an allocation, a release of memory, or a call of ``empty_cache``.
 
-    :param key: identifies the memory; ``None``: ``empty_cache``.
+    :param key: number that identifies the memory; ``None``: the step is a call of ``empty_cache``.
     :param size: bytes that are allocated; 0: the memory is freed.
     """
 
@@ -43,7 +43,8 @@ EMPTY_CACHE = Event(None)
 
 @dataclass(eq=False)
 class _Block:
-    """Contiguous piece of a segment, in use or free."""
+    """Contiguous piece of a segment, in use or free. A segment is memory that the allocator gets from the driver at
+    once."""
 
     size: int
     small: bool
@@ -58,14 +59,15 @@ class _Block:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Place among free blocks: the allocator takes the smallest that is large enough."""
+        """Sort key of the free blocks. The allocator takes the smallest block that is large enough, of several the
+        oldest."""
         return self.size, self.order
 
 
 class Allocator:
-    """Caching allocator that only counts bytes.
+    """Caching allocator that allocates no memory, and only counts bytes.
 
-    :param max_split_size: bytes of ``max_split_size_mb``; ``None``: unset.
+    :param max_split_size: the allocator's setting ``max_split_size_mb``, in bytes; ``None``: not set.
     """
 
     def __init__(self, max_split_size: int | None = None) -> None:
@@ -76,11 +78,11 @@ class Allocator:
 
     @property
     def holes(self) -> int:
-        """Bytes that are reserved and not allocated."""
+        """Bytes that the allocator has reserved and that no tensor uses."""
         return self.reserved - self.allocated
 
     def run(self, events: Iterable[Event]) -> None:
-        """Do what a recording did."""
+        """Replay the steps of a recording."""
         for key, size in events:
             if key is None:
                 self.empty_cache()
@@ -122,7 +124,7 @@ class Allocator:
         bisect.insort(self._free[block.small], block, key=lambda free: free.rank)
 
     def empty_cache(self) -> None:
-        """Return every segment to the driver in which no block is in use."""
+        """Return to the driver all segments in which no block is in use."""
         for pool in self._free.values():
             returned = [block for block in pool if block.is_whole_segment]
             self.reserved -= sum(block.size for block in returned)
@@ -140,7 +142,7 @@ class Allocator:
 
 
 def _merge(first: _Block, second: _Block) -> _Block:
-    """Extend a block by the block behind it."""
+    """Extend a block by the block that follows it."""
     first.size, first.after = first.size + second.size, second.after
     if second.after is not None:
         second.after.before = first
@@ -156,11 +158,11 @@ def _segment_bytes(size: int) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the memory that tensors of one device allocate and free, and calls of ``torch.cuda.empty_cache``.
+    """Recorder of the memory that tensors of one device allocate and free, and of calls of ``torch.cuda.empty_cache``.
 
-    Memory that was there before does not count.
+    Memory that was allocated before the recording does not count.
 
-    :param device: type of the device.
+    :param device: type of the device, such as "cpu".
     """
 
     def __init__(self, device: str) -> None:
@@ -183,7 +185,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Block that is not recorded."""
+        """Pause the recording within the ``with`` block."""
         self._is_paused = True
         try:
             yield
@@ -219,7 +221,10 @@ class Recorder(TorchDispatchMode):
 
 
 def record(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, list[Event]]:
-    """Result of a function, and the memory of a device that it allocated and freed, in the order in which it did."""
+    """Call a function, and record the memory of a device that it allocates and frees.
+
+    :returns: the function's result, and the events in their order.
+    """
     with Recorder(device) as recorder:
         result = function()
     return result, recorder.events
