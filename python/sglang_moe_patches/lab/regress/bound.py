@@ -37,7 +37,8 @@ POWER = 0.8
 GRID = 160
 """Number of rates of gains over which the p-value is maximized. The rates lie closer together near zero."""
 MIN_PROBABILITY = 1e-12
-"""Numbers of gains below this probability are not examined. Their tables count as favourable."""
+"""Least probability of a number of gains that is examined. Tables with a less probable number of gains count as
+favourable."""
 TIE = 1e-9
 """Largest difference between two scores that count as equal."""
 
@@ -141,7 +142,7 @@ def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
     return (questions * drop - (losses - gains)) / np.sqrt(questions * _variance(questions, losses, gains, drop))
 
 
-# --- Its distribution -------------------------------------------------------------------------------------------------
+# --- The distribution of the statistic --------------------------------------------------------------------------------
 
 
 def _max_losses(questions: int, score: float, drop: float) -> Any:

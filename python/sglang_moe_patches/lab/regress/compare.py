@@ -38,7 +38,7 @@ class Answer:
     question: str
     text: str
     label: int
-    """The right number."""
+    """Right answer to the question, a number."""
     predicted: int | None
     """Number that the engine's evaluation reads from ``text``; ``None`` if the text has no number."""
     tokens: tuple[int, ...]
@@ -176,7 +176,7 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """``NO_WORSE``, ``WORSE`` or ``INCONCLUSIVE``."""
+        """Exit code of ``regress``: ``NO_WORSE``, ``WORSE`` or ``INCONCLUSIVE``."""
         if self.worse:
             return WORSE
         return NO_WORSE if self.conclusive else INCONCLUSIVE

@@ -22,7 +22,7 @@ GSM8K = 1319
 
 
 class EvaluationFailed(RuntimeError):
-    """The server did not answer every question. The message ends with the client's last output."""
+    """Raised if the server did not answer every question. The message ends with the client's last output."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def evaluate(
 
     :param environment: environment of the client's process.
     :param work: folder for the client's files.
-    :param while_waiting: called five times a second with the number of answered questions and the seconds since the
-        start. An exception from it ends the evaluation.
+    :param while_waiting: function that is called five times a second with the number of answered questions and the
+        seconds since the start. An exception from it ends the evaluation.
     :returns: ``answers`` (a list of dictionaries with ``question``, ``text``, ``label``, ``predicted`` and ``tokens``),
         ``latency_s``, and the sums ``input_tokens`` and ``output_tokens``.
     :raises EvaluationFailed: the server did not answer every question.

@@ -37,11 +37,12 @@ __all__ = [
 
 
 class CannotRun(RuntimeError):
-    """The comparison cannot be made. The message says what to change, or ends with the server's last log lines."""
+    """Raised if the comparison cannot be made. The message says what to change, or ends with the server's last log
+    lines."""
 
 
 class PatchedFailed(RuntimeError):
-    """The stock server answered all questions, but the patched server did not start or answer. That is worse."""
+    """Raised if only the patched server did not start or did not answer all questions. This counts as "worse"."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class _Evaluator:
     """Sends the same questions to several servers, with the same settings.
 
     :param environment: environment of the servers to start. The client's environment is derived from it.
-    :param interrupt: called several times a second while the evaluator waits. It raises to end the run.
+    :param interrupt: function that is called several times a second while the evaluator waits. It raises an exception
+        to end the run.
     :param console: console for progress lines.
     :param announcement: line to print before the first server.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NOT_MEASURED = "not measured"
 STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONCLUSIVE: ("bold yellow", "open")}
-"""(style on the terminal, CSS class on the page) of each exit code."""
+"""Pair of a style on the terminal and a CSS class on the page, by exit code."""
 
 
 class Row(NamedTuple):
@@ -119,7 +119,7 @@ def explain_inconclusive(comparison: Comparison) -> str:
 
 
 def summary(comparison: Comparison) -> tuple[str, ...]:
-    """Sentences below the headline."""
+    """Return the sentences below the report's headline."""
     if comparison.worse:
         return comparison.reasons
     if not comparison.conclusive:
@@ -257,7 +257,7 @@ def _incomplete(comparison: Comparison) -> list[str]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Sentences about the meaning of the figures, their limits, and what was not run."""
+    """Return sentences about the meaning of the figures, about their limits, and about parts that were not run."""
     drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
     lines = [
         "Both servers answered the same questions at temperature 0. McNemar's test uses only the questions that one "
@@ -406,7 +406,7 @@ def _common_prefix_length(stock: Sequence[Any], patched: Sequence[Any]) -> int:
 
 
 def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
-    """Values for the template's section about one differing answer."""
+    """Return the values for the HTML template's section about one differing answer."""
     same = _common_prefix_length(stock.text, patched.text)
     token = _common_prefix_length(stock.tokens, patched.tokens)
     return {

@@ -13,7 +13,7 @@ TIMEOUT_S = 60.0
 
 
 class MemoryInUse(RuntimeError):
-    """The memory of a GPU did not become free. The message names the GPU and the figures."""
+    """Raised if the memory of a GPU did not become free. The message names the GPU and the figures."""
 
 
 def used_mib() -> dict[str, int]:
@@ -33,7 +33,7 @@ def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -
     """Wait until every GPU has as much free memory as before the stock server.
 
     :param before: :func:`used_mib` before the stock server started.
-    :param while_waiting: called about four times a second. An exception from it ends the waiting.
+    :param while_waiting: function that is called about four times a second. An exception from it ends the waiting.
     :raises MemoryInUse: a GPU's memory is still in use after ``TIMEOUT_S`` seconds.
     """
     deadline = time.monotonic() + TIMEOUT_S

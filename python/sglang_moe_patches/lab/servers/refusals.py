@@ -14,7 +14,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.machine import PLUGIN_NAME
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""Name of a model on the Hugging Face hub."""
+"""Matches the name of a model on the Hugging Face hub."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 class ServerFailed(RuntimeError):
-    """The server ended, or was not ready in time. The message ends with the last lines of its log."""
+    """Raised if the server ended, or was not ready in time. The message ends with the last lines of its log."""
 
 
 def free_port() -> int:
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def port_in_use(port: int) -> bool:
-    """Whether a process on this machine listens on the port."""
+    """Return whether a process on this machine listens on the port."""
     with closing(socket.socket()) as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -58,8 +58,8 @@ class Server:
     :param log: file for the server's output.
     :param timeout: seconds until the server must answer.
     :param port: port to listen on; ``None``: a free port.
-    :param progress: called about twice a second while the server starts, with the seconds since the start and the last
-        line of the log. An exception from it ends the server.
+    :param progress: function that is called about twice a second while the server starts, with the seconds since the
+        start and the last line of the log. An exception from it ends the server.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def show_progress(console: Console, activity: str) -> Iterator[Callable[..., Non
 def show_starting(server: Server, console: Console, interrupt: Callable[[], None]) -> Iterator[None]:
     """Show within the block how long the server has been starting, and the last line of its log.
 
-    :param interrupt: called about twice a second. It raises to end the server.
+    :param interrupt: function that is called about twice a second. It raises an exception to end the server.
     """
     with show_progress(console, f"{server.name}: starting") as update:
 

@@ -15,7 +15,7 @@ STOCK, PATCHED = "stock", "patched"
 
 
 class PortInUse(ValueError):
-    """Another process listens on the port for the servers."""
+    """Raised if another process listens on the port for the servers."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class ServerSpec:
         """Create a server without starting it.
 
         :param name: ``STOCK`` or ``PATCHED``.
-        :param environment: complete environment of the process. The stock server gets ``SGLANG_MOE_PATCHES=none``
-            besides.
+        :param environment: complete environment of the process. For the stock server, ``SGLANG_MOE_PATCHES=none`` is
+            added.
         :param log: file for the server's output.
         :raises PortInUse: another process listens on the port.
         """

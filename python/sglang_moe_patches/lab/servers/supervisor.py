@@ -44,19 +44,19 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 TERM_TIMEOUT_S = 6.0
 """Seconds from SIGTERM to SIGKILL. SGLang checks every 5 seconds whether SIGTERM arrived."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Parts of command lines. These processes remove the shared memory of other processes after they have ended."""
+"""Parts of the command lines of processes that remove the shared memory of other processes after these have ended."""
 CLEANUP_TIMEOUT_S = 5.0
 """Seconds until ``CLEANERS`` receive SIGKILL."""
 SUPERVISOR_TIMEOUT_S = 20.0
-"""Seconds for a supervisor to end its family. After that its owner ends the family itself."""
+"""Seconds that a supervisor has to end its family. Afterwards its owner ends the family itself."""
 END_MESSAGE = b"."
 """Byte that an owner writes before it closes the pipe. Without it the owner was killed."""
 KILL_TIMEOUT_S = 120.0
-"""Seconds for processes to end after SIGKILL. The GPU's driver frees their memory first."""
+"""Seconds that processes have to end after SIGKILL. The GPU's driver frees their memory before they end."""
 
 
 class StillRunning(RuntimeError):
-    """Processes still run long after SIGKILL. The message names them."""
+    """Raised if processes still run long after SIGKILL. The message names them."""
 
 
 class Supervised:
@@ -135,7 +135,8 @@ def _temporary_folder(environment: dict[str, str]) -> str | None:
 
 
 def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str, str]:
-    """Environment with ``folder`` for temporary files. PyTorch's cache of compiled kernels keeps its usual place.
+    """Return the environment with ``folder`` for temporary files. PyTorch's cache of compiled kernels stays in its
+    place.
 
     Without this cache a server would compile its kernels anew. It chooses kernels by timing, so it may choose kernels
     that round differently from the previous server's.
@@ -150,7 +151,7 @@ def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str
 
 
 def family(root: psutil.Process) -> list[psutil.Process]:
-    """Processes of a family: ``root``, its descendants and its session, without this process and without zombies."""
+    """Return a family's processes: ``root``, its descendants and its session, without this process and zombies."""
     found = {}
     if root.is_running():  # False if another process has its number by now
         with suppress(psutil.NoSuchProcess):
@@ -229,7 +230,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_files() -> dict[Path, int]:
-    """Inode of each file in shared memory that belongs to this user."""
+    """Return the inode of each file in shared memory that belongs to this user."""
     found = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
@@ -240,7 +241,10 @@ def _shared_files() -> dict[Path, int]:
 
 
 def _mapped_inodes(pids: Iterable[int]) -> set[int]:
-    """Inodes of the shared memory that processes map. A semaphore is mapped before it has its final name."""
+    """Return the inodes of the shared memory that processes map.
+
+    The path of a mapping may differ, because a semaphore is mapped before it has its final name.
+    """
     found = set()
     for pid in pids:
         with suppress(OSError):
