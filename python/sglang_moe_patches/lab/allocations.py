@@ -43,8 +43,7 @@ EMPTY_CACHE = Event(None)
 
 @dataclass(eq=False)
 class _Block:
-    """Contiguous piece of a segment, in use or free. A segment is memory that the allocator gets from the driver at
-    once."""
+    """Contiguous piece of a segment, in use or free. A segment is one allocation of the driver."""
 
     size: int
     small: bool
@@ -59,8 +58,7 @@ class _Block:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key of the free blocks. The allocator takes the smallest block that is large enough, of several the
-        oldest."""
+        """Sort key of the free blocks. The allocator takes the smallest block that is large enough."""
         return self.size, self.order
 
 

@@ -201,8 +201,8 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
 
 
 def _set_layers(runner: Any, module: Any, stage: int) -> None:
-    """Set a runner's range of layers, those of a pipeline stage. It cannot be read from the model, which is not
-    complete."""
+    """Set a runner's range of layers, those of a pipeline stage. The model is not complete, so it does not show
+    them."""
     config = runner.model_config
     start, end = stage_bounds(runner.pp_size, max(config.num_hidden_layers, config.num_attention_layers))[stage]
     if resolve := getattr(module, "resolve_layer_indices", None):

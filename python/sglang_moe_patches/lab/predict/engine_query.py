@@ -389,8 +389,7 @@ _TOO_SMALL = "the layer's input has the rank's own tokens alone, too few for the
 
 
 def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:
-    """Remove the effects that need a dead input from a change's decision, if this server never offers a large enough
-    one.
+    """Remove effects that need a dead input from a change's decision, if this server never offers one that is usable.
 
     A *dead input* is the memory of a layer's input, which no code reads any more. Changes can write into it.
 
@@ -583,8 +582,7 @@ def _keep_attributes_of_fake_tensors() -> None:
 
 
 def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
-    """Return the bytes of a parameter's element after loading. ``--quantization fp8`` turns 16-bit weights into
-    bytes."""
+    """Return a parameter's bytes per element after loading. ``--quantization fp8`` turns 16-bit weights into bytes."""
     size: int = parameter.element_size()
     module, _, own = name.rpartition(".")
     quantization = getattr(model.get_submodule(module), "quant_method", None)
@@ -740,8 +738,7 @@ def _describe_layer(model: Any) -> dict[str, Any] | None:
 
 
 def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
-    """Return the tile sizes of Triton's second GEMM, from the file that the engine loads on this GPU; ``None``: not
-    known."""
+    """Return the tile sizes of Triton's second GEMM, from the engine's file for this GPU; ``None``: not known."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
 
@@ -765,8 +762,7 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 
 
 def _has_float_logits() -> bool:
-    """Return whether DeepSeek's router computes float32 logits in a prefill. ``MoEGate.forward``'s last branch
-    decides."""
+    """Return whether DeepSeek's router has float32 logits in a prefill. ``MoEGate.forward``'s last branch decides."""
     gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)

@@ -28,7 +28,7 @@ from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 #: Columns of an FP8 tensor that share a scale.
 FP8_GROUP = 128
 BLOCKS = "fp8"
-"""FP8 quantization with a scale for each block of 128 x 128 weights."""
+"""Name of FP8 quantization with a scale for each block of 128 x 128 weights."""
 SCALED = {BLOCKS: FP8_GROUP, "rows": None}
 """Columns of a GEMM's input that share a scale, by the kind of quantization to one byte an element. ``None``: all
 columns of a row."""
@@ -220,8 +220,7 @@ def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: boo
         return max(3 * activation, activation + output + width * (2 * rows + column_bytes))
 
     def quantized(rows: int, size: int) -> int:
-        """Return the bytes of a GEMM's quantized input: one for each element, and the float32 scales
-        (:data:`SCALED`)."""
+        """Return the bytes of a GEMM's quantized input: one an element, and the float32 scales (:data:`SCALED`)."""
         if runner.quantization is None:
             return 0
         return rows * (size + 4 * -(-size // (SCALED[runner.quantization] or size)))

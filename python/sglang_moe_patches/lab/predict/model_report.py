@@ -519,8 +519,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
 
 
 def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
-    """Return the quantization of the runner's inputs, and the weights' format in words, from the engine's class
-    name."""
+    """Return the quantization of the runner's inputs, and the weights' format in words, by the engine's class."""
     name = method.lower()
     if "unquant" in name:
         return None, "BF16"

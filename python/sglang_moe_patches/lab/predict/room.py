@@ -267,8 +267,7 @@ class Room:
 
     @property
     def highest_fraction(self) -> float | None:
-        """Highest fraction that leaves enough memory free, rounded down; ``None``: there is none, or it is not
-        known."""
+        """Highest fraction that leaves enough memory free, rounded down; ``None``: there is none, or not known."""
         least = self.fit.least_fraction
         if self.need is None or least is None:
             return None

@@ -115,8 +115,7 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
 
 
 def describe_short_cache(report: Mapping[str, Any]) -> str:
-    """Return a warning if the KV cache has fewer tokens than the longest request; "": it has enough, or is not
-    known."""
+    """Return a warning if the KV cache has fewer tokens than the longest request. "": it has enough, or not known."""
     rooms, fit = report["room"], report["fit"]
     tokens = rooms["patched"]["tokens"] if rooms else None
     if not tokens or tokens >= fit["context"]:

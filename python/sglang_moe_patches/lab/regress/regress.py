@@ -37,8 +37,7 @@ __all__ = [
 
 
 class CannotRun(RuntimeError):
-    """Raised if the comparison cannot be made. The message says what to change, or ends with the server's last log
-    lines."""
+    """Raised if the comparison cannot be made. The message says what to change, or ends with the server's log."""
 
 
 class PatchedFailed(RuntimeError):

@@ -41,7 +41,7 @@ class ServerSpec:
 
     @property
     def names_device(self) -> bool:
-        """Whether the arguments have ``--device``, or ``--config``, whose file may have it."""
+        """Whether the arguments contain ``--device``, or ``--config``, because its file may contain ``--device``."""
         return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
 
     def check(self, environment: Mapping[str, str]) -> None:

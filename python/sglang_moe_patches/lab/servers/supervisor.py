@@ -135,8 +135,7 @@ def _temporary_folder(environment: dict[str, str]) -> str | None:
 
 
 def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str, str]:
-    """Return the environment with ``folder`` for temporary files. PyTorch's cache of compiled kernels stays in its
-    place.
+    """Return the environment with ``folder`` for temporary files. PyTorch's cache of compiled kernels is not moved.
 
     Without this cache a server would compile its kernels anew. It chooses kernels by timing, so it may choose kernels
     that round differently from the previous server's.

@@ -38,7 +38,7 @@ class CudaMemory:
         self._stream = self._call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def reserve(self, size: int) -> int:
-        """Reserve ``size`` bytes of addresses.
+        """Reserve addresses for ``size`` bytes. They have no memory yet.
 
         :returns: the first address.
         """
@@ -159,7 +159,7 @@ class ElasticBuffer:
         self._memory.release(self.address, self._span)
 
     def _granules(self, rows: int) -> Iterator[range]:
-        """Yield the numbers of the granules that back the first rows, one range a plane. No granule comes twice."""
+        """Yield the numbers of the granules that back the first rows: a range for each plane, without repetition."""
         before = 0
         for plane in range(self._planes if rows else 0):
             start = plane * self.rows * self._row_bytes

@@ -289,8 +289,7 @@ it."""
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Make ``ServerArgs`` remember whether ``--mem-fraction-static`` was given. Newer releases remember it
-    themselves."""
+    """Make ``ServerArgs`` remember whether ``--mem-fraction-static`` was given. Newer releases do so themselves."""
     server_args = module.ServerArgs
     if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
         return
@@ -345,8 +344,7 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
 
 
 def image_factor(model_config: Any) -> float:
-    """Return the factor by which the engine's rule lowers the fraction for a model with images. 1: it does not lower
-    it."""
+    """Return the factor by which the engine's rule lowers the fraction for a model with images. 1: unchanged."""
     if engine.has_module(IMAGE_RULE):
         return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
     arguments = SimpleNamespace(mem_fraction_static=1.0)

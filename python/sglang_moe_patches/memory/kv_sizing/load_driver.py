@@ -127,8 +127,7 @@ class LoadDriver:
             return []
 
     def abort_all(self) -> list[Any]:
-        """Return the request that aborts all others. Empty with speculation, because requests then end by their
-        length."""
+        """Return the request that aborts all others. Empty with speculation: requests then end by their length."""
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:

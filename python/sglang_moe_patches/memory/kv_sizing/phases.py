@@ -288,8 +288,7 @@ class Limits:
 
     @property
     def together(self) -> int:
-        """Number of the longest prompts in one forward pass, the last one maybe in part. 1: one prompt fills a
-        chunk."""
+        """Number of longest prompts in one forward pass, the last one maybe in part. 1: one prompt fills a chunk."""
         limits = [self.cache_tokens // (self.largest + self.beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.

@@ -279,8 +279,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Order:
-    """Action that every rank carries out in the turn in which it receives the order. Each subclass is a kind of
-    action."""
+    """Action that every rank carries out in the turn in which it receives the order. Each kind is a subclass."""
 
 
 @dataclass(frozen=True)

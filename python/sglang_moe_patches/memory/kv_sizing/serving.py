@@ -295,8 +295,7 @@ class Serving:
         token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Withdraw the tail's slots that were freed since the last turn, and unmap memory that no slot needs any
-        more."""
+        """Withdraw the tail's slots that were freed since the last turn, and unmap memory that no slot needs now."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
             wanted = self._whole_pages(max(self._goal, self._longest_request()))
@@ -544,7 +543,7 @@ class Retirement:
         self._publish(self.usable_counts())
 
     def _clear_all(self) -> None:
-        """Stand in for the allocator's ``clear`` in a flush: no slot is held, and only slots before the tail become
+        """Stand in for the allocator's ``clear`` in a flush. No slot is held; only those before the tail become
         free."""
         for tail in self._tails.values():
             tail.held[:] = False

@@ -21,8 +21,8 @@ MIN_GAIN_FRACTION = 0.02
 """Least growth of the KV cache, as a fraction of its size. If it could grow by less, it keeps the size that it had in
 the rehearsal."""
 LOW_MARGIN_FRACTION = 0.5
-"""Fraction of the margin. If less is free while serving, the server frees KV cache memory until the margin is free
-again."""
+"""Fraction of the margin that must stay free while serving. With less, the server frees KV cache memory until the whole
+margin is free again."""
 FRACTION_STEP = 0.0001
 """Step to which a ``--mem-fraction-static`` is rounded. One step is 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3

@@ -62,8 +62,7 @@ def unknown_allocator(allocator: Any) -> str:
 
 
 def parts_of(allocator: Any) -> list[tuple[str, Any]]:
-    """Return the fields of :class:`TokenCounts` that an allocator covers, each with the allocator of that field's
-    slots."""
+    """Return the fields of :class:`TokenCounts` that an allocator covers, each with the allocator of its slots."""
     if hasattr(allocator, "full_attn_allocator"):
         return [("full", allocator.full_attn_allocator), ("window", allocator.swa_attn_allocator)]
     return [("tokens", allocator)]
@@ -110,8 +109,7 @@ def _find(owner: Any, path: str) -> Any:
 
 
 def _set(owner: Any, values: Mapping[str, int]) -> None:
-    """Set those attributes that an object already has as integers. Some of the engine's objects are frozen
-    dataclasses."""
+    """Set those attributes that an object already has as integers. The object may be a frozen dataclass."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:
@@ -136,7 +134,6 @@ def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
 
 
 def init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's message to its launcher, with the numbers of tokens replaced by the scheduler's present
-    ones."""
+    """Return a scheduler's message to its launcher, with the scheduler's present numbers of tokens."""
     names = {"max_total_num_tokens", "max_req_input_len"} & info.keys()
     return {**info, **{name: getattr(scheduler, name) for name in names}}
