@@ -545,7 +545,7 @@ def test_default_request_limit_is_what_sampling_memory_allows(place: Path, check
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
     with start_servers(grown):
         assert not any("not reached" in line for line in log_lines(grown))
-        told = re.match(r"(\d+) requests run at once, 256 where one has penalties", log_lines(grown)[-1])
+        told = re.match(r"at most (\d+) requests run at once, and at most 256 in a batch", log_lines(grown)[-1])
         assert told is not None
         assert 300 < int(told[1]) < 400
         before = len(grown.log_text())
@@ -570,7 +570,7 @@ def test_requests_that_take_more_than_estimated_are_not_admitted_and_cost_no_tok
     with start_servers(grown):
         logged_size, told = log_lines(grown)[-2:]
         assert [line for line in log_lines(grown) if line.startswith("rehearses again with 256 requests at once")]
-    assert told.startswith("256 requests run at once, 256 where one has penalties")
+    assert told.startswith("at most 256 requests run at once, and at most 256 in a batch")
     assert logged_size.startswith("KV cache grown from ")
 
 

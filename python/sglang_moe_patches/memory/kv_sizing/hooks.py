@@ -567,13 +567,13 @@ class ServerStart:
         batch, penalized = rank_0.admitted
         if not batch or (self.pools.counts == self.pools.first and not self._has_started_over):
             return
-        why = "--max-running-requests sets another number for all"
+        why = "because only so many were rehearsed; set --max-running-requests to choose another limit"
         if self._limits_penalized:
-            why = f"memory for {batch:,} of them would leave the KV cache less than the engine's own rule does"
+            why = f"because memory for {batch:,} such requests would make the KV cache smaller than the engine's own"
         serving.limit_requests(self.scheduler, batch, penalized)
         self.log(
-            f"{batch:,} requests run at once, {penalized:,} where one has penalties, min_p, a logit bias "
-            f"or log-probabilities; {why}"
+            f"at most {batch:,} requests run at once, and at most {penalized:,} in a batch in which one has penalties, "
+            f"min_p, a logit bias or log-probabilities, {why}"
         )
 
     def _log_size(self, reason: str) -> None:

@@ -368,7 +368,7 @@ def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_pen
             one._limits = replace(limits, limits_penalized=True)
         ranks.measure(500, 500)
         assert ranks.tokens() == (1500,) * 3
-        assert "memory for 2,000 of them would leave the KV cache less" in caplog.text
+        assert "memory for 2,000 such requests would make the KV cache smaller" in caplog.text
     assert limited == ([(2000, 256)] * 2 if begins_again else [])
 
 
