@@ -507,7 +507,7 @@ def test_a_server_starts_if_the_rule_leaves_no_kv_cache(place: Path, checkpoint)
         now, rule, _ = logged_size(grown)
         assert tokens(grown) == now > 1000
         assert rule == 0
-    assert "leaves the KV cache less than it is rehearsed with: it begins with" in log_lines(grown)[0]
+    assert "leaves too little KV cache to rehearse; starting with" in log_lines(grown)[0]
 
 
 @pytest.mark.ci

@@ -158,8 +158,8 @@ class ServerStart:
             self.log(f"the KV cache begins with the fraction in force: {one_line_error(error)}", warn=True)
         if fraction is not None:
             source = "given --mem-fraction-static" if self.fraction_is_given else "engine's default fraction"
-            too_little = f"the {source} {self.launch.fraction:.4f} leaves the KV cache less than"
-            self.log(f"{too_little} it is rehearsed with: it begins with {fraction:.4f}", warn=True)
+            too_little = f"the {source} {self.launch.fraction:.4f} leaves too little KV cache to rehearse"
+            self.log(f"{too_little}; starting with {fraction:.4f}, the final size is set afterwards", warn=True)
             raised, self.launch = fraction - self.launch.fraction, replace(self.launch, fraction=fraction)
         with _fraction_in_force(maker, fraction):
             config = original(maker, pre_model_load_memory)

@@ -427,7 +427,7 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
 @pytest.mark.parametrize(
     ("fraction", "line"),
     [
-        (0.93, "0.8000 leaves the KV cache less than it is rehearsed with: it begins with 0.9300"),
+        (0.93, "0.8000 leaves too little KV cache to rehearse; starting with 0.9300"),
         (None, ""),
         (ZeroDivisionError("no token"), "the KV cache begins with the fraction in force: ZeroDivisionError: no token"),
     ],
