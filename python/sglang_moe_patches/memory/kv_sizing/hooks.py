@@ -608,9 +608,10 @@ class ServerStart:
             return  # the need is not known
         need = megabytes(max(need.need for need in self.needs))
         self.log(
-            f"measured {need} beside weights and KV cache; largest forward passes: "
-            f"{sizing.largest_phases(self._phases)}; {megabytes(self._before)} CUDA graphs and buffers, "
-            f"{megabytes(self._graphs)} of it decode graphs; {megabytes(self._slack)} allocator slack"
+            f"needed in addition to weights and KV cache: {need}, on the rank that needs most. "
+            f"On rank 0: largest forward passes: {sizing.largest_phases(self._phases)}; "
+            f"{megabytes(self._before)} CUDA graphs and buffers, including {megabytes(self._graphs)} decode graphs; "
+            f"{megabytes(self._slack)} allocator slack"
         )
 
     def _tokens_by_rule(self) -> int:

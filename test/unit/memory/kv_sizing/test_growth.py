@@ -269,7 +269,7 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
     needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
     ranks.measure(3000, 3000, slack=4_000_000, free=1_000_000_000)
     assert ranks.tokens() == (1500,) * 3
-    assert f"measured {needed:,} MB beside weights and KV cache" in caplog.text
+    assert f"needed in addition to weights and KV cache: {needed:,} MB, on the rank" in caplog.text
     assert "; 70 MB CUDA graphs and buffers" in caplog.text
     assert "; 300 MB allocator slack" in caplog.text
 
