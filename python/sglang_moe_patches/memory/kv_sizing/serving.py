@@ -131,7 +131,9 @@ class Metrics:
                 names = (*self._labels, *labels)
                 self._gauges[name] = Gauge(name, text, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
-            log.logger.warning(log.format_line("kv-sizing", "no metrics: %s"), error)
+            log.logger.warning(
+                log.format_line("kv-sizing", "its own metrics are off, the engine's are not affected: %s"), error
+            )
             self._gauges = {}
 
     def show(self, name: str, value: float, **labels: str) -> None:
