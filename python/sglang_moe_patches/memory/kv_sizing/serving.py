@@ -311,7 +311,8 @@ class Serving:
         try:
             self._freed_bytes += self._pools.unmap_from(retirement.mapped_counts())
         except Exception as error:  # the other ranks go on withdrawing slots, and so must this one
-            log.logger.warning(log.format_line("kv-sizing", "memory is not given back: %s"), error)
+            problem = "could not unmap KV cache memory on this rank, so its free memory stays low; the server goes on"
+            log.logger.warning(log.format_line("kv-sizing", "%s: %s"), problem, error)
         self._shown.show(GIVEN_BACK, self._freed_bytes)
         self._shown.show(TOKENS, retirement.usable_counts().tokens)
         if not retirement.is_done:
