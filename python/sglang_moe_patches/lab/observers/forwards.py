@@ -72,7 +72,7 @@ class Observer:
             step(*args)
         except Exception as error:
             self.process.failure = f"observing failed: {type(error).__name__}: {error}"
-            logger.warning("sglang-moe-patches: %s", self.process.failure)
+            logger.warning("sglang-moe-patches: %s; the server itself goes on, unmeasured", self.process.failure)
             with contextlib.suppress(Exception):  # the folder is gone or the disk is full: the log has the error
                 self.write()
 
