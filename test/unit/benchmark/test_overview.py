@@ -58,4 +58,6 @@ def test_a_stock_server_that_does_not_start_is_named_so(store):
 
 def test_seconds_of_each_phase_are_read_from_the_log_line():
     assert overview.phase_seconds(PATCHED["said"]) == {"prefill chunk": 2.1, "decode": 0.5}
-    assert overview.phase_seconds(["no rehearsal because of --pp-size"]) == {}
+    assert (
+        overview.phase_seconds(["the KV cache keeps the engine's size and is not measured because of --pp-size"]) == {}
+    )

@@ -217,7 +217,7 @@ class ServerStart:
             problem = f"there is no address space for {first.tokens:,} tokens"
         if problem:
             self.reason = problem
-            self.log(f"no rehearsal because {problem}", warn=True)
+            self.log(f"the KV cache keeps the engine's size and is not measured because {problem}", warn=True)
             return
         self.pools = ElasticPools(memory, first, top, int(maker.page_size))
         self.reserved = True
@@ -341,7 +341,7 @@ class ServerStart:
         self.orders.close()
         self._sleeper.undo()
         if self.reserved:
-            self.log(f"no rehearsal because {problem}", warn=True)
+            self.log(f"the KV cache keeps the engine's size and is not measured because {problem}", warn=True)
         self._show("rule", problem)
         self._release_init_info()
 
