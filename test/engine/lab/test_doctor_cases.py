@@ -388,13 +388,13 @@ CASES = {
     "a KV cache of another kind": Case(
         public(V4),
         "--tp 4 --moe-runner-backend marlin",
-        is_not_sized_because("KV caches of the kind DeepSeekV4TokenToKVPool are not known"),
+        is_not_sized_because("kv-sizing does not support KV caches of the kind DeepSeekV4TokenToKVPool"),
         since="0.5.12.post1",
     ),
     "a KV cache of compressed keys": Case(
         compressed_keys(eos_token_id=0),
         "--tp 8",
-        is_not_sized_because("KV caches of the kind QSATokenToKVPool are not known"),
+        is_not_sized_because("kv-sizing does not support KV caches of the kind QSATokenToKVPool"),
         since="0.5.23",
     ),
     "a KV cache that the engine cannot be asked for": Case(

@@ -43,8 +43,8 @@ class Unknown(Exception):
 def unknown_pool_reason(pool: str, table: str) -> str:
     """Return the reason why a KV cache cannot grow, from its class names. "": the classes are supported."""
     if pool not in KNOWN_POOLS:
-        return f"KV caches of the kind {pool} are not known"
-    return "" if table in KNOWN_TABLES else f"request tables of the kind {table} are not known"
+        return f"kv-sizing does not support KV caches of the kind {pool}"
+    return "" if table in KNOWN_TABLES else f"kv-sizing does not support request tables of the kind {table}"
 
 
 def pools_of(runner: Any) -> tuple[Any, Any]:
@@ -210,7 +210,7 @@ class ElasticPools:
         parts = _pools_in(pool)
         for part in parts:
             if type(part).__name__ not in KNOWN_POOLS:
-                raise Unknown(f"KV caches with a {type(part).__name__} are not known")
+                raise Unknown(f"kv-sizing does not support KV caches with a {type(part).__name__}")
         if not made:
             raise Unknown(f"a {type(pool).__name__} of this release makes its buffers in a way that is not known")
         ours = {buffer.memory.address for buffer in self._buffers}

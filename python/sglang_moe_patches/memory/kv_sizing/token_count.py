@@ -55,7 +55,7 @@ def unknown_allocator(allocator: Any) -> str:
     """Return the reason why an allocator's size cannot be set. "": it can be set."""
     name = type(allocator).__name__
     if name not in ALLOCATORS:
-        return f"allocators of the kind {name} are not known"
+        return f"kv-sizing does not support KV cache allocators of the kind {name}"
     if getattr(allocator, "_swa_req_ring", False):
         return "sliding windows of this kind have a ring for each request, whose size goes with requests"
     return ""

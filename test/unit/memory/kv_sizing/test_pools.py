@@ -286,7 +286,7 @@ def mha_and_a_table_of_as_many_rows():
     [
         (lambda: make_pool("QSATokenToKVPool", k=[zeros(64_064, 8)]), {}, "KV caches of the kind QSATokenToKVPool"),
         (mha, {"table": "DecodeReqToTokenPool"}, "request tables of the kind DecodeReqToTokenPool"),
-        (mha, {"allocator": "UnifiedAllocator"}, "allocators of the kind UnifiedAllocator"),
+        (mha, {"allocator": "UnifiedAllocator"}, "does not support KV cache allocators of the kind UnifiedAllocator"),
         (lambda: make_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
         (mha_and_a_table_of_as_many_rows, {"req_to_token": None}, "a ReqToTokenPool has about as many rows"),
         (lambda: make_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
