@@ -551,7 +551,7 @@ CASES = {
     "Marlin, which may hold as much": Case(
         public("moonshotai/Kimi-K2.5"),
         "--tp 8 --chunked-prefill-size 16384",
-        does_nothing("moe-workspace", "1,879 MB here, which SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB allows"),
+        does_nothing("moe-workspace", "1,879 MB on this server, which SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB allows"),
         env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "4000"},
     ),
     # The model's linear attention reads attributes that only quantized parameters have. in_proj_ba is not quantized,

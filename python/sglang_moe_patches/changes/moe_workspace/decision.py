@@ -165,13 +165,13 @@ def _decide_width(
     if max_bytes is not None and gemm.memory(layer).uncut <= max_bytes:
         return Decision(effects, f"{size}, which {column_slices.MOE_WORKSPACE_MB.name} allows")
     if advice := column_slices.advise(layer, gemm, choose_width):
-        return Decision(effects, f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}")
-    return Decision(effects, f"{size}, and cutting it saves too little")
+        return Decision(effects, f"{size}, and cutting them costs more than 2 % of the layer's time; {advice}")
+    return Decision(effects, f"{size}, and cutting them saves too little")
 
 
 def _size(tokens: int, top_k: int, hidden: int) -> str:
     """Return a phrase with the size of the expert outputs, in MB, for 16-bit elements."""
-    return f"[tokens, top-k, hidden] is {2 * tokens * top_k * hidden / 1e6:,.0f} MB here"
+    return f"the expert outputs [tokens, top-k, hidden] are {2 * tokens * top_k * hidden / 1e6:,.0f} MB on this server"
 
 
 def _empty(*shape: int, dtype: Any = None) -> Any:
