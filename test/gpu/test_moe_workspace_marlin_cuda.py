@@ -384,7 +384,9 @@ def reordered():
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        pytest.param({"no_combine": True}, "the caller asks for the tensor itself", id="no_combine"),
+        pytest.param(
+            {"no_combine": True}, "the caller wants the expert outputs before they are summed", id="no_combine"
+        ),
         pytest.param({"w2_zeros": torch.zeros(4, 4, 64, dtype=torch.int32)}, "zero points", id="zero points"),
         pytest.param({"g_idx2": reordered(), "sort_indices2": reordered()}, "act-order", id="act-order"),
         pytest.param({"sort_indices2": reordered()}, "act-order", id="act-order, no groups"),

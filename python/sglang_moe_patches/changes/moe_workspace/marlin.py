@@ -233,7 +233,7 @@ def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: A
     """Return why the second GEMM cannot be computed in column slices, or ``None`` if it can."""
     bias = arguments.get("w2_bias")
     if arguments.get("no_combine"):
-        return "the caller asks for the tensor itself (no_combine)"
+        return "the caller wants the expert outputs before they are summed (no_combine)"
     if arguments["inplace"] and streams.has_concurrent_reader:
         return "the layer writes its output over its input, which another stream may still read"
     if _has_elements(arguments["g_idx2"]) or _has_elements(arguments["sort_indices2"]):
