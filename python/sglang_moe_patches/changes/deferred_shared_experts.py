@@ -248,7 +248,10 @@ def _plan() -> Plan:
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return the decision of a model's layers. Each layer has stored it when it was constructed."""
+    """Return whether a built model's layers run their shared experts last, or why not.
+
+    Each layer stored its answer when it was constructed.
+    """
     reasons = {
         getattr(module, _REASON_TO_RUN_FIRST)
         for module in built.model.modules()

@@ -147,7 +147,10 @@ def give_up_unread_scales(layer: Any) -> int:
 
 
 def _taking_updates(scale: Any) -> Any:
-    """Return a placeholder that accepts weight updates like ``scale``, with the same checks and errors."""
+    """Return a small placeholder for a freed ``scale``.
+
+    It accepts a weight update as ``scale`` did, with the same checks and errors, and discards the values.
+    """
     import torch
 
     placeholder = torch.nn.Parameter(_placeholder(scale), requires_grad=False)

@@ -64,7 +64,10 @@ def _without_memory(tensor: Any) -> Any:
 
 
 def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
-    """Return the layout of a layer's experts, or ``None`` if parts do not give the engine's result for all experts.
+    """Return the layout that the engine gives a layer's experts, and how many experts to lay out at a time.
+
+    Return ``None`` if parts would not give the same tensors as all experts at once. The layout is tried on tensors
+    without memory, so nothing is computed.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param weight: packed weights [experts, rows, columns / 2].

@@ -20,8 +20,8 @@ _STOCK_HOLES = 0.085
 """Holes in the allocator of a stock server, as a share of the laid-out experts: with gpt-oss-120b on one H200, 5,005 MB
 of 58.6 GB. Their size depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
 _HOLES = 100 << 20
-"""Largest sum of holes, in bytes, if experts are laid out in parts: a few partly used segments of 20 MiB (allocator
-model, TP=1, 2, 4 and 8)."""
+"""Bytes of holes on a rank if experts are laid out in parts, at most. A hole is the unused rest of a 20 MiB segment, and
+there are a few. Computed with the allocator model for TP=1, 2, 4 and 8."""
 _MARLIN = 1.47, 0.21
 """Memory that Marlin's layout of one layer takes, as multiples of the layer's packed weights (0.5.17). The first number
 is for a stock server, the second for fp4-weights."""
@@ -56,8 +56,8 @@ def loading_bytes(
 ) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
-    ``doctor`` adds ``kept`` to the weights before it sizes the KV cache. If less than ``least`` is free in addition to
-    the weights, ``doctor`` says that the model does not load. The runner alone does not decide: ``triton_kernel`` also
+    A prediction reduces the KV cache by :attr:`Loading.kept`. The model does not load if less than
+    :attr:`Loading.least` is free in addition to the weights. The figures need runner and method: ``triton_kernel`` also
     runs BF16 experts, for which all figures are zero.
 
     :param runner: the resolved ``--moe-runner-backend``.

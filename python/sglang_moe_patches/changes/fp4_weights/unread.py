@@ -265,8 +265,10 @@ class _Reader:
         return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
 
     def _value(self, expression: ast.expr) -> Any:
-        """Return the value of an expression, or ``_UNKNOWN`` if more than settled attributes, comparisons and few calls
-        decide it.
+        """Evaluate an expression without running it.
+
+        Only constants, names, attributes with a known value, ``not``, ``and``, ``or``, comparisons and a few calls are
+        understood. Otherwise the result is ``_UNKNOWN``.
         """
         match expression:
             case ast.Constant(value=value):

@@ -68,8 +68,10 @@ class _FusedMoeTorch(takers.OutputTorch):
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
-        """Return a :class:`DeferredTensor` for three dimensions. Otherwise return memory of the dead input, or new
-        memory.
+        """Replacement for ``torch.empty``.
+
+        Only the expert outputs have three dimensions: they become a :class:`DeferredTensor`. The activation's output of
+        an in-place call is placed in the dead input, if it fits. All other tensors are allocated as usual.
         """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)

@@ -86,13 +86,11 @@ def residual_argument(forward_batch: Any, residual: Any) -> Any:
 
 
 def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
-    """Return the residual in releases that keep it in the batch (``forward_batch.residual_stream``), or ``None``.
+    """Return the residual, in releases where the batch keeps it (``forward_batch.residual_stream``).
 
-    ``None`` means that the layer's input is or may become the residual:
-
-    - No contribution to the residual is pending. The input then is the residual, or it becomes the residual at the
-      start of the stack.
-    - The pending contribution is not simply added. Its tensor may then become the residual.
+    Return ``None`` if the layer's input is the residual, or may become it. Then the input must not be offered. These
+    releases add a layer's output to the residual later; until then the stream's ``pending`` holds it. The result is
+    ``None`` if nothing is pending, or if the pending update is more than an addition.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending

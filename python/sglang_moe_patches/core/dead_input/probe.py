@@ -91,11 +91,12 @@ def has_engine_offer() -> bool:
 
 
 def probe_offers() -> Offers:
-    """Probe the engine for offers of dead inputs. If another change has installed the offers in this process, return
-    those.
+    """Check that layers of this engine can offer their dead inputs, and return what installs the offers.
 
-    :raises engine.Unsupported: the engine's function that builds models is missing or patched, or the engine's own
-        channel is not as expected.
+    The changes of a process share one such object: if it is installed already, it is returned.
+
+    :raises engine.Unsupported: the engine's function that builds models is missing or patched, or the engine has a way
+        of its own to offer a buffer, and it is not as expected.
     """
     if _installed is not None:
         return _installed

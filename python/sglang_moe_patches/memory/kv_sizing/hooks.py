@@ -664,9 +664,9 @@ def _configurator(maker: Any) -> Any:
 
 
 def bytes_per_token(maker: Any) -> float:
-    """Return the KV cache bytes of one token, computed with the engine's own functions.
+    """Return the bytes of one KV token.
 
-    The engine computes the tokens of 64 GiB, so that its rounding has little effect.
+    The engine is asked how many tokens fit into 64 GiB, where its rounding to pages hardly matters.
     """
     enough = 64 * GIB
     return enough / int(_configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)

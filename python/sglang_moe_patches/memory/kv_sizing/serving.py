@@ -269,7 +269,7 @@ class Serving:
         return needed + self._extra_tokens_per_request if needed else 0
 
     def _whole_pages(self, tokens: int) -> TokenCounts:
-        """Return the token counts of ``tokens`` tokens, rounded up to whole pages."""
+        """Round ``tokens`` up to whole pages, and return the sizes of the engine's pools for that many."""
         return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:

@@ -77,7 +77,7 @@ class RankNeed:
     """Need of a rank, which the rank publishes after a rehearsal.
 
     Only rank 0 sets ``missed`` and the fields after it. A *phase* of the rehearsal runs one kind of the largest forward
-    passes.
+    passes. A request is *penalized* if it has penalties, ``min_p``, a logit bias or log-probabilities.
 
     :param fits: tokens of the KV cache that fit into memory along with the need and the margin.
     :param need: bytes that forward passes, graphs and buffers took in addition to weights and KV cache.
@@ -86,12 +86,12 @@ class RankNeed:
     :param missed: kinds of the phases that were not reached, by the phases' names.
     :param fewer_requests: largest number of requests at once for which there is memory; 0: as many as the server
         allows.
-    :param fallback: number of requests at once to start over with, if the rehearsal has run more than the user asked
-        for; else 0.
-    :param can_limit_penalized: whether fewer penalized requests would run if they were limited as without
-        ``--max-running-requests``.
-    :param admitted: most requests in a batch, and most in a batch with a penalized request; 0: only the engine limits
-        them.
+    :param fallback: number of requests at once for another rehearsal, if the last one costs KV tokens. It is set only
+        if decodes ran with more requests than the user's settings ask for; else 0.
+    :param can_limit_penalized: whether another rehearsal could run fewer penalized requests, by ignoring
+        ``--max-running-requests`` for them.
+    :param admitted: most requests in a batch, and most in a batch with a penalized request, that this package enforces;
+        (0, 0): it enforces none.
     """
 
     fits: int = 0

@@ -28,6 +28,7 @@ WITHOUT = {
     "launcher-cost": "times",
     "mori-rows": "rows and times",
     "mutations": "answers",
+    "loading": "loading, not a forward",
     "marlin-repack": "loading, not a forward",
     "nvfp4-hopper": "what weights keep, beside its own prediction on the page",
     "overhead": "times",
