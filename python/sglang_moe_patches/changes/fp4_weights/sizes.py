@@ -20,8 +20,8 @@ _STOCK_HOLES = 0.085
 """Holes in the allocator of a stock server, as a share of the laid-out experts: with gpt-oss-120b on one H200, 5,005 MB
 of 58.6 GB. Their size depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
 _HOLES = 100 << 20
-"""Bytes of holes on a rank if experts are laid out in parts, at most. A hole is the unused rest of a 20 MiB segment, and
-there are a few. Computed with the allocator model for TP=1, 2, 4 and 8."""
+"""Bytes of holes on a rank, at most, if experts are laid out in parts. A hole is the unused rest of a 20 MiB segment.
+Computed with the allocator model for TP=1, 2, 4 and 8."""
 _MARLIN = 1.47, 0.21
 """Memory that Marlin's layout of one layer takes, as multiples of the layer's packed weights (0.5.17). The first number
 is for a stock server, the second for fp4-weights."""
