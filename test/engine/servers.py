@@ -200,7 +200,7 @@ def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> N
         if name not in (*NEED_CUDA, "kv-sizing"):
             assert rows[name]["status"] == status, rows[name]
     said = "; ".join(row["does"] for row in rows.values() if row["acts"])
-    if "the engine defers them by itself" in rows[deferred_shared_experts.CHANGE.name]["reason"]:
+    if "the engine itself runs the shared experts last here" in rows[deferred_shared_experts.CHANGE.name]["reason"]:
         said += SHARED_LAST  # the counter does not distinguish the engine's deferral from ours
     is_ours = (
         not NATIVE_BUFFER or backend == "flashinfer_cutedsl"

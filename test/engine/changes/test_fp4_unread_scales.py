@@ -261,9 +261,11 @@ def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(mine, its) and mine.stride() == its.stride() for mine, its in zip(ours, stock, strict=True))
-    assert [each.shape[1] for each in ours] == [128, 64]
+    rows = [each.shape[1] for each in ours]
+    assert rows in ([128, 64], [128, 128])  # the engine pads the rows of w2's scales from 0.5.23 on
     whole = [torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in ours]
-    assert [behind.tolist() for behind in (whole[0][ours[0].numel() :], whole[1][ours[1].numel() :])] == [[], [0] * 64]
+    after_rows = [memory[scale.numel() :].tolist() for memory, scale in zip(whole, ours, strict=True)]
+    assert after_rows == [[], [0] * (128 - rows[1])]
 
 
 def test_it_says_which_scales_go_and_why_not(kind):

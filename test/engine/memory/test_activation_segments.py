@@ -47,7 +47,7 @@ def allow(eligibility):
 
 def stand_in(switch):
     switch.find_settings_function = lambda: write
-    switch.expandable = lambda: os.environ.get("FAILS_ON") != str(rank())
+    switch.allocates_expandable = lambda: os.environ.get("FAILS_ON") != str(rank())
 
 def rank():
     import torch
