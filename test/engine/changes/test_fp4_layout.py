@@ -14,6 +14,7 @@ import inspect
 import linecache
 import textwrap
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_a_release_that_reads_loaded_weights_again_is_left_alone(mxfp4, monkeypa
     path = tmp_path / "newer.py"
     path.write_text(source)
     linecache.checkcache(str(path))
-    found = {}
+    found: dict[str, Any] = {}
     exec(compile(source, str(path), "exec"), function.__globals__, found)
     with pytest.raises(engine_code.Unsupported, match=NEWER[statement]):
         in_parts.require_last_use(found[function.__name__], fp4_weights._SWIZZLE_MXFP4)

@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import marlin_repack
 import pytest
@@ -331,7 +332,7 @@ def set_switch(self):
     self.switched = True
 """
     (tmp_path / "newer.py").write_text(source)
-    namespace = {"__name__": "sglang.newer"}
+    namespace: dict[str, Any] = {"__name__": "sglang.newer"}
     exec(compile(source, str(tmp_path / "newer.py"), "exec"), namespace)
     of_method = {"apply": namespace["apply"], "switched": None, "set_switch": namespace["set_switch"]}
     of_layer = {}

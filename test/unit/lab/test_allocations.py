@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 def replay(text: str, max_split_size: int | None = None) -> Allocator:
     """Replay steps such as ``a30 b0.5 -a empty``: allocate 30 MiB as a, half a MiB as b, free a, empty the cache."""
-    allocator, keys = Allocator(max_split_size), {}
+    allocator, keys = Allocator(max_split_size), dict[str, int]()
     for step in text.split():
         if step == "empty":
             allocator.run([EMPTY_CACHE])
