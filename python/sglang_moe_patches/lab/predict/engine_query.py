@@ -37,7 +37,7 @@ from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT
 from sglang_moe_patches.core.variables import WrongValue
-from sglang_moe_patches.lab.predict import engine_pools, unused_imports
+from sglang_moe_patches.lab.predict import engine_pools, forward, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
 from sglang_moe_patches.lab.predict.engine_pools import Fit, describe_error
 from sglang_moe_patches.memory.kv_sizing import eligibility
@@ -380,7 +380,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         "float_logits": _has_float_logits(),
         "prefill_graphs": _prefill_graphs(resolved),
         "prefills_in_graphs": _prefills_in_graphs(resolved),
-        "copies_output": _copies_fp8_output(),
+        "copied_outputs": _copied_fp8_outputs(),
     }
 
 
@@ -418,15 +418,20 @@ def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
     return str(resolved.get("speculative_algorithm") or "NGRAM").upper() == "NGRAM"
 
 
-def _copies_fp8_output() -> bool:
-    """Return whether the engine copies the output of TRT-LLM's FP8 kernels, because it passes them no output tensor."""
+def _copied_fp8_outputs() -> list[str]:
+    """Return the kinds of FP8 quantization whose TRT-LLM kernel gets no output tensor, so that the engine copies.
+
+    The engine's function has a branch for scales of blocks, and one for scales of rows. 0.5.17 copies in the second one
+    alone.
+    """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
         getattr(engine.module(name), "fused_experts_none_to_flashinfer_trtllm_fp8", None)
         if engine.has_module(name)
         else None
     )
-    return bool(run and engine.find_calls(run, "symm_output.copy_"))
+    copies = len(engine.find_calls(run, "symm_output.copy_")) if run else 0
+    return ["rows", forward.BLOCKS][:copies]
 
 
 def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:

@@ -512,7 +512,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
             all_to_all="" if (backend := resolved.get("moe_a2a_backend", "none")) == "none" else backend,
             in_place=layer is None or layer["in_place"],
-            copies_output=quantization in forward.SCALED and asked.get("copies_output", False),
+            copies_output=quantization in asked.get("copied_outputs", ()),
         ),
         model,
     )
