@@ -233,7 +233,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("if traced or ranks * inner > hidden:", "if False:", FLAGS_UNTIL)
         ],
         SAID + "[FP8 on TRT-LLM, whose output is copied]": [
-            ('bool(run and engine.find_calls(run, "symm_output.copy_"))', "False", FLAGS_UNTIL)
+            ('len(engine.find_calls(run, "symm_output.copy_")) if run else 0', "0", FLAGS_UNTIL)
         ],
         SAID + "[FP8 by loading]": [("return 1 if by_loading and", "return size if by_loading and")],
         SAID + "[weights on the host]": [('(resolved.get("cpu_offload_gb") or 0)', "0")],
