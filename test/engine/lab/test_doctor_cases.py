@@ -404,7 +404,8 @@ CASES = {
     # activations of 37.7 MB, router logits of 4.2 MB, and top-k ids and weights of 1 MB.
     "NVFP4 on TRT-LLM": Case(
         public("nvidia/Qwen3-235B-A22B-NVFP4"),
-        "--tp 4 --chunked-prefill-size 16384",
+        # In traced graphs of prefills, 0.5.13's default here, no dead input is offered.
+        "--tp 4 --chunked-prefill-size 16384" + " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.13"),
         all_of(
             *(does("output-buffer", OUTPUT), does_not_say("output-buffer", "takes no"), peaks(580, 545)),
             does("fp4-weights", "laid out"),
