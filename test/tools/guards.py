@@ -585,7 +585,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("            step.end()\n", ""),
             ("            self._early[order.topic] = order.values\n", ""),
         ],
-        "test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests": [("self._inbox.end_turn()", "pass")],
+        "test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests": [
+            ("        self._is_asked = False\n        if not", "        if not")
+        ],
     },
     OURS + "memory/kv_sizing/phases.py": {
         "test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed": [

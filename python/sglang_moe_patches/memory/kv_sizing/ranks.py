@@ -297,9 +297,7 @@ class Orders:
 
     def __init__(self, scheduler: Any, obey: Callable[[Order], None]) -> None:
         self._scheduler, self._obey = scheduler, obey
-        self.read_instead: Callable[[], list[Any]] | None = None
-        """Function that returns the broadcasts which the scheduler reads in place of users' requests. Users' requests
-        wait meanwhile. ``None``: the scheduler reads users' requests."""
+        self._read_instead: Callable[[], list[Any]] | None = None
         self.on_turn: Callable[[], None] = lambda: None
         """Function that is called on every rank in each turn, before the scheduler handles the requests that it has
         read."""
@@ -320,25 +318,47 @@ class Orders:
                     engine.module(RECEIVER).SchedulerRequestReceiver, "_pull_raw_reqs", around(self._pull)
                 )
             else:
-                self._inbox = _Inbox(scheduler.recv_from_tokenizer, self._broadcasts)
-                self._patcher.replace(scheduler, "recv_from_tokenizer", self._inbox)
+                self._inbox = _Inbox(scheduler, self._take_broadcasts)
         original = scheduler.process_input_requests
 
-        def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if self._inbox is not None:
-                self._inbox.end_turn()
+        inbox = self._inbox
+
+        def process_input_requests(read: Sequence[Any]) -> Any:
+            if inbox is not None and inbox.is_open:
+                inbox.end_turn()
             self.on_turn()
-            return original(self._unpack(read) if read else read, *args, **kwargs)
+            return original(self._unpack(read) if read else read)
 
         self._patcher.add(scheduler, "process_input_requests", process_input_requests)
+        self._open_inbox()
 
     def close(self) -> None:
         """Remove all patches of this object."""
+        if self._inbox is not None:
+            self._inbox.close()
         self._patcher.undo()
+
+    @property
+    def read_instead(self) -> Callable[[], list[Any]] | None:
+        """Function that returns the broadcasts which the scheduler reads in place of users' requests.
+
+        Users' requests wait meanwhile. ``None``: the scheduler reads users' requests.
+        """
+        return self._read_instead
+
+    @read_instead.setter
+    def read_instead(self, read: Callable[[], list[Any]] | None) -> None:
+        self._read_instead = read
+        self._open_inbox()
 
     def send(self, *items: Any) -> None:
         """On rank 0: broadcast orders and requests of the engine. Every rank receives them in rank 0's next turn."""
         self._outbox.append(Broadcast(items))
+        self._open_inbox()
+
+    def _open_inbox(self) -> None:
+        if self._inbox is not None and (self._read_instead is not None or self._outbox):
+            self._inbox.open()
 
     def _unpack(self, read: Sequence[Any]) -> list[Any]:
         """Carry out the orders among the messages that the scheduler has read, and return the requests."""
@@ -352,54 +372,70 @@ class Orders:
         return requests
 
     def _pull(self, original: Callable[[Any], list[Any]], receiver: Any) -> list[Any]:
-        broadcasts = self._broadcasts()
+        broadcasts = self._take_broadcasts()
         return original(receiver) if broadcasts is None else broadcasts
 
-    def _broadcasts(self) -> list[Any] | None:
+    def _take_broadcasts(self) -> list[Any] | None:
         """Return the broadcasts of this turn; ``None``: there are none, and the scheduler reads users' requests."""
-        broadcasts = self.read_instead() if self.read_instead is not None else None
+        broadcasts = self._read_instead() if self._read_instead is not None else None
         while self._outbox:
             broadcasts = [*(broadcasts or ()), self._outbox.popleft()]
         return broadcasts
 
 
 class _Inbox:
-    """Stand-in for the socket of a scheduler's requests, up to 0.5.12.post1. It returns broadcasts before requests.
+    """Stand-in for the socket of a scheduler's requests, up to 0.5.12.post1. It returns broadcasts.
 
-    :param broadcasts: function that returns the broadcasts of a turn, in which users' requests then wait. If it returns
-        ``None``, there is no broadcast.
+    It replaces the socket only in turns with broadcasts. In these turns users' requests wait.
+
+    :param take_broadcasts: function that returns the broadcasts of a turn; ``None``: there are none.
     """
 
-    def __init__(self, real: Any, broadcasts: Callable[[], list[Any] | None]) -> None:
-        self._real, self._broadcasts = real, broadcasts
+    def __init__(self, scheduler: Any, take_broadcasts: Callable[[], list[Any] | None]) -> None:
+        self._scheduler, self._take_broadcasts = scheduler, take_broadcasts
+        self._socket = scheduler.recv_from_tokenizer
         self._queue: deque[Any] = deque()
-        self._is_asked = self._users_wait = False
+        self._is_asked = False
+        """Whether this turn's broadcasts were taken."""
+        self.is_open = False
+        """Whether the scheduler reads this object instead of the socket."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        return getattr(self._socket, name)
+
+    def open(self) -> None:
+        """Let the scheduler read this object from its next read on."""
+        self._scheduler.recv_from_tokenizer, self.is_open = self, True
+
+    def close(self) -> None:
+        """Let the scheduler read the socket again."""
+        self._scheduler.recv_from_tokenizer, self.is_open, self._is_asked = self._socket, False, False
 
     def end_turn(self) -> None:
-        """Ask for broadcasts again at the next read.
+        """Take broadcasts again at the next read.
 
-        With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` the scheduler stops reading before the socket is empty.
+        The scheduler reads until the socket is empty. With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` it stops earlier, and
+        the next turn reads the rest.
         """
         self._is_asked = False
 
     def recv_pyobj(self, *flags: Any) -> Any:
-        """Return the next broadcast or request, as the socket's method of this name does."""
-        # The scheduler reads until the socket is empty, or up to its limit. All these reads are one turn.
+        """Return the next broadcast, or the next request if this turn has no broadcasts.
+
+        :raises zmq.Again: every broadcast of this turn is read.
+        """
         if not self._is_asked:
-            broadcasts = self._broadcasts()
-            self._is_asked, self._users_wait = True, broadcasts is not None
-            if broadcasts:
-                self._queue.extend(broadcasts)
+            self._is_asked = True
+            broadcasts = self._take_broadcasts()
+            if broadcasts is None and not self._queue:
+                self.close()
+                return self._socket.recv_pyobj(*flags)
+            self._queue.extend(broadcasts or ())
         if self._queue:
             return self._queue.popleft()
-        if self._users_wait:
-            import zmq
+        import zmq
 
-            raise zmq.Again()
-        return self._real.recv_pyobj(*flags)
+        raise zmq.Again()
 
 
 def require_inbox(scheduler: type) -> None:

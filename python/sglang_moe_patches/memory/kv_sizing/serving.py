@@ -68,17 +68,14 @@ class FreeMemory:
     """
 
     def __init__(self, read: Callable[[], Memory], margin: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._read, self.margin, self._clock = read, margin, clock
+        self._read, self.margin, self.clock = read, margin, clock
         self.lowest = read().free
-        self._next = clock()
+        self.next_reading = clock()
+        """Time of the next reading, in seconds of ``clock``."""
 
-    def is_due(self) -> bool:
-        """Return whether the next reading of free memory is due. This reads only the clock."""
-        now = self._clock()
-        if now < self._next:
-            return False
-        self._next = now + SAMPLE_INTERVAL_S
-        return True
+    def schedule_next_reading(self) -> None:
+        """Let the next reading be due after :data:`SAMPLE_INTERVAL_S`."""
+        self.next_reading = self.clock() + SAMPLE_INTERVAL_S
 
     def measure_shortage(self) -> int:
         """Read the free memory, and return how many bytes are missing until the whole margin is free.
@@ -187,11 +184,14 @@ class Serving:
 
     def look(self) -> None:
         """Withdraw slots, and read the free memory if a reading is due. The event loop calls this in every turn."""
-        is_due = self._memory.is_due()
+        memory = self._memory
+        is_due = memory.clock() >= memory.next_reading
         if is_due or self._is_shrinking:
             self._run_steps(is_due)
 
     def _run_steps(self, is_due: bool) -> None:
+        if is_due:
+            self._memory.schedule_next_reading()
         # All ranks must withdraw slots in step. So a rank goes on withdrawing even if it cannot read its free memory.
         steps = ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched"))
         for step, failure in steps if is_due else steps[:1]:
@@ -601,13 +601,14 @@ def batch_is_penalized(batch: Any) -> bool:
     if not batch.reqs:
         return False
     sampling = batch.sampling_info
-    return bool(
+    found: bool = (
         batch.return_logprob
         or sampling.penalizer_orchestrator.is_required
         or sampling.need_min_p_sampling
         or sampling.logit_bias is not None
         or sampling.has_custom_logit_processor
     )
+    return found
 
 
 class RequestLimit:
@@ -652,12 +653,13 @@ class RequestLimit:
         chunked = scheduler.chunked_req  # between two chunks, this request neither waits nor runs
         self.widest = 1
         if self._beams is not None and self._beams._num_live_groups:
-            self.rows = self._derive_with_beams()
+            rows = self._derive_with_beams()
         elif penalized or batch_is_penalized(self.batch) or (chunked is not None and is_penalized(chunked)):
-            self.rows = self._penalized
+            rows = self._penalized
         else:
-            self.rows = self._requests
-        return self.rows
+            rows = self._requests
+        self.rows = rows
+        return rows
 
     def _derive_with_beams(self) -> int:
         """Return the limit if requests have beams. Each beam counts as a penalized request.
@@ -688,7 +690,7 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
     @functools.wraps(get_batch)
     def get_new_batch_prefill(*args: Any, **kwargs: Any) -> Any:
         # Releases after 0.5.13 pass the running batch as an argument.
-        limit.batch = args[0] if args else kwargs.get("running_batch") or scheduler.running_batch
+        limit.batch = args[0] if args else kwargs["running_batch"] if kwargs else scheduler.running_batch
         limit.rows = None
         return get_batch(*args, **kwargs)
 
@@ -697,8 +699,11 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
         rows = limit.rows
         if rows is None:
             rows = limit.derive()
-        free = (rows - running_bs) // limit.widest
-        by_engine: int = allocatable(running_bs, *args, **kwargs)
+        free = rows - running_bs
+        if limit.widest > 1:
+            free //= limit.widest
+        # An unpacking that unpacks nothing would cost as much as the rest of this function.
+        by_engine: int = allocatable(running_bs, *args, **kwargs) if args or kwargs else allocatable(running_bs)
         return free if free < by_engine else by_engine
 
     scheduler._add_request_to_queue = add_request_to_queue

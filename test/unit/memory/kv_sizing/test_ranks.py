@@ -258,9 +258,9 @@ def test_orders_precede_requests_and_do_not_reach_the_engine():
     before = loop.recv_from_tokenizer, loop.process_input_requests
     orders = ranks.Orders(loop, obeyed.append)
     orders.open()
-    assert loop.recv_from_tokenizer.fileno == 7
     note = Note()
     orders.send(note, "c")
+    assert loop.recv_from_tokenizer.fileno == 7
     loop.turn()
     loop.turn()
     assert (obeyed, loop.turns) == ([note], [["c"], ["a", "b"]])
@@ -280,8 +280,24 @@ def test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests():
     orders.send("c")
     for _ in range(3):
         loop.turn(limit=2)
-    assert loop.turns == [[0, 1], [2, 3], ["a", "b"], ["c", 4], [5, 6]]
+    assert loop.turns == [[0, 1], [2, 3], ["a", "b"], ["c"], [4, 5]]
     assert len(obeyed) == 1
+    orders.close()
+
+
+def test_the_scheduler_reads_its_own_socket_in_turns_without_broadcasts():
+    loop = Loop("a")
+    socket = loop.recv_from_tokenizer
+    orders = ranks.Orders(loop, print)
+    orders.open()
+    assert loop.recv_from_tokenizer is socket
+    orders.send("b")
+    loop.turn()
+    loop.turn()
+    assert loop.recv_from_tokenizer is socket
+    orders.send("c")
+    loop.turn()
+    assert loop.turns == [["b"], ["a"], ["c"]]
     orders.close()
 
 

@@ -19,12 +19,6 @@ from sglang_moe_patches.memory.kv_sizing.serving import EvictPrefixes, FreeMemor
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_allocator, set_token_count
 
 
-def test_memory_is_read_once_a_second():
-    clock = iter((0.0, 0.0, 0.5, 0.9, 1.0, 1.9, 2.1))
-    memory = FreeMemory(lambda: Memory(free=9 * GB), 2 * GB, lambda: next(clock))
-    assert [memory.is_due() for _ in range(6)] == [True, False, False, True, False, True]
-
-
 @pytest.mark.parametrize(("free", "shortage"), [(9, 0), (1.1, 0), (1, 0), (0.9, 1.1), (0, 2)])
 def test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it(free, shortage):
     left = [9 * GB, int(free * GB)]
@@ -129,6 +123,20 @@ def make_rank(monkeypatch):
 
     monkeypatch.setattr(serving.token_count, "set_token_count", tell)
     return make
+
+
+def test_free_memory_is_read_once_a_second(make_rank):
+    made, now, readings = make_rank(9 * GB), [0.0], list[float]()
+
+    def read():
+        readings.append(now[0])
+        return Memory(free=9 * GB)
+
+    made.one._memory = FreeMemory(read, 2 * GB, lambda: now[0])
+    readings.clear()
+    for now[0] in (0.0, 0.5, 0.9, 1.0, 1.9, 2.1):
+        made.one.look()
+    assert readings == [0.0, 1.0, 2.1]
 
 
 def obey_order(order, *ranks):
