@@ -115,6 +115,7 @@ def added_host_time(load: Load) -> str:
 
 SECTIONS = {
     "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=headlines.launched),
+    "launched-chart": Section(headlines=headlines.launched_chart),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": section_of_one(
         "weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))

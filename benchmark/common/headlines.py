@@ -29,8 +29,13 @@ CHART = output.RESULTS.parents[1] / "docs/images/kv-cache-by-server.svg"
 """Chart of the README's first screen. The README shows the chart if the file exists."""
 
 
+def launched_chart(load: Load) -> str:
+    """Show the README's chart of KV cache sizes, if its file exists."""
+    return f"\n![KV cache size of servers, stock and patched](docs/images/{CHART.name})\n" if CHART.exists() else ""
+
+
 def launched(load: Load) -> str:
-    """Make the README's first chart and table: KV cache and throughput of servers, stock and patched."""
+    """Make the README's first table: KV cache and throughput of servers, stock and patched."""
 
     def cell(stock: float, patched: float, form: str, gains: bool = True) -> str:
         mark = "**" if gains else ""
@@ -62,8 +67,7 @@ def launched(load: Load) -> str:
         "`SGLANG_MOE_PATCHES_KV_SIZING=always`. "
         "[How this was measured](docs/benchmarks/earlier-measurements.md#how-the-first-table-was-measured)."
     )
-    chart = f"\n![KV cache size of servers, stock and patched](docs/images/{CHART.name})\n" if CHART.exists() else ""
-    return f"{chart}\n{output.table(header, rows, left=6)}\n{note}\n"
+    return f"\n{output.table(header, rows, left=6)}\n{note}\n"
 
 
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:

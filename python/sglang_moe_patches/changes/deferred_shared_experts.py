@@ -270,8 +270,7 @@ DEFERS = Count(
 )
 CHANGE = Change(
     name="deferred-shared-experts",
-    summary="DeepSeek's shared experts run after the routed experts, with runners that preserve their input: "
-    f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are unchanged",
+    summary="DeepSeek's shared experts run after the routed experts, if the runner leaves its input alone",
     plan=_plan,
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
     decide=decide,

@@ -138,9 +138,8 @@ ATTENTION_INPUTS = Count(
 )
 CHANGE = Change(
     name="output-buffer",
-    summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's input, which no later code "
-    "reads, in model families whose code proves this; DeepSeek's attention inputs are freed early; other models are "
-    "unchanged",
+    summary="routed experts write over the layer's input after its last use; DeepSeek's attention inputs are freed "
+    "early",
     plan=_plan,
     counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
     decide=decide,

@@ -88,7 +88,10 @@ RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
 advice for the user."""
 
 STRICT = Variable(
-    "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", parse_zero_or_one, "0"
+    "SGLANG_MOE_PATCHES_STRICT",
+    "1: if a selected change cannot be applied, the server does not start",
+    parse_zero_or_one,
+    "0",
 )
 OBSERVE = Variable(
     "SGLANG_MOE_PATCHES_OBSERVE", "folder for the observations of each model process; `regress` sets it", str

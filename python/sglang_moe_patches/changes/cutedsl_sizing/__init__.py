@@ -52,7 +52,7 @@ def decide(built: BuiltModel) -> Decision:
 
 CHANGE = Change(
     name="cutedsl-sizing",
-    summary="CuteDSL buffers that fit the largest forward pass, allocated once for all layers",
+    summary="CuteDSL's buffers fit the largest forward pass, and all layers share them",
     plan=wrapper.plan,
     skip=runners.skip_unless_runner(runners.CUTEDSL),
     variables=(BUDGET,),

@@ -37,8 +37,7 @@ def _parse_budget(text: str) -> int:
 
 BUDGET = Variable(
     "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
-    "largest number of tokens per rank for FlashInfer's all-to-all dispatcher; unset: 1024 up to 0.5.12.post1, in "
-    "later releases the largest prefill that the engine expects, at least 4096",
+    "largest number of tokens per rank for FlashInfer's all-to-all dispatcher; unset: the engine's default",
     _parse_budget,
     is_engine_variable=True,
 )

@@ -489,7 +489,7 @@ def _freed(result: int, *args: Any, **kwargs: Any) -> int:
 
 CHANGE = Change(
     name="fp4-weights",
-    summary="FP4 expert weights are laid out in place, and keep no scales that nobody reads",
+    summary="FP4 experts are laid out with little extra memory; scales that nothing reads are freed",
     plan=_plan,
     skip=runners.skip_unless_runner(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
     counts=(

@@ -197,8 +197,7 @@ COLUMNS = Count(
 )
 CHANGE = Change(
     name="moe-workspace",
-    summary="the Triton and Marlin runners compute large expert outputs [tokens, top-k, hidden] in column slices, in "
-    "as little as a fifth of the memory; other runners are unchanged",
+    summary="Triton and Marlin compute large MoE layers in column slices, with as little as a fifth of the memory",
     plan=_plan,
     skip=_skip,
     variables=(MOE_WORKSPACE_MB,),

@@ -18,8 +18,7 @@ from sglang_moe_patches.core.variables import Variable, positive_number_parser
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
-    "MB (10^6 bytes) that the Triton or Marlin runner may allocate in a MoE layer, at any cost in time; unset: column "
-    "slices that cost at most an estimated 2 % of the layer's time",
+    "MB for a MoE layer on Triton or Marlin; unset: slices cost an estimated 2 % at most",
     positive_number_parser("MB"),
 )
 

@@ -63,7 +63,7 @@ def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
 
 CHANGE = Change(
     name="mori-input-truncation",
-    summary="with MoRI's all-to-all the MoE kernel computes only the rows that can have been received, and never fewer",
+    summary="the MoE kernel computes only the rows of MoRI's receive buffer that can have arrived",
     plan=hooks.plan,
     skip=_skip,
     variables=(LIMIT, BOUND),

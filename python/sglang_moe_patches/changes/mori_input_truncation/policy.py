@@ -39,15 +39,14 @@ def _parse_switch(text: str) -> bool:
 
 LIMIT = Variable(
     "SGLANG_MORI_MOE_MAX_INPUT_TOKENS",
-    "limit for the rows of MoRI's receive buffer that the MoE kernel computes; raised if more rows can arrive; 0: no "
-    "limit",
+    "row limit for the MoE kernel behind MoRI; raised if more rows can arrive; 0: no limit",
     _parse_rows,
     default="0",
     is_engine_variable=True,
 )
 BOUND = Variable(
     "SGLANG_MORI_RECV_BOUND",
-    "1: the MoE kernel computes only the rows of MoRI's receive buffer that can have arrived",
+    "1: the MoE kernel computes only the rows of MoRI's buffer that can have arrived",
     _parse_switch,
     default="0",
     is_engine_variable=True,

@@ -80,8 +80,7 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="activation-segments",
-    summary="after the start, activations come from expandable segments, so that PyTorch's allocator keeps less "
-    "unusable memory; by default only on servers of a kind that was tested on a GPU",
+    summary="after the start, activations use expandable segments, so PyTorch's allocator keeps less unusable memory",
     plan=_plan,
     skip=_skip,
     variables=(eligibility.SEGMENTS,),

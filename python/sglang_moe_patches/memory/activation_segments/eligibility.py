@@ -23,7 +23,7 @@ def _on_or_off(text: str) -> bool | None:
 
 SEGMENTS = Variable(
     "SGLANG_MOE_PATCHES_SEGMENTS",
-    "on or off: use expandable segments for activations; unset: on for servers of a kind that was tested on a GPU",
+    "on or off; unset: on for kinds of servers that were tested on a GPU",
     _on_or_off,
 )
 

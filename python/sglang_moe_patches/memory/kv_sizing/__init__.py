@@ -59,8 +59,7 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="kv-sizing",
-    summary="a starting server measures the memory of its forward passes, and gives the rest to the KV cache; "
-    "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
+    summary="each start measures the memory of forward passes, and gives the rest to the KV cache",
     plan=_plan,
     skip=eligibility.skip,
     variables=(eligibility.KV_SIZING, eligibility.KV_MARGIN),

@@ -40,15 +40,13 @@ LEAST_MARGIN_MB = 200
 library."""
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
-    "auto: each start measures the memory of forward passes and gives the rest to the KV cache; a given "
-    "--mem-fraction-static is kept. always: the KV cache begins with a given fraction, and is measured and grown too",
+    "auto: each start measures and grows the KV cache, unless --mem-fraction-static is given; always: also then",
     _mode,
     "off",
 )
 KV_MARGIN = Variable(
     "SGLANG_MOE_PATCHES_KV_MARGIN_MB",
-    "MB (10^6 bytes) that stay free in addition to the measured memory; if less than half is free while serving, KV "
-    "cache memory is given back",
+    "MB that stay free beyond the measured memory; below half of it, KV cache memory is given back",
     _margin,
     "2000",
 )
