@@ -125,7 +125,7 @@ def measure_batch(
     for variant in variants:
         with runner.use(variant):
             answer = run_restored(batch)
-            ran[variant] = runner.ran
+            ran[variant] = runner.column_ranges
             facts[variant] = {"same": bool(torch.equal(expected, answer)) if variant.copies else None}
             facts[variant]["errors"] = compute_errors(answer, checked) if variant.copies else None
             del answer
@@ -378,14 +378,17 @@ def parse(arguments: list[str] | None = None) -> Any:
     parser.add_argument(
         "--layers", type=parse_layers, metavar="MODEL:LAYOUT:WEIGHTS,...", help="measure these layers instead"
     )
-    parser.add_argument("--tokens", type=output.numbers, help="tokens of the batches")
-    parser.add_argument("--slices", type=output.numbers, help="also measure these numbers of slices")
+    parser.add_argument("--tokens", type=output.parse_numbers, help="tokens of the batches")
+    parser.add_argument("--slices", type=output.parse_numbers, help="also measure these numbers of slices")
     parser.add_argument(
-        "--mb", type=output.numbers, default=(), help="also measure these values of SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"
+        "--mb",
+        type=output.parse_numbers,
+        default=(),
+        help="also measure these values of SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
     )
     parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="also measure with the tiles in this folder")
-    parser.add_argument("--graphs", type=output.numbers, help="tokens of batches to capture in a CUDA graph")
-    parser.add_argument("--decode", type=output.numbers, help="tokens of batches too small for slices")
+    parser.add_argument("--graphs", type=output.parse_numbers, help="tokens of batches to capture in a CUDA graph")
+    parser.add_argument("--decode", type=output.parse_numbers, help="tokens of batches too small for slices")
     parser.add_argument("--mixed", type=int, help="tokens of the largest of forty mixed batches")
     parser.add_argument("--rounds", type=int, help="rounds of each measurement")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after this time")

@@ -142,8 +142,8 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     quick = {"eps": (8,), "batches": (1, 32)}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument("--eps", type=output.numbers, default=EPS, help="numbers of expert-parallel ranks")
-    parser.add_argument("--batches", type=output.numbers, default=BATCHES, help="tokens on each rank")
+    parser.add_argument("--eps", type=output.parse_numbers, default=EPS, help="numbers of expert-parallel ranks")
+    parser.add_argument("--batches", type=output.parse_numbers, default=BATCHES, help="tokens on each rank")
     options = output.parse(parser)
     sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK, "limit_batch": LIMIT_BATCH}
     figures = {**sizes, "cases": [asdict(case) for case in make_cases(options.eps, options.batches)]}

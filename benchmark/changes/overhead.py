@@ -77,7 +77,7 @@ def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
         triton_runner(pytest.MonkeyPatch())
     sequence = fused_moe_call.NAME
     patches = Patcher()
-    with engine.arguments(quantization=None, moe_runner_backend="triton"):
+    with engine.override_arguments(quantization=None, moe_runner_backend="triton"):
         stock = engine.load(folder)
         install(patches)
         patched = engine.load(folder)

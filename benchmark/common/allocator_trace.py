@@ -1,7 +1,8 @@
 """Engine plugin that records the memory of PyTorch's allocator after each forward pass of a server.
 
-The plugin (``register``) appends a line per forward pass to the file that ``VARIABLE`` names. It does not synchronize
-with the device: PyTorch's counters live on the host, and free memory comes from the driver.
+The plugin (``register``) appends one line per forward pass to a file. The environment variable ``VARIABLE`` has the
+path of the file. The plugin does not synchronize with the device: PyTorch's counters are on the host, and the driver
+returns the free memory.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_HELD"
-"""Environment variable with the path of the file to which the plugin appends a line per forward pass."""
+"""Name of the environment variable with the path of the file to which the plugin appends a line per forward pass."""
 
 
 @dataclass(frozen=True)
 class Line:
     """Memory before, during and after one forward pass, in bytes.
 
-    :param at: time after the host had started the forward pass, in seconds since the epoch.
+    :param at: time at which the host had queued the whole forward pass, in seconds since the epoch.
     :param allocated: allocated memory before the forward pass.
-    :param peak: peak of the allocated memory since the previous line, with this forward pass.
+    :param peak: peak of the allocated memory from the previous line to the end of this forward pass.
     :param reserved: memory reserved by the allocator after the forward pass.
     :param free: free memory of the GPU after the forward pass.
     """
@@ -39,13 +40,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Slack:
-    """Memory that all forward passes needed on top of the memory in use when the first one began, in bytes.
+    """Memory that forward passes needed beside the memory in use before the first forward pass, in bytes.
 
-    :param tensors: growth of the allocated memory, at its peak.
-    :param reserved: growth of the memory that the allocator reserved.
-    :param lowest_free: lowest free memory of the GPU.
-    :param grown: growth of the largest reserved memory, from the first to the second half of the load of random
-        prompts.
+    :param tensors: largest growth of the allocated memory.
+    :param reserved: largest growth of the memory that the allocator reserved.
+    :param lowest_free: lowest free memory of the GPU after a forward pass.
+    :param grown: growth of the reserved memory during the load of random prompts: its largest value in the second half
+        of the load, minus its largest value in the first half.
     """
 
     tensors: int
@@ -55,19 +56,19 @@ class Slack:
 
     @property
     def slack(self) -> int:
-        """Reserved memory that no tensor used."""
+        """Bytes that the allocator reserved and no tensor used."""
         return self.reserved - self.tensors
 
 
-def compute_slack(lines: Sequence[Line], long_run: Sequence[Line] = ()) -> Slack:
-    """Compute the needed memory from the lines of all forward passes.
+def compute_slack(lines: Sequence[Line], random_lines: Sequence[Line] = ()) -> Slack:
+    """Compute :class:`Slack` from the lines of all forward passes.
 
-    :param long_run: lines of the load of random prompts. Its two halves are compared.
+    :param random_lines: lines of the forward passes during the load of random prompts, for :attr:`Slack.grown`.
     """
     first, later = lines[0], lines[1:] or lines
-    half = len(long_run) // 2
-    grown = max((line.reserved for line in long_run[half:]), default=0) - max(
-        (line.reserved for line in long_run[:half]), default=0
+    half = len(random_lines) // 2
+    grown = max((line.reserved for line in random_lines[half:]), default=0) - max(
+        (line.reserved for line in random_lines[:half]), default=0
     )
     return Slack(
         # The peak of the first line includes the server's start, so it is left out.
@@ -79,7 +80,7 @@ def compute_slack(lines: Sequence[Line], long_run: Sequence[Line] = ()) -> Slack
 
 
 def read(path: Path) -> list[Line]:
-    """Read the lines that were written so far."""
+    """Read the lines that the plugin has written so far."""
     return [Line(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 

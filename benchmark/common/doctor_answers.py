@@ -43,17 +43,19 @@ PRELOADED = (
 )
 SELECTED = {"SGLANG_MOE_PATCHES": "all", "SGLANG_MOE_PATCHES_KV_SIZING": "auto"}
 """Environment variables that select every change, kv-sizing too."""
-#: Name of the function that is called for each server by default.
+#: Default function that :func:`call_for_servers` calls for each server.
 EXAMINE = "common.doctor_answers:examine"
 
 
-def ask_each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Call a function for each server, and yield the server with the function's result.
+def call_for_servers(
+    servers: list[dict[str, Any]], function: str = EXAMINE
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Call a function for each server. Yield pairs of the server's description and the function's result.
 
     :param servers: descriptions of servers, with the keys ``model``, ``config``, ``gpu`` (``doctor``'s name of the GPU
         model), ``flags`` and ``env``.
-    :param function: ``MODULE:NAME`` of the function. It takes a server's description. It runs in a process that
-        pretends to have the server's GPU.
+    :param function: ``MODULE:NAME`` of the function. The function takes a server's description. It runs in a process
+        that pretends to have the server's GPU.
     """
     environ = model_report.query_environment() | SELECTED
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -72,7 +74,8 @@ def ask_each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator
 def examine(server: dict[str, Any]) -> dict[str, Any]:
     """Run ``doctor --model`` for a server.
 
-    :returns: ``doctor``'s report, or the key ``refused`` with the reason why ``doctor`` gives none.
+    :returns: ``doctor``'s report. If ``doctor`` makes no report, the dictionary has only the key ``refused`` with
+        ``doctor``'s reason.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(server["config"]), encoding="utf-8")
@@ -85,9 +88,9 @@ def examine(server: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     (function,) = sys.argv[1:]
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the engine's output must not mix with the answers
+    os.dup2(2, 1)  # the engine prints to stderr, because stdout is only for the results
     servers = [json.loads(line) for line in sys.stdin]
-    gc.disable()  # importing thousands of modules leaves no garbage, and collections would cost time
+    gc.disable()  # imports leave no garbage, and garbage collections would slow them down
     for name in PACKAGES:
         importlib.import_module(name)
     for gpu, gpu_servers in itertools.groupby(servers, key=lambda server: server["gpu"]):
@@ -105,12 +108,12 @@ def main() -> None:
 
 
 def _answer_all(gpu: str, function: str, servers: Iterable[dict[str, Any]], out: TextIO) -> None:
-    """Pretend to have a GPU, call the function for each server, and write each result as a line of JSON."""
+    """Pretend to have a GPU. Call the function for each server, and write each result as a line of JSON."""
     if gpu in engine_query.GPUS:
         engine_query.claim_gpu(engine_query.GPUS[gpu])
         for name in PRELOADED:
             importlib.import_module(name)
-        gc.freeze()  # the engine collects garbage in each fork, and that would copy all memory
+        gc.freeze()  # else the engine's garbage collection in each fork would copy all memory
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)
     engine_query.run_query = _run_query_in_fork
@@ -123,7 +126,9 @@ def _answer_all(gpu: str, function: str, servers: Iterable[dict[str, Any]], out:
 
 
 def _run_query_in_fork(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Stand in for ``engine_query.run_query``: run the query in a fork instead of a new interpreter."""
+    """Run an engine query in a fork of this process. It replaces ``engine_query.run_query``, which starts a new
+    interpreter.
+    """
     with ExitStack() as opened:
         question, out, err = (opened.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
         question.write(asked)

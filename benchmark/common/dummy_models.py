@@ -39,7 +39,7 @@ CONFIGS["gpt-oss-120b-mxfp4"] = CONFIGS["gpt-oss-120b"] | {
     }
 }
 RUNNERS = {"gpt-oss-120b-mxfp4": "triton_kernel"}
-"""``--moe-runner-backend`` of each model for which it is not ``triton``."""
+"""``--moe-runner-backend`` by model. Models without an entry use ``triton``."""
 CONFIGS["kimi-k2.5-int4"] = (
     CONFIGS["deepseek-r1"]
     | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
@@ -53,8 +53,9 @@ IMAGE_TOKENS = {
 """Special tokens of models that take images, by their names in ``config.json``."""
 
 
-def _with_images(source: str, first_token: int) -> dict[str, Any]:
-    """Build the config.json of a model that takes images. ``doctor``'s copy lacks some fields that a server needs.
+def _image_model_config(source: str, first_token: int) -> dict[str, Any]:
+    """Build the config.json of a model that takes images, from ``doctor``'s copy of it. The function adds fields that
+    only a server needs.
 
     :param source: Hugging Face name of the model.
     :param first_token: id of the token that begins an image. In every vocabulary here, the token that ends an image has
@@ -67,28 +68,28 @@ def _with_images(source: str, first_token: int) -> dict[str, Any]:
     return own | _TOKENS | tokens | {"vocab_size": own["text_config"]["vocab_size"]}
 
 
-CONFIGS["qwen3-vl-30b"] = _with_images("Qwen/Qwen3-VL-30B-A3B-Instruct", 151_652)
+CONFIGS["qwen3-vl-30b"] = _image_model_config("Qwen/Qwen3-VL-30B-A3B-Instruct", 151_652)
 CONFIGS["qwen3-235b-fp8"] = (
     load_model("Qwen/Qwen3-235B-A22B-FP8")[0] | _TOKENS | {"rope_theta": 5_000_000.0, "rms_norm_eps": 1e-06}
 )
-CONFIGS["qwen3.5-397b-fp8"] = _with_images("Qwen/Qwen3.5-397B-A17B-FP8", 248_053)
+CONFIGS["qwen3.5-397b-fp8"] = _image_model_config("Qwen/Qwen3.5-397B-A17B-FP8", 248_053)
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""Text that stands for an image in a prompt."""
+"""Text in a prompt at the place of an image."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}"
 )
 """Chat template. The engine needs it for its warm-up request with an image, and its client for prompts."""
-SHARED = (
+DIVIDED_SIZES = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-"""Sizes in config.json that are divided among tensor-parallel ranks."""
+"""Fields of config.json with sizes that tensor-parallel ranks divide among themselves."""
 
 
 def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
-    """Build the config.json of a model with fewer layers, at the sizes of one tensor-parallel rank.
+    """Build the config.json of a model with fewer layers. Its sizes are those of one tensor-parallel rank.
 
     :param name: key of ``CONFIGS``.
     :param shard: number of tensor-parallel ranks among which the sizes are divided.
@@ -98,9 +99,9 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     own = deepcopy(CONFIGS[name])
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": context}
     if (text := own.get("text_config")) is not None:  # the vision model keeps its sizes
-        text |= {size: max(1, text[size] // shard) for size in SHARED if size in text} | sizes
+        text |= {size: max(1, text[size] // shard) for size in DIVIDED_SIZES if size in text} | sizes
         return own
-    own |= {size: max(1, own[size] // shard) for size in SHARED if size in own}
+    own |= {size: max(1, own[size] // shard) for size in DIVIDED_SIZES if size in own}
     windowed = own["model_type"] == "gpt_oss"
     if windowed or name in ("deepseek-r1", "kimi-k2.5-int4"):
         own["intermediate_size"] //= shard

@@ -29,8 +29,8 @@ ZEROS_BEHIND_SCALES = "BENCHMARK_ZEROS_BEHIND_SCALES"
 """Environment variable. If set, the memory after each layer's MXFP4 scales is zero. Stock MXFP4 kernels on Hopper
 read that memory, which otherwise contains arbitrary bytes."""
 _LOADED = "benchmark: allocated once the model was loaded: {} bytes"
-_CACHED = "Memory pool end"
-"""Text of the engine's log line after it has allocated the KV cache."""
+_KV_CACHE_ALLOCATED = "Memory pool end"
+"""Text of the log line that the engine prints after it has allocated the KV cache."""
 
 
 def write_plugin(folder: Path) -> list[Path]:
@@ -94,7 +94,7 @@ def allocated_after_loading(log: str) -> int | None:
 
     :returns: the largest number of all ranks; ``None`` if the log has none, as without a GPU.
     """
-    sizes = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log.partition(_CACHED)[0])
+    sizes = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log.partition(_KV_CACHE_ALLOCATED)[0])
     return max(map(int, sizes), default=None)
 
 
@@ -107,9 +107,10 @@ def register() -> None:
 
 
 def _wrap_mxfp4(mxfp4: Any) -> None:
-    """Draw MXFP4 experts when their runner is created, right after their weights.
+    """Wrap ``create_moe_runner`` of the MXFP4 method, so that it draws the weights of the MXFP4 experts first.
 
-    Up to 0.5.13 the engine processes them before it draws dummy weights. ``create_weights`` is wrapped by fp4-weights.
+    :func:`redraw` would be too late: up to 0.5.13 the engine processes MXFP4 weights before it draws dummy weights.
+    ``create_weights`` would be earlier, but fp4-weights wraps it, and two wrappers would conflict.
     """
     import torch
 
@@ -126,9 +127,10 @@ def _wrap_mxfp4(mxfp4: Any) -> None:
 
 
 def _wrap_loader(loader: Any) -> None:
-    """Wrap the engine's model loader.
+    """Wrap two functions of the engine's model loader: one that draws dummy weights, and one that loads a model.
 
-    No change wraps these functions. A change does nothing if another plugin has wrapped one of its functions.
+    No change wraps the same functions. This matters, because a change does nothing if another plugin has wrapped a
+    function that the change needs.
     """
     import torch
 

@@ -25,7 +25,7 @@ SIDES = ("stock", "patched")
 
 
 def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *, is_free: bool = False) -> int:
-    """Stand in for ``column_slices.slice_width``: return the smallest width that the GEMM's alignment allows."""
+    """Return the smallest slice width that the GEMM's alignment allows. It replaces ``column_slices.slice_width``."""
     return int(min(layer.hidden, gemm.alignment_columns))
 
 
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def count_acts() -> Any:
-    """Count what the changes do in this process from now on. An error while counting fails no test."""
+    """Start to count the acts of the changes in this process. An error while counting does not fail a test."""
     from sglang_moe_patches.core.patch import Patcher
     from sglang_moe_patches.lab.observers.counting import Tally
     from sglang_moe_patches.registry import CHANGES

@@ -4,8 +4,9 @@ The text without its numbers must be equal. The numbers are compared one by one:
 
 - A number with many decimals, such as a plot's coordinate, may differ by :data:`TOLERANCE`.
 - A rounded number must be equal, with one exception. A value between two roundings may be rounded up on one machine and
-  down on another. So if two numbers differ by one in their last digit, the text is generated again from inputs that
-  differ by :data:`NUDGE` (:func:`nudge_floats`). A number that appears in one of these texts counts as equal.
+  down on another. So if two numbers differ by one in their last digit, the text is generated several times again. Its
+  inputs are nudged: they are changed by :data:`NUDGE` (:func:`nudge_floats`). If one of these texts has the other
+  machine's number, the two numbers count as equal.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from decimal import Decimal
 from typing import Any
 
 TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-5
-"""Relative and absolute tolerance for a number that was not rounded. The absolute one is in points of a plot."""
+"""Relative and absolute tolerance for a number that was not rounded. The absolute tolerance is in points of a plot."""
 UNROUNDED = 5
-"""Numbers with at least this many decimals were not rounded. Matplotlib writes six, without zeros at the end."""
+"""Number of decimals from which on a number counts as not rounded. Matplotlib writes six decimals, without zeros at
+the end.
+"""
 NUDGE = 1e-8
-"""Relative change of an input. It is larger than the error of the arithmetic, and smaller than one unit of any
-printed digit.
+"""Relative change of an input by a nudge. It is larger than the rounding error of the arithmetic, and smaller than one
+unit of any printed digit.
 """
 TRIES = 32
-"""Number of times that each input is changed at random, in addition to "all inputs up" and "all inputs down". With
-32 tries, a figure of two inputs, such as a ratio, is missed once in 10^4 times.
+"""Number of random nudges of all inputs, in addition to "all inputs up" and "all inputs down". A figure that is
+computed from two inputs, such as a ratio, may need one combination of "up" and "down". 32 random nudges miss this
+combination once in 10^4 times.
 """
 
 # A number includes its sign and thousands separators, because -0.0 and 0.0, or 999.9 and 1,000.0, can be roundings of
@@ -38,7 +42,7 @@ HASHED_NAME = re.compile(r"(?<=[\"#])[a-z][0-9a-f]{10}(?=[\")])")
 
 
 def extract_numbers(text: str) -> tuple[str, list[str]]:
-    """Split a text into the text without its numbers and its numbers. Hashed names are renamed in their order."""
+    """Return a text without its numbers, and its numbers. Names that Matplotlib hashed become numbered names."""
     names: dict[str, str] = {}
     text = HASHED_NAME.sub(lambda name: names.setdefault(name[0], f"hashed-{'i' * (len(names) + 1)}"), text)
     return NUMBER.sub("#", text), NUMBER.findall(text)
@@ -81,14 +85,14 @@ def _is_close(before: str, now: str) -> bool:
 
 
 def _are_neighbours(before: str, now: str) -> bool:
-    """Return whether two numbers could be roundings of one value: they differ by at most one in their last digit."""
+    """Return whether two numbers differ by at most one in their last digit. They may then be roundings of one value."""
     decimals = _decimals(before)
     return decimals == _decimals(now) and abs(_value(before) - _value(now)) <= Decimal(10) ** -decimals
 
 
 def nudges() -> Iterator[Callable[[Any], Any]]:
-    """Yield functions that nudge a result: all numbers up, all numbers down, and each number at random from a fixed
-    seed.
+    """Yield functions that nudge all numbers of a result: all up, all down, then each number up or down at random. The
+    random seeds are fixed.
     """
     for factor in (1 + NUDGE, 1 - NUDGE):
         yield lambda result, factor=factor: nudge_floats(result, lambda: factor)
@@ -98,9 +102,9 @@ def nudges() -> Iterator[Callable[[Any], Any]]:
 
 
 def nudge_floats(result: Any, factor: Callable[[], float]) -> Any:
-    """Multiply every float in a JSON value.
+    """Multiply every float in a JSON value by a factor.
 
-    :param factor: called for each float.
+    :param factor: function that returns the factor. It is called once for each float.
     """
     if isinstance(result, dict):
         return {key: nudge_floats(value, factor) for key, value in result.items()}

@@ -1,12 +1,12 @@
 """Engine plugin that records each forward pass of a server: its time, its memory, and what the changes did in it.
 
-The plugin (``register``) writes a line per forward pass to the file that ``VARIABLE`` names. A line has the tokens, the
+The plugin (``register``) appends one line per forward pass to a file. A line has the tokens, the
 wall-clock milliseconds between two synchronizations, the allocator's bytes, and the acts of the changes
 (:mod:`sglang_moe_patches.lab.observers.counting`). Acts between two forward passes, mostly while CUDA graphs are
 captured, have a line of their own.
 
-With the variable ``UNTIMED``, the plugin does not synchronize, and its lines have no times and no bytes. Forward
-passes, sends and receives then overlap as in a server without the plugin.
+If the environment variable ``UNTIMED`` is set, the plugin does not synchronize. Its lines then have no times and no
+bytes. Forward passes, sends and receives then overlap as in a server without the plugin.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ LAUNCHED = {
     "gpt-oss-120b-30-layers": ("gpt-oss-120b", "30 of 36 layers, H100", 100),
     "kimi-k2.5-13-layers-h200": ("Kimi-K2.5", "one of 8 ranks, 13 of 61 layers, H200", 200),
 }
-"""Servers of the README's first table: name of the result, model, part of the model that ran, and requests."""
+"""Servers of the README's first table. Key: name of the stored result. Value: model, part of the model that ran, and
+number of concurrent requests.
+"""
 CHART = output.RESULTS.parents[1] / "docs/images/kv-cache-by-server.svg"
 """Chart of the README's first screen. The README shows the chart if the file exists."""
 
@@ -71,7 +73,7 @@ def launched(load: Load) -> str:
 
 
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
-    """Find the first row that has these values."""
+    """Return the first row whose fields have the given values."""
     return next(row for row in rows if all(row[name] == value for name, value in values.items()))
 
 
@@ -82,7 +84,7 @@ def index(load: Load) -> str:
         return load(name)["figures"]
 
     def peaks(name: str) -> list[float]:
-        """Format the peak memory of one forward pass in MB, stock and patched."""
+        """Return the peak memory of one forward pass in MB: stock, then patched."""
         return [figures(name)["memory"][server]["peak_forward_bytes"] / 1e6 for server in ("stock", "patched")]
 
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")

@@ -24,9 +24,10 @@ def bench_module() -> Any:
 
 
 class InProcess:
-    """One model runner, whose model can be replaced by another model with the same number of layers.
+    """The engine's model runner with one model. The model can be replaced by another model with the same number of
+    layers.
 
-    The other model may be of another family. If it needs another kind of KV cache, it gets its own.
+    The other model may be of another family. If it needs another kind of KV cache, a second KV cache is allocated.
 
     :param checkpoint: folder written by ``make-model``, or a folder without weights (``load_format="dummy"``).
     :param rank: this process's tensor-parallel rank. Each rank is a process with its own device.
@@ -54,14 +55,14 @@ class InProcess:
         )
         self.bench = bench_module()
         self._publish()
-        port = self.server_args.nccl_port  # set if several ranks connect through it
+        port = self.server_args.nccl_port  # a number only if several ranks connect through this port
         ports = SimpleNamespace(nccl_port=port) if port else PortArgs.init_new(self.server_args)
         loaded, self.tokenizer = self.bench.load_model(self.server_args, ports, rank, rank)
         self.runner = loaded.torch_runner
         self._caches = {self._cache_kind(self.runner.model.config): self.runner.token_to_kv_pool}
 
     def _publish(self) -> None:
-        """Publish the server's arguments, as the engine's processes do before they load a model."""
+        """Publish the server arguments to the engine's global state, as the engine does before it loads a model."""
         from sglang.srt import server_args
 
         try:
@@ -79,16 +80,19 @@ class InProcess:
 
     @staticmethod
     def _reads_arguments() -> bool:
-        """Whether this release reads the MoE layers' settings from ``ServerArgs``, not from the published arguments."""
+        """Return whether this release initializes its MoE settings from ``ServerArgs``. Other releases use the
+        published arguments.
+        """
         from sglang.srt.layers.moe import initialize_moe_config
 
         return bool(inspect.signature(initialize_moe_config).parameters)
 
     @contextmanager
-    def arguments(self, **server_arguments: Any) -> Iterator[None]:
-        """Build and run models with other server arguments within the block."""
+    def override_arguments(self, **server_arguments: Any) -> Iterator[None]:
+        """Override server arguments within the block, for models that are built and run there."""
         with ExitStack() as stack:
-            stack.callback(self._initialize_moe)  # runs last, with the restored arguments, even after an error
+            # At the end of the block, initialize the MoE settings again, after the arguments were restored.
+            stack.callback(self._initialize_moe)
             for name, value in server_arguments.items():
                 stack.enter_context(self._argument(name, value))
             self._initialize_moe()
@@ -117,7 +121,7 @@ class InProcess:
         return get_exec().moe, get_schedule(), get_spec(), get_memory()
 
     def load(self, checkpoint: Path) -> Any:
-        """Build and load another model, as the engine does at start-up, with the patches that are active now."""
+        """Build and load another model, as the engine does when it starts. Patches that are active now apply to it."""
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -125,8 +129,8 @@ class InProcess:
         from sglang.srt.model_loader import get_model
 
         config = ModelConfig.from_server_args(self.server_args, model_path=str(checkpoint))
-        # Loading weights needs the expert locations of this model, with its number of experts. Releases that publish
-        # the arguments compute the locations from those.
+        # Loading weights needs the expert locations of this model, because they depend on the number of experts. Some
+        # releases compute the locations from ``ServerArgs``, other releases from the published arguments.
         compute = expert_location.compute_initial_expert_location_metadata
         location = compute(*(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :])
         publish = expert_location.set_global_expert_location_metadata
@@ -173,7 +177,9 @@ class InProcess:
         cut_at = SimpleNamespace(cut_len=cut)
         self.bench.prepare_extend_inputs_for_correctness_test(cut_at, [array("q", prompt)], requests, self.runner)
         (request,) = requests
-        if hasattr(request, "fill_ids"):  # the function of these releases reads row 0 of the table for any request
+        # In releases with ``fill_ids``, the engine's function above takes the prefix from row 0 of the request table.
+        # It must come from the row of this request.
+        if hasattr(request, "fill_ids"):
             prefix = self.runner.req_to_token_pool.req_to_token[request.req_pool_idx, :cut]
             request.prefix_indices = prefix.to(request.prefix_indices.dtype)
         _, logits, _ = self.bench.extend(requests, self.runner)
@@ -181,14 +187,14 @@ class InProcess:
 
     @staticmethod
     def _cache_kind(config: Any) -> tuple[int, int]:
-        """Return the number of key-value heads and their size. The number is 0 for a cache of latents (MLA)."""
+        """Return the number of key-value heads and the size of a head. For MLA, return 0 and the size of a latent."""
         if hasattr(config, "kv_lora_rank"):
             return 0, config.kv_lora_rank
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_key_value_heads, size
 
-    def _cache(self, config: Any) -> Any:
-        """Make the KV cache for a model, as the engine does."""
+    def _cache_for(self, config: Any) -> Any:
+        """Return the KV cache for a model. If there is none of this kind yet, allocate it as the engine does."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         heads, size = kind = self._cache_kind(config)
@@ -210,8 +216,8 @@ class InProcess:
 
     def _use(self, model: Any) -> None:
         self.runner.model = model
-        self.runner.token_to_kv_pool = cache = self._cache(model.config)
-        if hasattr(self.runner.attn_backend, "token_to_kv_pool"):  # from 0.5.13 on
+        self.runner.token_to_kv_pool = cache = self._cache_for(model.config)
+        if hasattr(self.runner.attn_backend, "token_to_kv_pool"):  # the attribute exists from 0.5.13 on
             self.runner.attn_backend.token_to_kv_pool = cache
         self.runner.req_to_token_pool.clear()
         self.runner.token_to_kv_pool_allocator.clear()

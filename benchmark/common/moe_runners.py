@@ -28,10 +28,10 @@ from sglang_moe_patches.core.patch import Patcher, Plan
 from common.shapes import MODELS, Layout, Rank, fuse
 
 LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}
-FUSED = ("deepseek-v3-fused", "glm-4.5")
-"""Models with a shared expert that the Triton runner computes as another routed expert."""
+FUSED_MODELS = ("deepseek-v3-fused", "glm-4.5")
+"""Models with a shared expert that the engine runs as one more routed expert if it uses the Triton runner."""
 INT4_GROUPS = {"kimi-k2.5": 32, "glm-4.5": 32}
-"""Number of INT4 weights that share a scale, by model. Models without an entry have 128."""
+"""Number of INT4 weights that share a scale, by model. In models without an entry, 128 weights share a scale."""
 ROUTED_SCALING_FACTOR = 2.5
 CHECKED_TOKENS = 48
 """Number of tokens of a batch whose outputs are also computed in float32."""
@@ -39,9 +39,9 @@ CHECKED_TOKENS = 48
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings with which a layer runs with moe-workspace.
+    """Settings of moe-workspace for one measurement of a layer.
 
-    :param slices: fixed number of slices; ``None``: the change's own rule chooses the width of a slice.
+    :param slices: fixed number of slices; ``None``: moe-workspace's own rule chooses the width of a slice.
     :param mb: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
     :param copies: whether Marlin's slices copy their columns. Without copies the answers are wrong. The time without
         copies shows what permuting the weights at load time would gain.
@@ -55,13 +55,13 @@ class Variant:
 
 
 class Batch(ABC):
-    """A layer with the tokens of one call."""
+    """One MoE layer with the input of one call."""
 
     @abstractmethod
     def run(self) -> torch.Tensor:
-        """Call the layer as the engine does, with the patches that are active now.
+        """Call the layer as the engine does. Patches that are active now apply.
 
-        :returns: [tokens, hidden].
+        :returns: output of the layer, [tokens, hidden].
         """
 
     @abstractmethod
@@ -73,17 +73,18 @@ class Batch(ABC):
         return
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute the outputs of some tokens in float32.
+        """Compute the layer's outputs for ``CHECKED_TOKENS`` tokens in float32.
 
-        :returns: indices of the tokens and their outputs; ``None`` if outputs are compared with stock bit by bit.
+        :returns: indices of the tokens and their outputs. ``None`` if the runner needs no such check, because its
+            outputs must equal the stock outputs bit by bit.
         """
         return None
 
 
 class Runner(ABC):
-    """Engine function that moe-workspace replaces. It can run stock and with the change.
+    """Wrapper of an engine function that moe-workspace replaces. It runs the function stock or with moe-workspace.
 
-    :ivar ran: column ranges of the last call that was cut.
+    :ivar column_ranges: first and last column of each slice in the last call that ran in slices.
     """
 
     in_place = True
@@ -97,7 +98,7 @@ class Runner(ABC):
             raise SystemExit(2)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float16
-        self.ran: list[tuple[int, int]] = []
+        self.column_ranges: list[tuple[int, int]] = []
         self.dead_input: torch.Tensor | None = None
         self._install, self._module, self._function = plan.install, module, function
         self.stock = getattr(module, function)
@@ -105,8 +106,8 @@ class Runner(ABC):
         choose_column_slices = slices_in.choose_column_slices
 
         def record_slices(*args: Any) -> list[tuple[int, int]]:
-            self.ran = choose_column_slices(*args)
-            return self.ran
+            self.column_ranges = choose_column_slices(*args)
+            return self.column_ranges
 
         slices_in.choose_column_slices = record_slices
 
@@ -129,27 +130,27 @@ class Runner(ABC):
 
     @abstractmethod
     def slice_step(self, gemm: Any) -> int:
-        """Return a number of columns. The width of a slice must be a multiple of this number.
+        """Return the alignment of a slice's width: the width must be a multiple of this number of columns.
 
         :param gemm: description of the GEMM that the rule receives.
         """
 
     @contextmanager
     def use(self, variant: Variant | None) -> Iterator[None]:
-        """Let the layer run with a variant within the block; ``None``: stock."""
+        """Within the block, run layers with the settings of ``variant``. With ``None``, layers run stock."""
         if variant is None:
             yield
             return
-        slices, before = variant.slices, {name: getattr(column_slices, name) for name in (self.rule, *FORCED)}
+        slices, before = variant.slices, {name: getattr(column_slices, name) for name in (self.rule, *UNLIMITED)}
 
         def width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
             step = self.slice_step(gemm)
             return min(layer.hidden, -(-layer.hidden // (slices * step)) * step)
 
         if slices:
-            for name, value in {self.rule: width, **FORCED}.items():
+            for name, value in {self.rule: width, **UNLIMITED}.items():
                 setattr(column_slices, name, value)
-        self.ran = []
+        self.column_ranges = []
         try:
             setattr(self._module, self._function, self._with_change(variant))
             with channel.moe_output_buffer_ctx(self.dead_input) if variant.offered else nullcontext():
@@ -160,13 +161,13 @@ class Runner(ABC):
                 setattr(column_slices, name, value)
 
     def _with_change(self, variant: Variant) -> Any:
-        """Install the change with a variant's settings, and return the function that replaces the engine's."""
+        """Install moe-workspace with a variant's settings. Return the function that replaces the engine's function."""
         key = (variant.mb, variant.copies, bool(variant.slices))
         if key not in self._patched:
             name, copying = column_slices.MOE_WORKSPACE_MB.name, sum_and_copy.sum_and_copy
             os.environ[name] = "" if variant.mb is None else str(variant.mb)
             if not variant.copies:
-                sum_and_copy.sum_and_copy = _sum_only
+                sum_and_copy.sum_and_copy = _sum_without_copies
             try:
                 self._install(Patcher())
             finally:
@@ -176,22 +177,22 @@ class Runner(ABC):
         return self._patched[key]
 
 
-def _sum_only(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
-    """Stand in for ``sum_and_copy`` and leave the copies out."""
+def _sum_without_copies(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
+    """Add up the outputs of the experts, without copying columns of weights. It replaces ``sum_and_copy``."""
     moe_sum.moe_sum(expert_outputs, output, scale)
 
 
-FORCED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
-"""Limits in ``column_slices`` that do not apply to a fixed number of slices, with the values that lift them."""
+UNLIMITED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
+"""Values that switch off two limits of ``column_slices``. The limits do not apply to a fixed number of slices."""
 
 
-def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
-    """Sizes of one rank's part of a layer.
+def rank_sizes(model: str, layout: str, *, fused: bool) -> Rank:
+    """Return the sizes of one rank's part of a MoE layer.
 
-    :param fused: whether a shared expert runs as another routed expert, in the models of ``FUSED``.
+    :param fused: whether the shared expert of a model in ``FUSED_MODELS`` runs as one more routed expert.
     """
     known = MODELS[model]
-    fuses = fused and model in FUSED and known.shared_experts
+    fuses = fused and model in FUSED_MODELS and known.shared_experts
     return (fuse(known) if fuses else known).per_rank(LAYOUTS[layout])
 
 
@@ -199,7 +200,9 @@ def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
 
 
 class TritonRunner(Runner):
-    """The engine's ``FusedMoE.run_moe_core`` with the Triton runner, in place, which is the engine's default."""
+    """The engine's ``FusedMoE.run_moe_core`` with the Triton runner. The output overwrites the input, as by the
+    engine's default.
+    """
 
     rule = "slice_width"
 
@@ -213,7 +216,9 @@ class TritonRunner(Runner):
         self._set_up_engine()
 
     def _set_up_engine(self) -> None:
-        """Set up what the engine's processes set up before they build a model, for one rank."""
+        """Publish server arguments and initialize one rank's process groups, as the engine does before it builds a
+        model.
+        """
         from sglang.srt import server_args as module
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers import dp_attention
@@ -257,7 +262,7 @@ class TritonRunner(Runner):
         """
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-        rank, quantization = rank_of(model, layout, fused=True), None
+        rank, quantization = rank_sizes(model, layout, fused=True), None
         if weights == "fp8":
             from sglang.srt.layers.quantization.fp8 import Fp8Config
 
@@ -349,7 +354,8 @@ class MarlinRunner(Runner):
     rule = "packed_slice_width"
 
     def __init__(self) -> None:
-        with suppress(Exception):  # some releases need a real model; Marlin reads none of the arguments
+        # In some releases, ServerArgs raises an error without a real model. Marlin needs none of the arguments.
+        with suppress(Exception):
             from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
             set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
@@ -357,7 +363,7 @@ class MarlinRunner(Runner):
         super().__init__(plan, engine.module(marlin.MODULE) if plan.install else None, marlin.NAME, marlin)
 
     def layer(self, model: str, layout: str, weights: str = "int4") -> MarlinLayer:
-        return MarlinLayer(rank_of(model, layout, fused=False), INT4_GROUPS.get(model, 128), self.device, self.dtype)
+        return MarlinLayer(rank_sizes(model, layout, fused=False), INT4_GROUPS.get(model, 128), self.device, self.dtype)
 
     def batch(self, layer: MarlinLayer, tokens: int) -> MarlinBatch:
         generator = torch.Generator(self.device).manual_seed(1)
@@ -415,7 +421,7 @@ class MarlinLayer:
         }
 
     def sizes(self) -> dict[str, Any]:
-        """Sizes from which the rule computes the cost of slices."""
+        """Return the sizes from which moe-workspace's rule computes the cost of slices."""
         rank, weights = self.rank, self.weights
         return {
             "sizes": [rank.experts, rank.top_k, rank.hidden, rank.intermediate],

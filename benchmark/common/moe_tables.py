@@ -9,18 +9,18 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace import column_slices
 
 from common import machine, output, timing
-from common.moe_runners import rank_of
+from common.moe_runners import rank_sizes
 
 MB = 1e6
 MARLIN_MB = {("kimi-k2.5", "tp8"): 700, ("kimi-k2.5", "tp4"): 800, ("qwen3-235b", "tp4"): 420, ("glm-4.5", "tp8"): 500}
-"""Value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` that the table of a Marlin layer shows, by layer."""
+"""Value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` in the Marlin table's column of a setting, by layer."""
 MEMORY_KINDS = ("allocated", "reserved")
-"""Memory figures of the test with forty mixed batches."""
+"""Keys of the two memory figures of the test with forty mixed batches."""
 HIGHEST_LOWER_END = "highest lower end of 95 % intervals"
 
 
 def spread(values: list[float]) -> str:
-    """Format the median and the range of values."""
+    """Format the median of some values, with the lowest and the highest value, as in "1.004 (0.998-1.013)"."""
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
@@ -37,7 +37,7 @@ def mb(size: float) -> str:
 
 
 def relative_time(cell: dict[str, Any]) -> str:
-    """Format the time relative to stock, with the confidence interval of its median."""
+    """Format a measurement's time relative to stock, with the confidence interval of its median."""
     low, high = cell["interval"]
     return f"{cell['slowdown']:.3f} ({low:.3f}-{high:.3f})"
 
@@ -51,8 +51,8 @@ def format_sliced_cell(cell: dict[str, Any]) -> str:
 
 
 def triton(result: output.Result) -> str:
-    """Make the tables of the Triton runner. They leave out measurements with a slice width other than
-    moe-workspace's rule chooses.
+    """Make the tables of the Triton runner. They show only measurements in which moe-workspace's rule chose the slice
+    width.
     """
     return f"{rule_tables(result)}\n{graph_tables([result])}"
 
@@ -64,8 +64,8 @@ def find_cells_by_width(
 
     :param cells: measurements of several slice widths.
     :param setting: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
-    :returns: the measurement of each layer, tiles and number of tokens. ``None``: the rule does not cut the tensor.
-        Empty: this width was not measured.
+    :returns: one measurement for each combination of layer, tiles and number of tokens. ``None``: the rule does not cut
+        the tensor. An empty dictionary: the width that the rule chooses was not measured.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for cell in cells:
@@ -73,7 +73,7 @@ def find_cells_by_width(
     chosen = {}
     for key, widths in measured.items():
         model, layout, weights, _, tokens = key
-        rank, fp8 = rank_of(model, layout, fused=True), weights == "fp8"
+        rank, fp8 = rank_sizes(model, layout, fused=True), weights == "fp8"
         shape = column_slices.LayerShape(
             *(tokens, rank.top_k, rank.hidden, rank.intermediate),
             weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if fp8 else 2),
@@ -89,8 +89,10 @@ def find_cells_by_width(
 
 
 def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
-    """Make a table of memory and time, with the width that moe-workspace's rule chooses and with some settings. It
-    has a row for each layer and its tiles.
+    """Make a table of peak memory and time, with a row for each layer and tile size. Its columns are stock,
+    moe-workspace's default, and ``settings``.
+
+    :param settings: values of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
     """
     cells = result["figures"]["cells"]
     stock = {(*layer_key(cell), cell["tiles"], cell["tokens"]): cell["stock_peak"] for cell in cells}
@@ -147,7 +149,7 @@ def layers_table(results: list[output.Result], tokens: int = 16384, layout: str 
     """Make a table of all layers for one number of tokens, with a column for each GPU model, and a table of all
     measurements.
 
-    :param results: results of the benchmark. Those of one GPU model are joined.
+    :param results: results of the benchmark. Results of the same GPU model share a column.
     """
     gpus: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -177,7 +179,7 @@ def layers_table(results: list[output.Result], tokens: int = 16384, layout: str 
 
 
 def graph_tables(results: list[output.Result]) -> str:
-    """Tables of mixed batches and CUDA graphs. Their memory is the same on all GPU models, so rows are joined."""
+    """Make the tables of mixed batches and of CUDA graphs. If GPU models have the same figures, they share a row."""
     gpus = [machine.gpu_model(result["conditions"]) for result in results]
     mixed: dict[tuple[str, ...], list[str]] = {}
     graphs: dict[tuple[str, ...], dict[str, str]] = {}
@@ -235,12 +237,12 @@ def slices_by_rule(cell: dict[str, Any]) -> int:
 
 
 def has_default_copies(cell: dict[str, Any]) -> bool:
-    """Return whether a measurement used moe-workspace's copies, and no offered output."""
+    """Return whether a measurement used moe-workspace's own copies of columns, and no dead input as the output."""
     return cell["copies"] == "ours" and not cell["offered"]
 
 
 def marlin(result: output.Result, tokens: int = 16384) -> str:
-    """Make the tables of Marlin: each layer with the rule and with a setting, all measurements, decodes, and mixed
+    """Make the tables of Marlin: one of layers, one of all measurements together, one of decodes, and one of mixed
     batches.
     """
     figures = result["figures"]
@@ -260,7 +262,7 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
     lines: list[tuple[str, ...]] = []
     for (model, layout, _), cells in layers.items():
         ours, setting = [cell for cell in cells if has_default_copies(cell)], MARLIN_MB[model, layout]
-        # The rule's constants were fitted to these measurements after the run.
+        # The constants of moe-workspace's rule were fitted to these measurements later. So the rule is applied again.
         chosen = slices_by_rule(ours[0])
         by_itself = next((cell for cell in ours if cell["slices"] == chosen), ours[0] | {"slices": 1, "slowdown": None})
         ahead = [cell for cell in cells if cell["copies"] == "none"]

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def find_tiles(layer: Any, tokens: int) -> dict[str, int]:
-    """Tiles that the engine uses for a layer and a number of tokens."""
+    """Return the tile sizes that the engine uses for a layer and a number of tokens."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
     fp8 = layer.w2_weight.element_size() == 1
@@ -28,7 +28,7 @@ def find_tiles(layer: Any, tokens: int) -> dict[str, int]:
 
 
 def file_name(layer: Any) -> str:
-    """Name of the engine's file with a layer's tiles."""
+    """Return the name of the engine's file with a layer's tile sizes."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
     experts, _, inner = layer.w2_weight.shape

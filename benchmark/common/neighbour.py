@@ -1,6 +1,7 @@
 """Another process that takes GPU memory while a server answers requests, as a neighbour on the GPU would.
 
-``benchmark/memory/serving.py --take`` uses it. kv-sizing must give KV cache back, and the server must go on answering.
+``benchmark/memory/serving.py --take`` uses it. kv-sizing must then free a part of the KV cache, and the server must
+still answer requests.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from common import growth, overfill, processes
 from common.client import Client
 
 LEAVE_FRACTION = 0.4
-"""Fraction of kv-sizing's margin that stays free. kv-sizing gives KV cache back if less than half of its margin is
-free.
+"""Fraction of kv-sizing's margin that the neighbour leaves free. kv-sizing frees KV cache if less than half of its
+margin is free.
 """
 STEP_BYTES = 256 << 20
 """Bytes that the neighbour allocates at a time on each GPU. It grows in steps, as real processes do."""
 STEP_INTERVAL_S = 0.25
 ALLOCATION_TIMEOUT_S = 60.0
-"""Time limit of :func:`leave_free` for the neighbour to allocate its memory."""
+"""Time limit in seconds for the neighbour of :func:`leave_free` to allocate its memory."""
 GIVE_BACK_TIMEOUT_S = 60.0
-"""Time limit for the server to give memory back after the load has ended and no request uses the KV cache."""
+"""Time limit in seconds for the server to free memory of its KV cache after the load has ended. No request uses the KV
+cache then.
+"""
 NEIGHBOUR = """
 import sys, time
 import torch
@@ -59,11 +62,12 @@ STAND_IN_VARIABLE = "SHORT"
 def allocate(
     leave_bytes: int, step_bytes: int = STEP_BYTES, interval_s: float = STEP_INTERVAL_S
 ) -> Iterator[list[int]]:
-    """Run the neighbour for the length of the block. It allocates memory until ``leave_bytes`` are free on each GPU.
+    """Run a neighbour until the end of the block. It allocates memory until only ``leave_bytes`` are free on each GPU.
 
     :param step_bytes: bytes of one allocation.
     :param interval_s: seconds between two allocations.
-    :returns: a list that receives the allocated bytes, summed over the GPUs, when the neighbour is done.
+    :returns: an empty list. When the neighbour has allocated its memory, the list receives one number: the allocated
+        bytes, summed over the GPUs.
     """
     allocated: list[int] = []
     command = [sys.executable, "-c", NEIGHBOUR, str(leave_bytes), str(step_bytes), str(interval_s)]
@@ -95,7 +99,7 @@ def leave_free(mib: int) -> Iterator[None]:
 
 @contextmanager
 def pretend_to_allocate(file: Path, size: int) -> Iterator[list[int]]:
-    """Stand in for :func:`allocate` on a machine without a GPU.
+    """Pretend to a server without a GPU that another process allocates memory. It replaces :func:`allocate`.
 
     :param file: path in the server's ``STAND_IN_VARIABLE``.
     :param size: bytes that the neighbour pretends to allocate.
@@ -118,12 +122,13 @@ def take_memory(
     """Send requests for ``seconds`` while a neighbour allocates all free memory but ``LEAVE_FRACTION`` of the margin.
 
     :param info: the server's ``/get_server_info``.
-    :param vocabulary: token ids of the model.
+    :param vocabulary: number of token ids of the model.
     :param margin: kv-sizing's margin, in bytes.
-    :param ask: asks questions and returns the digests of the answers. It is called at the end, while the memory is
-        still allocated.
-    :returns: the result of :func:`.overfill.send_mixed`, and ``taken`` (allocated bytes), ``given_back`` (fewest bytes
-        that a rank gave back), ``tokens`` (KV cache size at the end) and ``answers`` (the result of ``ask``).
+    :param ask: function that sends prompts and returns digests of the answers. It is called at the end, while the
+        neighbour still has its memory.
+    :returns: the result of :func:`.overfill.send_mixed` and these keys: ``taken`` (bytes that the neighbour allocated),
+        ``given_back`` (:func:`given_back_bytes`), ``tokens`` (KV cache size at the end) and ``answers`` (the result of
+        ``ask``).
     """
     client = Client(server.url)
     file, leave_bytes = server.environment.get(STAND_IN_VARIABLE), int(LEAVE_FRACTION * margin)
@@ -142,12 +147,13 @@ def take_memory(
 
 
 def given_back_bytes(client: Client) -> int:
-    """Fewest bytes of KV cache that a rank has given back so far."""
+    """Read how many bytes of KV cache the server has freed so far: the smallest number of all ranks."""
     return int(growth.read_gauges(client.metrics()).get("given_back_bytes", 0))
 
 
 def kv_tokens(info: Mapping[str, Any]) -> int:
-    """KV cache size of the rank that has the fewest tokens. ``max_total_num_tokens`` is the size at the start.
+    """Return the KV cache size, in tokens, of the rank with the smallest KV cache. The engine's own
+    ``max_total_num_tokens`` would be the size at the start.
 
     :param info: the server's ``/get_server_info``.
     """

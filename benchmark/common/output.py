@@ -35,14 +35,14 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with a second set of defaults."""
+    """Argument parser with a second set of defaults, for ``--quick``."""
 
     quick: dict[str, Any]
     """Default values of the options with ``--quick``."""
 
 
 def program() -> str:
-    """Return the beginning of the command line that runs this process's benchmark."""
+    """Return the command that runs this process's benchmark, as in ``python benchmark memory/serving``."""
     script = Path(sys.argv[0])
     return f"python benchmark {script.parent.name}/{script.stem}"
 
@@ -74,7 +74,7 @@ def parser(
 
 
 def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. With ``--quick``, options that are not on it have their quick defaults."""
+    """Parse the command line. With ``--quick``, options that are not on the command line have their quick defaults."""
     options = parser.parse_args(arguments)
     if parser.quick and options.quick:
         parser.set_defaults(**parser.quick)
@@ -83,7 +83,7 @@ def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namesp
 
 
 def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Make a ``type=`` function for an option that takes a comma-separated list of ``known`` names."""
+    """Make the argparse ``type=`` function of an option that takes a comma-separated list of ``known`` names."""
 
     def parse_names(text: str) -> list[str]:
         names = text.split(",")
@@ -94,8 +94,8 @@ def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse_names
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Parse comma-separated positive integers, as the ``type=`` function of an option."""
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """Parse comma-separated positive integers. It is the argparse ``type=`` function of some options."""
     values = tuple(int(part) for part in text.split(","))
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: not all positive")

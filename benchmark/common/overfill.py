@@ -49,15 +49,17 @@ END_TIMEOUT_S = 240.0
 MAX_NEW_TOKENS_UNABORTED = 256
 """Maximum new tokens of a request if requests may not be aborted. With more tokens, the load would not end in time."""
 MIN_FILLING_REQUESTS = 256
-"""Number of requests that fill a small KV cache. A large KV cache is filled with requests of whole prefill chunks."""
+"""Lowest number of requests that fill a small KV cache. The prompts for a large KV cache are whole prefill chunks."""
 PROMPT_FRACTION = 0.98
-"""Fraction of the KV cache that the prompts of the filling requests take. Their new tokens need more than the rest."""
+"""Fraction of the KV cache that the prompts of the filling requests (:func:`filling_requests`) take. Their new tokens
+need more than the rest of the KV cache.
+"""
 MAX_DECODED_TOKENS = 1024
 """Maximum new tokens of a filling request whose prompt has whole chunks. One more prefill chunk is faster than more
 new tokens.
 """
 FILL_TIME_FRACTION = 0.75
-"""Fraction of the load's time that filling the KV cache may take."""
+"""Fraction of the time of :func:`overfill` during which requests fill the KV cache. Random requests use the rest."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
 """Prompt tokens and new tokens of a request of :func:`send_penalized`. They are few, so that all requests decode at
 once."""
@@ -183,7 +185,8 @@ def filling_requests(limits: Limits) -> tuple[int, int, int]:
     prompt = int(PROMPT_FRACTION * limits.cache_tokens / count)
     whole = chunk * max(1, -(-(limits.cache_tokens // limits.requests - MAX_DECODED_TOKENS) // chunk))
     fewer = min(limits.requests, int(PROMPT_FRACTION * limits.cache_tokens / whole))
-    # The engine does not admit too large a part of a few large requests, so the number must not be small.
+    # Use whole chunks only if enough requests remain. The engine could not admit the last of a few large requests, and
+    # too much of the KV cache would stay free.
     if chunk < prompt and fewer >= MIN_FILLING_REQUESTS // 8 and 2 * whole <= limits.input_tokens:
         count, prompt = fewer, whole
     prompt, share = max(1, min(prompt, limits.input_tokens * 9 // 10)), limits.cache_tokens / count

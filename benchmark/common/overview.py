@@ -48,7 +48,7 @@ def first_starts(load: Load) -> dict[str, Result]:
 
 
 def servers_of(result: Result) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    """Return the figures of a row's stock server and of its patched server. The first is ``None`` if the stock
+    """Return the figures of a row's stock server and of its patched server. The stock figures are ``None`` if the stock
     server did not start.
     """
     servers = result["figures"]["servers"]

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 
 def variables(*folders: object) -> dict[str, str]:
-    """This process's environment without this project's variables. ``folders`` come first in its ``PYTHONPATH``."""
+    """Return a copy of this process's environment without this project's variables. Its ``PYTHONPATH`` begins with
+    ``folders``.
+    """
     ours = ("SGLANG_MOE_PATCHES", "SGLANG_MOE_REFERENCE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     paths = [*map(str, folders), *filter(None, [kept.get("PYTHONPATH")])]

@@ -29,7 +29,9 @@ EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 """Server arguments that switch all CUDA graphs off."""
 SERVERS = ("stock", "patched")
 QUESTIONS = 8
-"""Number of prompts that are sent one after the other. A server without random sums then repeats its answers."""
+"""Number of prompts for which a server's answers are compared. They are sent one after the other. So a server repeats
+its answers, unless its kernels add numbers in a random order.
+"""
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
     "triton": ("--moe-runner-backend", "triton"),
@@ -74,7 +76,7 @@ class Setup:
         arguments += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
         if has_gpu():
             arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-            # These two can use NVLink multicast. They do not change what is measured.
+            # Switch off two all-reduce kernels that can use NVLink multicast. They have no effect on the measurements.
             arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if "--max-total-tokens" not in arguments and "--mem-fraction-static" not in arguments:
             # A KV cache of some GB on a GPU, because the engine reports its size only in hundredths of a GiB.
@@ -96,8 +98,8 @@ class Setup:
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             # Each server with symmetric memory compiles an allocator in TMPDIR.
             "TMPDIR": str(self.temporary_folder(name)),
-            # PyTorch compiles the router of some models. It chooses kernels by timing, and different kernels round
-            # differently. Servers share the compiled kernels, because else even two stock servers could differ.
+            # PyTorch compiles the router of some models, and chooses kernels by their time. Kernels round differently.
+            # So servers share the compiled kernels. Otherwise two stock servers could give different answers.
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "compiled"),
         }
         if self.workspace_mb:
@@ -236,12 +238,14 @@ def first_difference(measured: Mapping[str, Mapping[str, Any]], name: str) -> st
     return f"; of first tokens {largest:.2g} apart at most, {other_tokens} are other tokens"
 
 
-def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True, **more: Any) -> dict[str, Any]:
+def generate(
+    server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True, **fields: Any
+) -> dict[str, Any]:
     """Ask a server for one greedy answer.
 
     :param ids: token ids of the prompt.
     :param logprobs: whether to ask for log-probabilities.
-    :param more: further fields of the request.
+    :param fields: further fields of the request.
     :returns: ``tokens``, ``logprobs``, and ``latency_s`` as measured by the engine.
     """
     import httpx
@@ -253,7 +257,7 @@ def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool 
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "return_logprob": logprobs,
-            **more,
+            **fields,
         },
         timeout=300,
     )

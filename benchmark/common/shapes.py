@@ -14,7 +14,9 @@ __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "
 
 
 def fuse(model: Model) -> Model:
-    """Turn the shared experts of a model into routed experts that every token chooses, as the engine can."""
+    """Return a model whose shared experts have become routed experts that every token chooses, as the engine can run
+    it.
+    """
     experts, top_k = model.experts + model.shared_experts, model.top_k + model.shared_experts
     return replace(model, experts=experts, top_k=top_k, shared_experts=0)
 
@@ -29,9 +31,10 @@ def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model
 
 
 def every_change(model: Model, columns: int | None = None) -> Acting:
-    """Changes that act in a patched server of a model family whose layers offer their dead input.
+    """Return the changes that act in a patched server. The model's family must be one whose layers offer their dead
+    input to the MoE runner.
 
-    :param columns: columns of a slice in the Triton or Marlin runner; ``None``: the tensor is not cut.
+    :param columns: columns of a slice in the Triton or Marlin runner; ``None``: the runner's tensor is not cut.
     """
     latent = model.q_lora_rank is not None
     return Acting(latent, latent and bool(model.shared_experts), True, columns)

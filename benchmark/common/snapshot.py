@@ -18,10 +18,10 @@ OUTERMOST = ("/managers/scheduler.py", "/managers/tp_worker.py", "/model_executo
 """Files with functions that are in the stack of every allocation, so that their names say nothing about an
 allocation.
 """
-STOP_S = 300.0
+STOP_TIMEOUT_S = 300.0
 """Timeout in seconds for the engine to write the record."""
-Change = tuple[int, int, str]
-"""Address, bytes and function of an allocation. With 0 bytes, the allocation was freed."""
+AllocatorEvent = tuple[int, int, str]
+"""Event of PyTorch's allocator: address, bytes and function of an allocation. 0 bytes: the allocation was freed."""
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def record_allocations(client: Client, folder: Path) -> Iterator[dict[str, int]]
     try:
         yield sizes
     finally:
-        client.post("/stop_profile", {}, timeout_s=STOP_S)
+        client.post("/stop_profile", {}, timeout_s=STOP_TIMEOUT_S)
     records = sorted(folder.glob("*memory*.pickle"))
     if not records:
         raise RuntimeError(f"the engine wrote no record of its memory into {folder}")
@@ -47,19 +47,21 @@ def record_allocations(client: Client, folder: Path) -> Iterator[dict[str, int]]
 
 
 def bytes_at_peak(traces: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, int]:
-    """Add up the bytes at the peak of the memory that was allocated since the record began, by the engine's function.
+    """Compute how many bytes each function of the engine had allocated when the allocated memory was at its peak.
 
-    :param traces: events of each GPU, in PyTorch's format. The GPU with the largest peak counts.
+    Allocations from before the record are not known, and are not counted.
+
+    :param traces: events of each GPU, in PyTorch's format. Only the GPU with the largest peak is used.
     """
     best, most = dict[str, int](), 0
-    for changes in (list(_changes(trace)) for trace in traces):
-        peak, end = _peak(changes)
+    for events in (list(_allocator_events(trace)) for trace in traces):
+        peak, end = _peak(events)
         if peak > most:
-            best, most = _bytes_by_function(changes[:end]), peak
+            best, most = _bytes_by_function(events[:end]), peak
     return best
 
 
-def _changes(trace: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
+def _allocator_events(trace: Iterable[Mapping[str, Any]]) -> Iterator[AllocatorEvent]:
     for event in trace:
         if event["action"] == "alloc":
             yield event["addr"], event["size"], function_of(event.get("frames") or [])
@@ -67,13 +69,13 @@ def _changes(trace: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
             yield event["addr"], 0, ""
 
 
-def _peak(changes: list[Change]) -> tuple[int, int]:
+def _peak(events: list[AllocatorEvent]) -> tuple[int, int]:
     """Find the peak of the allocated bytes.
 
-    :returns: bytes at the peak, and the number of changes until then.
+    :returns: bytes at the peak, and the number of events up to the peak.
     """
     sizes, total, most, end = dict[int, int](), 0, 0, 0
-    for place, (address, size, _) in enumerate(changes, 1):
+    for place, (address, size, _) in enumerate(events, 1):
         total += size - sizes.pop(address, 0)
         if size:
             sizes[address] = size
@@ -82,9 +84,9 @@ def _peak(changes: list[Change]) -> tuple[int, int]:
     return most, end
 
 
-def _bytes_by_function(changes: list[Change]) -> dict[str, int]:
+def _bytes_by_function(events: list[AllocatorEvent]) -> dict[str, int]:
     sizes = dict[int, tuple[int, str]]()
-    for address, size, function in changes:
+    for address, size, function in events:
         sizes.pop(address, None)
         if size:
             sizes[address] = size, function
@@ -95,10 +97,10 @@ def _bytes_by_function(changes: list[Change]) -> dict[str, int]:
 
 
 def function_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Name the engine's innermost function in a stack, as in ``sampler.py: forward, line 120``.
+    """Return the name of the engine's innermost function in a call stack, as in ``sampler.py: forward, line 120``.
 
-    :param frames: frames of the stack, the innermost first.
-    :returns: "elsewhere" if no function of the engine is in the stack.
+    :param frames: frames of the call stack, the innermost first.
+    :returns: the name; "elsewhere" if no function of the engine is in the stack.
     """
     for frame in frames:
         file = str(frame["filename"])

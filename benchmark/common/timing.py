@@ -24,10 +24,11 @@ CONTROL = "stock-again"
 
 
 class Ratio(TypedDict):
-    """Comparison of a version with stock, over the rounds that both ran.
+    """Times of a version compared with the times of stock, round by round.
 
-    ``stock`` and ``other`` are the medians of the times. ``ratio`` is the median of stock's time divided by the other
-    version's time: above 1, the other version is faster. ``lowest`` and ``highest`` are the extremes of this ratio.
+    ``stock`` and ``other`` are the median times of stock and of the version. In each round, stock's time is divided by
+    the version's time: above 1, the version is faster. ``ratio`` is the median of these quotients, ``lowest`` and
+    ``highest`` are the extremes, and ``pairs`` is their number.
     """
 
     stock: float
@@ -42,9 +43,9 @@ class Ratio(TypedDict):
 
 
 def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
-    """Measure the median time of one call on the GPU, in milliseconds.
+    """Measure the GPU time of each of ``repeats`` calls, and return the median in milliseconds.
 
-    The calls are queued, so the host does not wait between them.
+    All calls are queued at once, so the host does not wait between them.
     """
     for _ in range(warm_up):
         run()
@@ -58,7 +59,7 @@ def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
 
 
 def idle_ms(run: Run) -> float:
-    """Measure the time of one call on an idle GPU, in milliseconds. It includes the host's time to launch the
+    """Measure the time of one call on an idle GPU, in milliseconds. The time includes the host's time to launch the
     kernels.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -71,9 +72,9 @@ def idle_ms(run: Run) -> float:
 
 
 def queued_ms(run: Run, calls: int = 3) -> float:
-    """Measure the time of one of several queued calls, in milliseconds.
+    """Measure the GPU time of ``calls`` calls together, and return the time per call in milliseconds.
 
-    The host runs ahead, as in a forward pass of many layers.
+    The host queues the calls without waiting, as in a forward pass of many layers.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
@@ -114,12 +115,12 @@ def copy_bandwidth() -> float:
 
 
 def run_in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: int = 1) -> dict[str, list[Sample]]:
-    """Measure all versions in each round, one after the other. Every other round runs them backwards.
+    """Run several rounds. Each round measures all versions, one after the other; every second round in reverse order.
 
-    :param versions: function that measures once, by the version's name.
-    :param rounds: number of rounds that count.
-    :param warm_up: number of earlier rounds that do not count.
-    :returns: measurements of each version, round by round.
+    :param versions: for each version's name, a function that makes one measurement.
+    :param rounds: number of rounds that are recorded.
+    :param warm_up: number of earlier rounds that are not recorded.
+    :returns: for each version's name, one measurement per round.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in versions}
     for index in range(-warm_up, rounds):
@@ -131,12 +132,15 @@ def run_in_turn(versions: Mapping[str, Callable[[], Sample]], rounds: int, warm_
 
 
 def compare_with_stock(samples: Mapping[str, list[float]]) -> dict[str, Ratio]:
-    """Compare each version of :func:`run_in_turn` except stock with stock."""
+    """Compare the times of each version with the times of stock.
+
+    :param samples: result of :func:`run_in_turn`.
+    """
     return {name: compare_rounds(samples[STOCK], other) for name, other in samples.items() if name != STOCK}
 
 
 def compare_rounds(stock: list[float], other: list[float]) -> Ratio:
-    """Compare two versions' times of the same rounds."""
+    """Compare the times of one version with the times of stock in the same rounds."""
     pairs = sorted(a / b for a, b in zip(stock, other, strict=True))
     return {
         "stock": statistics.median(stock),

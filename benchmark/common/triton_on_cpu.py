@@ -9,7 +9,7 @@ import torch
 
 
 def triton_runner(monkeypatch: Any) -> None:
-    """Let the engine's Triton runner run on the CPU. Its GEMM and its CUDA functions become plain PyTorch.
+    """Make the engine's Triton runner work on the CPU: replace its GEMM and its CUDA functions by plain PyTorch.
 
     Sums are in float64, so that a slice of columns has the same bits as the whole tensor.
 
@@ -38,7 +38,8 @@ def triton_runner(monkeypatch: Any) -> None:
 
     def run(self: Any, layer: Any, dispatch_output: Any, *rest: Any) -> Any:
         weights = TritonMoeQuantInfo(w13_weight=layer.w13_weight, w2_weight=layer.w2_weight)
-        with monkeypatch.context() as patch:  # only during the call, because changes check the original functions
+        # Replace these functions only during the call, because changes check the engine's original functions.
+        with monkeypatch.context() as patch:
             patch.setattr(fused_moe, "invoke_fused_moe_kernel", gemm)
             patch.setattr(fused_moe, "moe_sum_reduce", moe_sum.moe_sum_torch, raising=False)
             return self.runner.run(dispatch_output, weights)
@@ -57,7 +58,8 @@ def triton_runner(monkeypatch: Any) -> None:
             filter_expert=False,
         )
 
-    # Return as many values as this release unpacks: the second GEMM's configuration, flags for TMA, and the tiles.
+    # prepare() must return as many values as this release unpacks from its ``_prepare_fused_moe_run``: the tile sizes
+    # of the first GEMM, the configuration of the second GEMM, and flags for TMA.
     unpacked = inspect.getsource(fused_moe.fused_experts_impl).split(") = _prepare_fused_moe_run(")[0].rsplit("(", 1)[1]
     names = [name.strip() for name in unpacked.split(",") if name.strip()]
     tiles = [False if "tma" in name else None for name in names[1:]]

@@ -13,7 +13,7 @@ TRUE_DROPS = (0, 1, 2, 3, 5, 10)
 
 
 def worse_probability(questions: int, losses: float, gains: float) -> float:
-    """Compute the probability of the verdict "worse".
+    """Compute the probability that ``regress`` reports "worse".
 
     :param questions: number of questions.
     :param losses: true share of questions that only the stock server answers correctly.
@@ -36,9 +36,9 @@ def worse_probability(questions: int, losses: float, gains: float) -> float:
 
 
 def tables() -> str:
-    """Table of the verdicts in 100 runs, by the true drop.
+    """Make a table of how often ``regress`` gives each verdict in 100 runs, by the true drop in accuracy.
 
-    A run that is both worse and within ``--max-drop`` is worse.
+    A run that is both "worse" and within ``--max-drop`` counts as "worse".
     """
     churn = bound.CHURN / 2
     rows = []

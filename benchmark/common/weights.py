@@ -28,7 +28,7 @@ VARIABLES_KEPT = "MOE_PATCHES_BENCHMARK_VARIABLES"
 SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
 """Models that these servers can load."""
 RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "int4"}
-"""Quantization of the routed experts for each MoE runner; ``None``: not quantized."""
+"""Quantization of the routed experts by the name of the MoE runner; ``None``: the experts are not quantized."""
 INT4_GROUP = 32
 """Number of INT4 weights that share a scale, as in Kimi-K2.5's checkpoint."""
 FP8_BLOCK = 128
@@ -252,7 +252,7 @@ def _replace_reader(loader: Any) -> None:
         import torch
 
         config_json = json.loads((Path(model_config.model_path) / "config.json").read_text())
-        if model.MARKER not in config_json:  # a draft model on disk
+        if model.MARKER not in config_json:  # the model is a draft model whose weights are files
             yield from read(self, model_config, model_)
             return
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

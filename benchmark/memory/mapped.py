@@ -185,7 +185,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--pieces",
-        type=output.numbers,
+        type=output.parse_numbers,
         default=(2, 64),
         metavar="MIB,...",
         help="sizes of the mapped pieces in MiB, multiples of 2",

@@ -680,13 +680,13 @@ def main() -> None:
     dummy_servers.add_options(parser)
     parser.add_argument("--prompts", type=int, default=200, help="number of requests of the load (%(default)s)")
     parser.add_argument(
-        "--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each prompt"
+        "--input", type=output.parse_numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each prompt"
     )
     parser.add_argument("--output", type=int, default=768, help="new tokens of each answer (%(default)s)")
     parser.add_argument("--images", type=int, default=0, help=f"images of {IMAGE_SIZE} in each prompt (qwen3-vl-30b)")
     parser.add_argument(
         "--sweep",
-        type=output.numbers,
+        type=output.parse_numbers,
         default=(),
         metavar="N,...",
         help="repeat the load with these numbers of requests",

@@ -182,7 +182,7 @@ def main() -> None:
     answers: list[dict[str, Any]] = []
     result = output.result("models", {"models": answers}, {"machine": "no GPU", "engine": engine.version()})
     servers = [model | {"env": {}} for model in config.served_models()]
-    for model, answer in doctor_answers.ask_each(servers, "whole.models:ask"):
+    for model, answer in doctor_answers.call_for_servers(servers, "whole.models:ask"):
         answers.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
         layer = answer.get("layer")
         summary = answer.get("refused") or (f"{layer['runner']}, {layer['method']}" if layer else answer["unknown"])

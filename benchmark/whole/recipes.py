@@ -43,7 +43,7 @@ def read_recipes() -> dict[str, Any]:
 
 def servers_with_config() -> list[dict[str, Any]]:
     """Return the recipes for which the model's ``config.json`` is at hand, in the form that
-    :func:`.doctor_answers.ask_each` takes.
+    :func:`.doctor_answers.call_for_servers` takes.
     """
     configs = {model["source"]: model["config"] for model in config.served_models()}
     return [
@@ -185,7 +185,7 @@ def measured() -> tuple[dict[Key, str], dict[Key, str]]:
 def answer_recipes() -> Iterator[dict[str, Any]]:
     """Yield each recipe as it was published, with the summary of doctor's report on it."""
     answers = {}
-    for server, found in doctor_answers.ask_each(servers_with_config()):
+    for server, found in doctor_answers.call_for_servers(servers_with_config()):
         answers[_name(server)] = summarize(found)
         print(f"{len(answers)}: {' '.join(map(str, _name(server)))}", flush=True)
     for recipe in read_recipes()["recipes"]:

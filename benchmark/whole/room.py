@@ -46,7 +46,7 @@ def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], d
 
 
 def describe_server(result: dict[str, Any]) -> dict[str, Any]:
-    """Describe the servers of a result in the form that :func:`.doctor_answers.ask_each` takes."""
+    """Describe the servers of a result in the form that :func:`.doctor_answers.call_for_servers` takes."""
     figures = result["figures"]
     options = argparse.Namespace(**{name: figures[name] for name in FACTS}, quick=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +147,7 @@ def main() -> None:
         servers.append(server | {"result": name, "server": kind, "env": env})
     answers: list[dict[str, Any]] = []
     found = output.result("room", {"servers": answers}, {"machine": "no GPU", "engine": release})
-    for server, asked in doctor_answers.ask_each(servers, "whole.room:ask"):
+    for server, asked in doctor_answers.call_for_servers(servers, "whole.room:ask"):
         kept = {name: server[name] for name in ("result", "server", "config")}
         answers.append(kept | {"asked": models.keep_resolved(asked)})
         print(server["result"], asked.get("refused") or asked["unknown"], asked.get("fit"), flush=True)

@@ -540,7 +540,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
     parser.add_argument("--longest", type=int, default=32_768, help="prompt")
     parser.add_argument("--new-tokens", type=int, default=256, help="at most")
-    parser.add_argument("--probes", type=output.numbers, default=(5, 700, 8192), help="tokens of the fixed prompts")
+    parser.add_argument(
+        "--probes", type=output.parse_numbers, default=(5, 700, 8192), help="tokens of the fixed prompts"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of all requests")
     parser.add_argument("--gpus", default="", help="a group for each server, as 0;1")
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")

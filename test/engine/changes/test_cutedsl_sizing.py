@@ -64,7 +64,7 @@ def small_buffers():
 
 def run(engine, path, *changes, steps=STEPS, **arguments):
     """Load a model, and return its greedy tokens and logits of all steps, and the model."""
-    with engine.arguments(**{**large_buffers(), **arguments}), installed(*changes):
+    with engine.override_arguments(**{**large_buffers(), **arguments}), installed(*changes):
         model = engine.load(path)
         return *engine.generate(model, PROMPTS, steps), model
 
@@ -125,7 +125,7 @@ def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, mo
         return tensor
 
     monkeypatch.setattr(wrapper, "_shared", WeakValueDictionary())  # the wrapper of another test may still be alive
-    with engine.arguments(**large_buffers()), installed(*CHANGES):
+    with engine.override_arguments(**large_buffers()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", recording)
@@ -156,7 +156,7 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     if not guarded:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
         monkeypatch.setattr(wrapper, "_allocate_output", lambda shape, dtype, device: own.view(shape))
-    with engine.arguments(**large_buffers()), installed(*CHANGES):
+    with engine.override_arguments(**large_buffers()), installed(*CHANGES):
         first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
         output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states
         before = output.clone()
@@ -168,7 +168,7 @@ def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, ch
     """A target and a draft model take turns with one shared wrapper. Each gives the answers that it gives alone."""
     target_and_draft = ({"dense_layers": 0}, {"dense_layers": 0, "seed": 7})
     alone = [stock(**options) for options in target_and_draft]
-    with engine.arguments(**large_buffers()), installed(*CHANGES), poison_buffers(monkeypatch):
+    with engine.override_arguments(**large_buffers()), installed(*CHANGES), poison_buffers(monkeypatch):
         models = [engine.load(checkpoint(**options)) for options in target_and_draft]
         for turn in (0, 1, 0):
             assert same_answers(engine.generate(models[turn], PROMPTS, STEPS), alone[turn])
@@ -189,10 +189,10 @@ def test_buffers_are_freed_with_the_models_that_used_them(engine, checkpoint):
 def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint):
     from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
 
-    with engine.arguments(**large_buffers()), installed(*CHANGES):
+    with engine.override_arguments(**large_buffers()), installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
         for options, count in (({}, 1), ({"enable_two_batch_overlap": True}, 4), ({"enable_pdmux": True}, 4)):
-            with engine.arguments(**options):
+            with engine.override_arguments(**options):
                 for layer in experts(model):
                     layer._cutedsl_wrapper = None
                     flashinfer_cutedsl.ensure_cutedsl_wrapper(layer)
@@ -227,7 +227,7 @@ def test_a_buffer_that_contains_the_moe_input_is_not_used(engine, checkpoint, mo
     taken = []
     take = channel.take_output
     monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
-    with engine.arguments(**large_buffers()), installed(*CHANGES):
+    with engine.override_arguments(**large_buffers()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         given = dispatched(layer, 0)
         for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
@@ -245,7 +245,7 @@ def test_the_bound_includes_the_pools_of_the_model_runner(engine):
     )
     wrapper._wrap_init_memory_pool(lambda self: None)(runner)
     assert wrapper._largest_pools == Pools(300, 8192, 1024)
-    with installed(*CHANGES), engine.arguments(**small_buffers()):
+    with installed(*CHANGES), engine.override_arguments(**small_buffers()):
         assert max_forward_tokens(forward_limits(engine.server_args, wrapper._largest_pools)) == 300
         assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 

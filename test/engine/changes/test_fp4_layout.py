@@ -66,7 +66,7 @@ def make_layer(engine, mxfp4, experts, hidden, intermediate):
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
     method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
-    with engine.arguments(moe_runner_backend="triton_kernel"):
+    with engine.override_arguments(moe_runner_backend="triton_kernel"):
         layer = FusedMoE(
             experts, hidden, intermediate, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
         )

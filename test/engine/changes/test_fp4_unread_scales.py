@@ -157,7 +157,7 @@ def made_nvfp4(name, engine, monkeypatch):
 def made_layer(engine, method, backend, runs_on):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    with engine.arguments(moe_runner_backend=backend):
+    with engine.override_arguments(moe_runner_backend=backend):
         layer = FusedMoE(
             EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
         )
@@ -420,7 +420,7 @@ def gpt_oss(engine, monkeypatch, tmp_path):
     hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
 
     def load():
-        with engine.arguments(moe_runner_backend="triton_kernel"), monkeypatch.context() as patch:
+        with engine.override_arguments(moe_runner_backend="triton_kernel"), monkeypatch.context() as patch:
             patch.setattr(load_config, "LoadConfig", lambda **how: LoadConfig(**{**how, "load_format": "dummy"}))
             return engine.load(tmp_path)
 
@@ -437,7 +437,7 @@ def gpt_oss(engine, monkeypatch, tmp_path):
         engine.runner.model, dtype = model, torch.get_default_dtype()
         updater = getattr(engine.runner, "weight_updater", engine.runner)
         try:
-            with engine.arguments(moe_runner_backend="triton_kernel"):
+            with engine.override_arguments(moe_runner_backend="triton_kernel"):
                 return updater.update_weights_from_disk(str(tmp_path), "auto")
         except Exception as error:
             return f"{type(error).__name__}: {error}"

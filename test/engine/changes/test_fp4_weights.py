@@ -119,7 +119,7 @@ def marlin(engine, monkeypatch):
 @pytest.mark.parametrize("backend", ["auto", "marlin"])
 def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engine, checkpoint, marlin, backend):
     def load_then_update():
-        with engine.arguments(moe_runner_backend=backend):
+        with engine.override_arguments(moe_runner_backend=backend):
             model = engine.load(checkpoint())
             layers = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
             state = parameters(model), [scale_bytes(experts) for experts in layers]
@@ -151,7 +151,7 @@ def test_what_another_kernel_reads_stays(engine, checkpoint):
     """The server runs on the same GPU, but its arguments choose another kernel. The change goes by the layer's
     kernel and not by the kind of GPU.
     """
-    with installed(fp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
+    with installed(fp4_weights.CHANGE), engine.override_arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 

@@ -87,7 +87,7 @@ def test_unknown_loading_code_assumes_a_concurrent_reader(engine, monkeypatch):
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
 def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_triton(engine, checkpoint, backend):
-    with engine.arguments(quantization=None, moe_runner_backend=backend):
+    with engine.override_arguments(quantization=None, moe_runner_backend=backend):
         assert runners.runner_of(find_experts(engine.load(checkpoint(quantized=False)))) == "triton"
     asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
     assert moe_workspace.CHANGE.skip(asked) is None
@@ -98,7 +98,7 @@ def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
     """Up to 0.5.17 the engine sums an unwritten tensor if top-k is 1. The result must still be scaled by the factor."""
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)
-    with engine.arguments(moe_runner_backend="triton"):
+    with engine.override_arguments(moe_runner_backend="triton"):
         experts = find_experts(engine.load(checkpoint(quantized=False, top_k=1)))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, experts.hidden_size, generator=generator).bfloat16()
@@ -121,7 +121,7 @@ def test_shared_experts_are_deferred_if_the_routed_experts_run_on_triton(engine,
     change = deferred_shared_experts.CHANGE
     load_unquantized(monkeypatch)
     plan = plan_for(change, {change.name}, SimpleNamespace(device="cuda", moe_runner_backend=backend))
-    with patched_by(plan.install), engine.arguments(moe_runner_backend=backend):
+    with patched_by(plan.install), engine.override_arguments(moe_runner_backend=backend):
         model = engine.load(checkpoint(quantized=False))
     block = model.model.layers[1].mlp
     assert runners.runner_of(block.experts) == "triton"
@@ -142,7 +142,7 @@ def test_strict_refuses_an_unsupported_runner_only_if_the_model_uses_it(
     monkeypatch.setattr({"triton": triton, "marlin": marlin}[unsupported], "plan", plan)
     monkeypatch.setenv(STRICT.name, strict)
     load_unquantized(monkeypatch)
-    with engine.arguments(moe_runner_backend="triton"):
+    with engine.override_arguments(moe_runner_backend="triton"):
         model = engine.load(checkpoint(quantized=False))
     with installed(moe_workspace.CHANGE):
         if is_refused:

@@ -27,7 +27,7 @@ CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, engine):
-    with engine.arguments(moe_runner_backend=request.param):
+    with engine.override_arguments(moe_runner_backend=request.param):
         yield request.param
 
 

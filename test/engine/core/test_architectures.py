@@ -103,7 +103,7 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         config = CONFIGS[name]
         register_config(config["model_type"])
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with engine.arguments(moe_runner_backend="auto"):
+        with engine.override_arguments(moe_runner_backend="auto"):
             model = engine.load(tmp_path)
         for module in model.modules():
             if getattr(module, "is_mrope_enabled", False):

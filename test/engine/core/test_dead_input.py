@@ -277,7 +277,7 @@ def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_in
         model = engine.load(path)
         return engine.generate(model, PROMPTS, STEPS), find_overwritten_inputs(engine, model, kernels)
 
-    with engine.arguments(moe_runner_backend=backend):
+    with engine.override_arguments(moe_runner_backend=backend):
         with without_buffer():
             stock, stock_over = answers()
         with installed(output_buffer.CHANGE):
@@ -339,7 +339,7 @@ def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, pa
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
     taken, take = [], channel.take_output
     monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
-    with engine.arguments(moe_runner_backend="flashinfer_cutedsl"):
+    with engine.override_arguments(moe_runner_backend="flashinfer_cutedsl"):
         stock = run(path)
         assert taken == []
         assert same_answers(run(path, output_buffer.CHANGE, cutedsl_sizing.CHANGE), stock)
@@ -390,7 +390,7 @@ def triton(engine, monkeypatch):
         monkeypatch.setattr(column_slices, name, value)
     monkeypatch.setattr(column_slices, "SLICE_ALIGNMENT_COLUMNS", 64)
     monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
-    with engine.arguments(quantization=None, moe_runner_backend="triton"):
+    with engine.override_arguments(quantization=None, moe_runner_backend="triton"):
         yield
 
 

@@ -93,7 +93,7 @@ def test_every_tensor_of_the_checkpoint_reaches_the_model(engine, checkpoint, fa
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
 def test_the_kernel_that_routes_by_itself_routes_as_the_engine_does(engine, checkpoint, family):
     logits = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
-    with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
+    with engine.override_arguments(moe_runner_backend="flashinfer_trtllm"):
         logits_of_kernel = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
     # The kernel rounds the routing weights at another place. This can change a token, and then all later tokens.
     print(torch.nn.functional.cosine_similarity(logits, logits_of_kernel, dim=-1))
@@ -106,7 +106,7 @@ def test_minimax_with_the_kernel_that_routes_by_itself_is_refused(engine, checkp
     """The kernel that computes the routing itself refuses MiniMax-M2, because the engine does not pass this model's
     routing method to the kernel.
     """
-    with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
+    with engine.override_arguments(moe_runner_backend="flashinfer_trtllm"):
         model = engine.load(checkpoint(family="minimax-m2"))
         with pytest.raises(NotImplementedError, match="routing_bias with routing_method_type=0"):
             engine.generate(model, PROMPTS, 0)
@@ -115,7 +115,7 @@ def test_minimax_with_the_kernel_that_routes_by_itself_is_refused(engine, checkp
 @pytest.mark.product
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engines_own_experts_answer_from_the_bfloat16_checkpoint(engine, checkpoint, family, monkeypatch):
-    with monkeypatch.context() as patch, engine.arguments(moe_runner_backend="auto"):
+    with monkeypatch.context() as patch, engine.override_arguments(moe_runner_backend="auto"):
         load_unquantized(patch)
         model = engine.load(checkpoint(family=family, quantized=False))
         assert moe_layer(model, family).experts.w13_weight.dtype == torch.bfloat16

@@ -626,7 +626,7 @@ def reports(request: pytest.FixtureRequest) -> dict[str, Report]:
         for name, case in CASES.items()
         if name in wanted
     ]
-    return {server["model"]: report for server, report in doctor_answers.ask_each(servers)}
+    return {server["model"]: report for server, report in doctor_answers.call_for_servers(servers)}
 
 
 @pytest.mark.long("an engine query for each case, made when the first is looked at")

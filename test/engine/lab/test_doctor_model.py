@@ -56,7 +56,7 @@ def answers(tmp_path_factory):
         {"model": str(folder) if model == IN_BF16 else model, "gpu": "h200", "flags": flags, "env": {}}
         for model, flags in SERVERS.values()
     ]
-    found = doctor_answers.ask_each(servers, f"{__name__}:examine")
+    found = doctor_answers.call_for_servers(servers, f"{__name__}:examine")
     return {name: answer for name, (_, answer) in zip(SERVERS, found, strict=True)}
 
 

@@ -47,7 +47,7 @@ def test_doctor_and_the_servers_own_process_decide_alike():
     servers = [common | {"flags": flags.split()} for flags in COMMAND_LINES]
     for switch in SWITCHES:
         servers.append(common | {"flags": ATTENTION.split(), "env": {switch: "1"}})
-    answers = list(doctor_answers.ask_each(servers, "engine_resolution:compare_kv_sizing"))
+    answers = list(doctor_answers.call_for_servers(servers, "engine_resolution:compare_kv_sizing"))
     assert [
         (question["flags"], answer)
         for question, answer in answers

@@ -63,7 +63,7 @@ def test_cutedsl_and_trtllm_give_the_same_logits(engine, exact_scales, monkeypat
     monkeypatch.setenv("SGLANG_FLASHINFER_MOE_FUSED_FINALIZE", "1")
     with without_buffer():  # TRT-LLM's kernel would write into the native buffer, and CuteDSL's would not
         tokens, logits = engine.generate(engine.load(exact_scales), PROMPTS, 6)
-    with engine.arguments(**CUTEDSL):
+    with engine.override_arguments(**CUTEDSL):
         model = engine.load(exact_scales)
         cutedsl_tokens, cutedsl_logits = engine.generate(model, PROMPTS, 6)
     assert all(hasattr(layer.mlp.experts, "_cutedsl_wrapper") for layer in model.model.layers)
@@ -88,7 +88,7 @@ def needs_buffers(has_buffers):
 
 @pytest.mark.usefixtures("needs_buffers")
 def test_each_layer_has_its_own_buffers_and_their_old_content_does_not_matter(engine, checkpoint):
-    with engine.arguments(**CUTEDSL):
+    with engine.override_arguments(**CUTEDSL):
         model = engine.load(checkpoint(dense_layers=0))
         tokens, logits = engine.generate(model, PROMPTS, 2)
         wrappers = [layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers]
@@ -106,10 +106,10 @@ def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, check
     if has_buffers:
         pytest.skip("this FlashInfer's wrapper keeps buffers: test_a_larger_forward_runs_in_slices_with_one_warning")
     path = checkpoint(dense_layers=0)
-    with engine.arguments(**CUTEDSL):
+    with engine.override_arguments(**CUTEDSL):
         expected, expected_logits = engine.generate(engine.load(path), PROMPTS, 2)
     # Other releases size the buffers by these two arguments.
-    with engine.arguments(**CUTEDSL, chunked_prefill_size=64, max_prefill_tokens=64):
+    with engine.override_arguments(**CUTEDSL, chunked_prefill_size=64, max_prefill_tokens=64):
         model = engine.load(path)
         tokens, logits = engine.generate(model, PROMPTS, 2)
     assert tokens == expected

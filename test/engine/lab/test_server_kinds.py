@@ -39,7 +39,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer
     stock answers come from the engine in this process, with larger buffers."""
     limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
     path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
-    with engine.arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):
+    with engine.override_arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):
         stock = engine.load(path)
         expected = answers_in_process(engine, stock)
     layer_wrapper = stock.model.layers[0].mlp.experts._cutedsl_wrapper

@@ -95,7 +95,7 @@ def test_the_patched_server_answers_correctly_where_the_native_buffer_does_not(e
     expected answers."""
 
     def ask_in_process():
-        with engine.arguments(moe_runner_backend=TRTLLM):
+        with engine.override_arguments(moe_runner_backend=TRTLLM):
             return answers_in_process(engine, engine.load(checkpoint(dense_layers=0)))
 
     with without_buffer():
