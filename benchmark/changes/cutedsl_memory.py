@@ -41,7 +41,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of one wrapper's buffers."""
+    """Bytes of the buffers of one ``CuteDslMoEWrapper``."""
 
     max_num_tokens: int
     output: int
@@ -74,8 +74,8 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
 
 
 def measure_buffers(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
-    """Measure a wrapper for ``tokens`` tokens: all buffers that FlashInfer's own wrapper makes, and those that
-    layers share.
+    """Measure the buffers of a wrapper for ``tokens`` tokens in two ways: "upstream" and "ours" of this module's
+    docstring.
     """
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
@@ -102,13 +102,13 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         chunked_prefill_size=chunked_prefill_size,
         cuda_graph_max_bs=cuda_graph_max_bs,
         disable_cuda_graph=False,
-        # Releases from 0.5.13 on read these.
+        # Releases from 0.5.13 on also read these three arguments.
         max_prefill_tokens=engine.ServerArgs.max_prefill_tokens,
         disable_piecewise_cuda_graph=True,
         speculative_algorithm=None,
     )
     server.cutedsl_moe_max_num_tokens = lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server)
-    engine.logger.disabled = True  # otherwise the engine logs each chunked prefill size
+    engine.logger.disabled = True  # otherwise the engine would log a line for each chunked prefill size
     engine.ServerArgs._handle_data_parallelism(server)
     arguments = wrapper_arguments(model, tp, ep)
     scale = torch.ones(arguments["num_local_experts"], device="meta")
@@ -133,7 +133,7 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
 
 
 def disable_streams() -> None:
-    """Let wrappers be made without a CUDA stream, because the meta device has none."""
+    """Make FlashInfer construct its wrappers without a CUDA stream, because the meta device has no streams."""
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_reference import cutedsl
 
@@ -143,7 +143,7 @@ def disable_streams() -> None:
 
 
 def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
-    """Compute the buffers of one model and layout, sized in all three ways."""
+    """Compute the bytes of the buffers of one model and layout, in all three ways to size them."""
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
     upstream, ours = measure_buffers(model, layout.tp, layout.ep, tokens * layout.dp)
@@ -157,9 +157,9 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
 
 
 def tables(result: output.Result, tps: Collection[int] = ()) -> str:
-    """Table of the buffers of all layers, upstream and ours, with a row per layout and a column per model.
+    """Make a table of the buffers of all layers, "upstream" and "ours". It has a row per layout and a column per model.
 
-    :param tps: tensor-parallel sizes to show; empty: all.
+    :param tps: tensor-parallel sizes to show; empty: all sizes.
     """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for row in (row for row in result["figures"]["rows"] if not tps or row["tp"] in tps):

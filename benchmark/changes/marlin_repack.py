@@ -1,12 +1,12 @@
-"""Compare the engine's own repacking of FP4 experts for Marlin with that of fp4-weights, for one layer.
+"""Compare the engine's repacking of FP4 experts for Marlin with the repacking by fp4-weights, for one layer.
 
     python benchmark changes/marlin_repack --json repack.json
     python benchmark changes/marlin_repack --layers gpt-oss-120b  # one layer
 
 Weights are random, with the sizes of one rank. The kernel is the engine's own. First, all parameters are compared bit
-by bit, for small layers of each kind and for the measured layers. A difference ends the run. Then the benchmark
-measures the peak memory of preparing one layer, beside its loaded weights, and the time. If the release rejects a kind
-of layer, the result has the engine's error instead.
+by bit, for small layers of each kind and for the measured layers. If a parameter differs, the run ends. Then the
+benchmark measures the peak memory of preparing one layer, beside its loaded weights, and the time. If the release
+rejects a kind of layer, the result has the engine's error instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SMALL = {
     "nvfp4, not gated": Layer("nvfp4", 5, 512, 256, gated=False),
     "nvfp4, not gated, biases": Layer("nvfp4", 3, 512, 256, gated=False, biased=True),
 }
-"""Small layers. Their results are compared but not timed. Only the layer "padded" needs padding for Marlin."""
+"""Small layers. Their parameters are compared but not timed. Only the layer "padded" needs padding for Marlin."""
 LAYERS = {
     "deepseek-v4-flash, a quarter": Layer("mxfp4", 256, 4096, 512),
     "gpt-oss-120b": Layer("mxfp4", 128, 2880, 2880, biased=True),
@@ -69,7 +69,7 @@ LAYERS = {
 
 
 def make_loaded_layer(layer: Layer) -> torch.nn.Module:
-    """Make a module with random loaded weights, in the form that the engine's function reads."""
+    """Make a module with random weights, in the form in which the engine's preparation function reads them."""
     generator = torch.Generator("cuda").manual_seed(0)
     group, scale = (32, torch.uint8) if layer.format == "mxfp4" else (16, torch.float8_e4m3fn)
     rows = layer.rows * (2 if layer.gated else 1)
@@ -113,10 +113,10 @@ def install_fp4_weights() -> Iterator[None]:
 
 
 def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Prepare one layer for Marlin.
+    """Prepare the weights of one layer for Marlin, and measure the time and the memory.
 
-    :returns: the prepared parameters, and ``seconds``, ``allocated`` and ``reserved``. The last two are peaks in bytes,
-        on top of the loaded weights.
+    :returns: the prepared parameters, and figures: ``seconds``, and the peaks of ``allocated`` and ``reserved`` memory
+        in bytes, beside the loaded weights.
     """
     module = make_loaded_layer(layer)
     torch.cuda.synchronize()
@@ -201,7 +201,8 @@ def main() -> None:
     parser.add_argument("--layers", type=choice, default=list(LAYERS), metavar="NAME[,NAME]", help=" | ".join(LAYERS))
     options = output.parse(parser)
     machine.require_gpu("marlin_repack")
-    engine_code.module("sglang.srt.layers.quantization")  # imported first, because the engine's imports are circular
+    # Import this package before UTILS, because the engine's imports are circular.
+    engine_code.module("sglang.srt.layers.quantization")
     utils = engine_code.module(UTILS)
     known = {name: layer for name, layer in (SMALL | LAYERS).items() if hasattr(utils, layer.function)}
     figures = {

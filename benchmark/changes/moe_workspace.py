@@ -38,7 +38,7 @@ from common.moe_runners import LAYOUTS, RUNNERS, Batch, MarlinBatch, Runner, Var
 from common.shapes import MODELS
 
 STARTED = time.monotonic()
-"""Time of the program's start, in seconds of the monotonic clock."""
+"""Start of the program, in seconds of :func:`time.monotonic`."""
 GRID = ("kimi-k2.5", "deepseek-v3-fused", "glm-4.5", "qwen3-235b", "qwen3-30b", "minimax-m2", "mixtral-8x7b")
 MARLIN_GRID = "kimi-k2.5:tp8,kimi-k2.5:tp4,qwen3-235b:tp4,glm-4.5:tp8"
 WEIGHTS = {"triton": ("bf16", "fp8"), "marlin": ("int4",)}
@@ -52,12 +52,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"slices": (2, 3, 4, 5, 7), "graphs": (4096,), "decode": (1, 64), "mixed": 16384, "rounds": 11},
     },
 }
-"""Default values of the options, by MoE runner."""
+"""Default values of options, by the value of ``--runner``."""
 KINDS = ("cells", "decode", "graphs", "mixed", "left_out")
-"""Kinds of measurements in a result."""
+"""Keys of a result, one for each kind of measurement. ``left_out`` has the measurements that did not run."""
 Checked = tuple[torch.Tensor, torch.Tensor] | None
-"""Indices of some tokens and their outputs in float32, see ``Batch.expected``. ``None``: outputs are compared bit by
-bit.
+"""Result of ``Batch.expected``: indices of some tokens, and their outputs in float32. ``None``: outputs are only
+compared with stock, bit by bit.
 """
 
 
@@ -73,7 +73,10 @@ def median_interval(ratios: list[float]) -> list[float]:
 
 
 def compute_errors(output: torch.Tensor, checked: Checked) -> dict[str, float] | None:
-    """Compute the mean error of some tokens' outputs, relative to the mean of their outputs in float32."""
+    """Compute the mean absolute error of the checked tokens' outputs, relative to the mean absolute value in float32.
+
+    :param checked: result of ``Batch.expected``. With ``None``, the result is ``None``, too.
+    """
     if checked is None:
         return None
     tokens, expected = checked
@@ -82,7 +85,7 @@ def compute_errors(output: torch.Tensor, checked: Checked) -> dict[str, float] |
 
 
 def run_restored(batch: Batch) -> torch.Tensor:
-    """Restore the batch's input, which an earlier call may have overwritten, and run the layer."""
+    """Run the layer. Before, restore the batch's input, because an earlier call may have overwritten it."""
     batch.restore()
     return batch.run()
 
@@ -100,16 +103,16 @@ def peak_bytes(batch: Batch) -> int:
 
 
 def ratios_to_stock(samples: dict[str, list[float]], name: str) -> list[float]:
-    """Divide the times of a variant by stock's times, round by round."""
+    """Divide the times of the variant ``name`` by stock's times, round by round."""
     return [other / stock for stock, other in zip(samples[timing.STOCK], samples[name], strict=True)]
 
 
 def measure_batch(
     runner: Runner, batch: Batch, checked: Checked, variants: list[Variant], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Measure one batch with each variant.
+    """Measure one batch stock and with each variant: peak memory, answers and time.
 
-    A variant with the same slices as an earlier variant is not timed.
+    If two variants have the same slices, copies and output, only the first one is timed.
 
     :returns: figures of each timed variant.
     """
@@ -210,7 +213,7 @@ def measure_decode(runner: Runner, batch: Batch) -> dict[str, Any]:
 
 
 def measure_mixed(runner: Runner, batch: Batch, tokens: int, variant: Variant) -> dict[str, Any]:
-    """Run forty batches of mixed sizes, and measure the peaks of allocated and reserved memory.
+    """Run forty batches of mixed sizes, stock and with a variant. Measure the peaks of allocated and reserved memory.
 
     :param tokens: tokens of the largest batch.
     """
@@ -233,9 +236,10 @@ def measure_mixed(runner: Runner, batch: Batch, tokens: int, variant: Variant) -
 
 
 def measure_graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -> dict[str, Any]:
-    """Capture one layer in a CUDA graph.
+    """Capture one layer in a CUDA graph: stock, stock again, and with a variant. Measure each graph.
 
-    :returns: memory of the graph's pool, whether a replay has the eager output, and relative time, for each version.
+    :returns: for each version, bytes of the graph's memory pool (``pool``), whether a replay has the same output as the
+        eager layer (``same``), and the time of a replay relative to stock (``slowdown``).
     """
     figures: dict[str, Any] = {}
     graphs: dict[str, Any] = {}
@@ -247,7 +251,8 @@ def measure_graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -
             with torch.cuda.stream(stream):
                 eager = run_restored(batch).clone()
             torch.cuda.synchronize()
-            expected = expected if runner.in_place else eager  # Marlin's own sums have a random order
+            # Marlin adds numbers in a random order, so a captured layer can only equal its own eager output.
+            expected = expected if runner.in_place else eager
             timing.free_memory()
             reserved = torch.cuda.memory_reserved()
             graphs[name] = torch.cuda.CUDAGraph()
@@ -274,8 +279,9 @@ def measure_graph(runner: Runner, batch: Batch, variant: Variant, rounds: int) -
 def choose_variants(layer: tuple[str, str], options: Any, *, first: bool) -> list[Variant]:
     """Choose the variants to measure with one batch.
 
-    :param layer: model and layout.
-    :param first: whether the batch is the layer's first one. Only the first batch runs without Marlin's copies.
+    :param layer: model and layout, as in ("kimi-k2.5", "tp8").
+    :param first: whether this is the first batch of the layer. Only the first batch is also measured without the copies
+        of Marlin's slices (``Variant.copies``).
     """
     default_mb = moe_tables.MARLIN_MB.get(layer) if options.runner == "marlin" else None
     settings = [mb for mb in (default_mb, *options.mb) if mb]
@@ -289,7 +295,7 @@ def choose_variants(layer: tuple[str, str], options: Any, *, first: bool) -> lis
 
 
 def measure(runner: Runner, names: list[tuple[str, str, str]], options: Any) -> dict[str, Any]:
-    """Measure all layers. A layer that fails, or for which no time is left, is recorded with its reason."""
+    """Measure all layers. If a layer fails, or no time is left, the result has the reason in ``left_out``."""
     figures: dict[str, Any] = {kind: [] for kind in KINDS}
 
     def keep(kind: str, row: dict[str, Any]) -> None:
@@ -319,7 +325,7 @@ def measure(runner: Runner, names: list[tuple[str, str, str]], options: Any) -> 
 def measure_layer(
     runner: Runner, layer: Any, name: tuple[str, str], options: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure one layer, and yield each measurement with its kind."""
+    """Measure one layer. Yield pairs of a kind (one of ``KINDS``) and the figures of a measurement."""
     for tiles, folder in ({"default": None} | ({"tuned": options.tiles} if options.tiles else {})).items():
         if folder is not None and not list(folder.glob(f"configs/*/{glob.escape(moe_tiles.file_name(layer))}")):
             continue
@@ -335,9 +341,8 @@ def measure_layer(
                 facts = batch.layer.sizes()
                 try:
                     checked = batch.expected()
-                except (
-                    Exception
-                ) as error:  # the engine's test utilities are needed to unpack weights, and may be missing
+                except Exception as error:
+                    # The float32 outputs need the engine's test utilities, which may not be installed.
                     yield "left_out", {"reason": f"no errors against float32: {type(error).__name__}: {error}"}
             else:
                 facts = {"tiles": tiles, "config": moe_tiles.find_tiles(layer, tokens)}
@@ -372,26 +377,46 @@ def parse_layers(text: str) -> list[tuple[str, str, str]]:
 
 def parse(arguments: list[str] | None = None) -> Any:
     parser = output.parser(__doc__)
-    parser.add_argument("--runner", choices=RUNNERS, default="triton")
-    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(GRID), help=", ".join(MODELS))
-    parser.add_argument("--layouts", type=output.choice_of(LAYOUTS), default=["tp1", "tp4", "tp8"])
+    parser.add_argument("--runner", choices=RUNNERS, default="triton", help="MoE runner (%(default)s)")
     parser.add_argument(
-        "--layers", type=parse_layers, metavar="MODEL:LAYOUT:WEIGHTS,...", help="measure these layers instead"
+        "--models",
+        type=output.choice_of(MODELS),
+        default=list(GRID),
+        help=f"comma-separated models whose layers are measured: {', '.join(MODELS)}",
     )
-    parser.add_argument("--tokens", type=output.parse_numbers, help="tokens of the batches")
-    parser.add_argument("--slices", type=output.parse_numbers, help="also measure these numbers of slices")
+    parser.add_argument(
+        "--layouts",
+        type=output.choice_of(LAYOUTS),
+        default=["tp1", "tp4", "tp8"],
+        help=f"comma-separated tensor-parallel layouts: {', '.join(LAYOUTS)}",
+    )
+    parser.add_argument(
+        "--layers",
+        type=parse_layers,
+        metavar="MODEL:LAYOUT:WEIGHTS,...",
+        help="measure these layers instead of --models and --layouts, as in kimi-k2.5:tp8:fp8; also bf16 or int4",
+    )
+    parser.add_argument("--tokens", type=output.parse_numbers, help="comma-separated numbers of tokens in a batch")
+    parser.add_argument(
+        "--slices", type=output.parse_numbers, help="also measure these fixed numbers of slices, comma-separated"
+    )
     parser.add_argument(
         "--mb",
         type=output.parse_numbers,
         default=(),
         help="also measure these values of SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
     )
-    parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="also measure with the tiles in this folder")
-    parser.add_argument("--graphs", type=output.parse_numbers, help="tokens of batches to capture in a CUDA graph")
-    parser.add_argument("--decode", type=output.parse_numbers, help="tokens of batches too small for slices")
-    parser.add_argument("--mixed", type=int, help="tokens of the largest of forty mixed batches")
-    parser.add_argument("--rounds", type=int, help="rounds of each measurement")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after this time")
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        metavar="FOLDER",
+        help="also measure with tile sizes from the engine's files in this folder",
+    )
+    parser.add_argument("--graphs", type=output.parse_numbers, help="numbers of tokens to capture in CUDA graphs")
+    parser.add_argument("--decode", type=output.parse_numbers, help="numbers of tokens that are too few for slices")
+    parser.add_argument("--mixed", type=int, help="tokens of the largest of forty mixed batches; 0: no mixed batches")
+    parser.add_argument("--rounds", type=int, help="number of rounds of each measurement")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
     options = output.parse(parser, arguments)
     for name, value in DEFAULTS[options.runner].items():
         if getattr(options, name) is None:

@@ -28,9 +28,9 @@ from sglang_moe_patches.changes.mori_input_truncation import bound as rows_bound
 EPS = (8, 16, 32)
 BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
 BUFFER_PER_RANK = 4096
-"""Rows of MoRI's default receive buffer for each rank that sends."""
+"""Rows that MoRI's receive buffer has by default for each sending rank."""
 LIMIT_BATCH = 128
-"""Number of tokens on each rank in the largest decode batch for which the limit is set."""
+"""Tokens on each rank in the largest decode batch for which the mode "limit" is set."""
 TOP_K, EXPERTS = MODELS["deepseek-v3"].top_k, MODELS["deepseek-v3"].experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")
@@ -38,12 +38,13 @@ MODES = ("stock", "limit", "bound")
 
 @dataclass(frozen=True)
 class Case:
-    """Forward pass of the busiest rank: the rank that receives the most rows.
+    """One forward pass, with the rows of the busiest rank: the rank that receives the most rows.
 
     :param ep: number of expert-parallel ranks.
     :param batch: tokens on each rank.
     :param received: rows that the busiest rank receives.
-    :param stock: rows that its kernel computes in this mode; ``limit`` and ``bound`` likewise.
+    :param stock: rows that the busiest rank's kernel computes in the mode ``stock``. ``limit`` and ``bound`` are the
+        rows in the other two modes.
     """
 
     ep: int
@@ -60,7 +61,7 @@ class Case:
         return max(0, self.received - self.limit)
 
     def ratio(self, mode: str) -> float:
-        """Computed rows divided by received rows."""
+        """Return the computed rows in a mode, divided by the received rows."""
         return getattr(self, mode) / self.received
 
 
@@ -78,7 +79,11 @@ def count_received_rows(ep: int, batch: int, routing: str, generator: torch.Gene
 
 
 def make_cases(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
-    """Count, for each case, the rows that a rank receives, and the rows that its kernel computes with each method."""
+    """Count the rows that the busiest rank receives and computes, for all sizes, batches and routings.
+
+    :param eps: numbers of expert-parallel ranks.
+    :param batches: numbers of tokens on each rank.
+    """
     generator = torch.Generator().manual_seed(0)
     cases = []
     for ep in eps:
@@ -95,10 +100,10 @@ def make_cases(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
 
 
 def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
-    """Table of the computed rows.
+    """Make a table of the received rows and of the rows that the kernel computes in each mode.
 
-    :param eps: expert-parallel sizes to show; empty: all.
-    :param batches: tokens on each rank to show; empty: all.
+    :param eps: numbers of expert-parallel ranks to show; empty: all.
+    :param batches: numbers of tokens on each rank to show; empty: all.
     """
     figures = result["figures"]
     rows = []

@@ -5,8 +5,8 @@
 
 The benchmark runs one decoder layer in eager mode, stock and patched in turn. The layer calls only the engine's own MoE
 runner function, with the arguments of a real decode step. Attention does nothing, and kernels return at once, because
-their time is time of the device. With `--runner triton` the three changes for the Triton runner are on. Without a GPU,
-plain PyTorch replaces the runner's CUDA functions.
+only the time of the host is measured. With `--runner triton` the three changes for the Triton runner are on. Without a
+GPU, plain PyTorch replaces the runner's CUDA functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Skeleton:
     """Decoder layer without kernels: it runs only Python code of the engine and of the changes.
 
     :param layer: decoder layer of a model that was built with the changes.
-    :param run: function that calls the MoE runner as a layer of a server does. It takes the server's name.
+    :param run: function that calls the MoE runner as a layer of a server does. Its argument is "stock" or "patched".
     """
 
     layer: Any
@@ -120,7 +120,7 @@ def record_calls(engine: Any, module: Any, function: str, models: list[Any]) -> 
 
 
 def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Measure the host time of one layer, stock, patched and stock again."""
+    """Measure the host time of one layer in turn: stock, patched and stock again."""
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
@@ -138,7 +138,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
         "mem_fraction_static": 0.9,
         "disable_piecewise_cuda_graph": True,
     }
-    os.environ[SELECT_VARIABLE] = "none"  # the changes are installed and removed below
+    os.environ[SELECT_VARIABLE] = "none"  # layer_us() installs and removes the changes
     engine = InProcess(started, **(gpu if torch.cuda.is_available() else {}))
 
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA, DeepseekV2DecoderLayer
@@ -164,7 +164,8 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
         self.self_attn.forward()
         return skeleton.run(server)
 
-    # A server's layers get this wrapper when their model is built. The model here is built only once.
+    # In a server, the layers are wrapped when the model is built. This model is built only once, so layer_us() wraps
+    # its layer.
     offering = make_offering(probe_layer(DeepseekV2DecoderLayer))
     around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
@@ -184,7 +185,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
             reused = result.data_ptr() == hidden_states.data_ptr()
             if reused != (name == "patched"):
                 raise SystemExit(f"overhead: {name} {'used' if reused else 'did not use'} the layer's input")
-            start = time.thread_time()  # processor time, so that the time of other processes does not count
+            start = time.thread_time()  # processor time, which does not include the time of other processes
             for _ in range(options.steps):
                 skeleton.layer.forward(None, hidden_states, None, residual)
             return (time.thread_time() - start) / options.steps * 1e6
@@ -210,7 +211,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
 
 
 def host_tables(results: Sequence[output.Result]) -> str:
-    """Table of the host time, with a row per result."""
+    """Make a table of the host time per MoE layer, with a row per result."""
     rows = []
     for result in results:
         figures = result["figures"]
@@ -243,9 +244,11 @@ def added_host_time(results: Sequence[output.Result]) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"rounds": 2, "steps": 8})
-    parser.add_argument("what", choices=["host"])
-    parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of measurements (%(default)s)")
+    parser.add_argument("what", choices=["host"], help="what to measure: the host time")
+    parser.add_argument(
+        "--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed", help="MoE runner (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each version (%(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="decode steps of a measurement (%(default)s)")
     options = output.parse(parser)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as work:

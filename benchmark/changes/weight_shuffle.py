@@ -1,4 +1,4 @@
-"""Compare the engine's preparation of NVFP4 weights for the TRT-LLM MoE kernels with that of fp4-weights.
+"""Compare the engine's preparation of NVFP4 weights for the TRT-LLM MoE kernels with the preparation by fp4-weights.
 
     python benchmark changes/weight_shuffle --json shuffle.json --plot shuffle.svg  # the whole grid
     python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
@@ -84,7 +84,8 @@ class Engine:
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from sglang.srt.layers.quantization import utils  # imported first, because imports are circular
+            # Import this module before the runner, because the engine's imports are circular.
+            from sglang.srt.layers.quantization import utils
 
             runner = importlib.import_module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
@@ -103,7 +104,10 @@ class Engine:
 
 
 def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
-    """Make a module with the attributes of ``FusedMoE`` that the loading step reads and writes. It uses ``tensors``."""
+    """Make a module with the attributes of ``FusedMoE`` that the loading step reads and writes.
+
+    :param tensors: weights and block scales of w13, then of w2, in the order of ``names`` below.
+    """
     layer = torch.nn.Module()
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     for name, tensor in zip(names, tensors, strict=True):
@@ -142,7 +146,9 @@ def check(case: Case, engine: Engine) -> None:
 
 
 def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
-    """Measure the time and memory of both functions for one case, and the time to compile our kernels."""
+    """Measure the time and memory of both preparation functions for one case, and the time of our first call. If
+    Triton's cache is empty, the first call also compiles our kernels.
+    """
     layer = random_layer(case)
     shuffle.row_permutations(case.hidden, case.intermediate, True)
 
@@ -170,9 +176,9 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
 
 
 def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
-    """Load and prepare a model of ``layers`` layers, and measure the memory that is reserved but not used after it.
+    """Load and prepare a model of ``layers`` layers. Then measure the memory that is reserved and not allocated.
 
-    :returns: bytes after the engine's preparation, and after this package's.
+    :returns: bytes after the engine's preparation (``engine``) and after this package's preparation (``ours``).
     """
     free = torch.cuda.mem_get_info()[0]
     experts = max(1, min(case.experts, int(case.experts * 0.25 * free / (layers * case.layer_bytes))))
@@ -269,7 +275,7 @@ def main() -> None:
 
     machine.require_gpu("weight_shuffle.py")
     with tempfile.TemporaryDirectory(prefix="triton-cold-") as cold_cache:
-        # The first call shows the time of the compilation if the cache is empty.
+        # With an empty cache, the time of the first call includes the compilation of the kernels.
         os.environ["TRITON_CACHE_DIR"] = cold_cache
         bandwidth = timing.copy_bandwidth()
         engine = Engine()
