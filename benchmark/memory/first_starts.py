@@ -6,8 +6,8 @@
     python benchmark memory/first_starts --quick  # a tiny model, CPU: does it run?
 
 Every server is a first start with the engine's defaults and random weights. `benchmark/memory/serving.py` runs each
-row; its result file also has the commit of this repository. Two calls on two GPUs may share the rows: `--rows` names
-those of a call. A row that fails does not end the call.
+row. Its result file also has the commit of this repository. To divide the rows among several GPUs, start this script
+several times with different `--rows`. If a row fails, the script continues with the next row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from common import output
 
 ROOT = Path(__file__).parents[1]
 H100_FREE_MIB = 80_943
-"""MiB of GPU memory that are free on an H100 when a server starts (81,559 MiB in all)."""
+"""Free memory of an idle H100 in MiB. Its total memory is 81,559 MiB."""
 H100_FRACTION = 0.83
-"""``--mem-fraction-static`` that the engine computes on an H100 for a chunk of 8,192 tokens (0.5.12.post1)."""
+"""``--mem-fraction-static`` that SGLang 0.5.12.post1 computes on an H100 for prefill chunks of 8,192 tokens."""
 
 
 class Row(NamedTuple):
-    """One server of the table.
+    """One row of the README's table: a model on its GPUs, served stock and patched.
 
     :param server: model and GPUs, as the table names them.
     :param as_run: part of the model that runs; "whole" if nothing was left out.
@@ -37,8 +37,8 @@ class Row(NamedTuple):
     :param arguments: arguments of ``benchmark/memory/serving.py``.
     :param server_arguments: arguments of the server, in addition to those that ``benchmark/memory/serving.py`` gives
         every server.
-    :param predicted_tokens: KV cache sizes of the stock and the patched server, predicted before the run.
-    :param gpus: number of GPUs of the server. A machine with fewer GPUs leaves the row out.
+    :param predicted_tokens: predicted KV cache sizes of the stock and of the patched server, in tokens.
+    :param gpus: number of GPUs of the server. On a machine with fewer GPUs, the row is skipped.
     """
 
     server: str
@@ -51,8 +51,8 @@ class Row(NamedTuple):
 
 
 def model(name: str, layers: int, *, shard: int = 1, context: int = 65_536) -> tuple[str, ...]:
-    """Return arguments of ``benchmark/memory/serving.py``: the model, the engine's default limits, and a chunk of
-    8,192 tokens.
+    """Return arguments of ``benchmark/memory/serving.py`` for a model, with the engine's default limits and prefill
+    chunks of 8,192 tokens.
     """
     sizes = ("--shard", str(shard), "--layers", str(layers), "--context", str(context))
     return ("--model", name, *sizes, "--chunk", "8192", "--requests", "0")
@@ -121,13 +121,15 @@ ROWS = {
         gpus=4,
     ),
 }
-"""Servers of the table by the names of their result files. The first rows matter most if time runs out."""
+"""Rows of the README's table, by the names of their result files. The most important rows come first, in case that time
+runs out.
+"""
 
 
 def command(row: Row, work: Path, result: Path, servers: str) -> list[str]:
-    """Command that runs ``benchmark/memory/serving.py`` for a row.
+    """Return the command that runs ``benchmark/memory/serving.py`` for a row.
 
-    It keeps the servers' logs in a folder next to the result.
+    The command keeps the servers' logs in a folder next to the result.
     """
     logs = str(result.with_suffix(""))
     options = ["--work", str(work), "--json", str(result), "--servers", servers, "--logs", logs]
@@ -135,12 +137,14 @@ def command(row: Row, work: Path, result: Path, servers: str) -> list[str]:
 
 
 def work_folder(row: Row, work: Path) -> Path:
-    """Folder of a row's model and compiled kernels. Rows of one model share it, and must not run at the same time."""
+    """Return the folder of a row's model and compiled kernels. Rows of the same model share the folder, so they must
+    not run at the same time.
+    """
     return work / "-".join(row.arguments[:2]).strip("-")
 
 
 def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
-    """Run both servers of a row. The log of the row is ``NAME.log`` next to its result.
+    """Run both servers of a row. The output of the run is written to ``NAME.log``, next to the row's result.
 
     :returns: exit code of ``benchmark/memory/serving.py``.
     """
@@ -154,7 +158,7 @@ def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
 
 
 def choose_rows(options: Any) -> dict[str, Row]:
-    """Return the rows of this call that the machine has enough GPUs for."""
+    """Return the rows of ``--rows`` for which the machine has enough GPUs. Print the other rows."""
     import torch
 
     if options.quick:
@@ -168,8 +172,16 @@ def choose_rows(options: Any) -> dict[str, Row]:
 
 def main() -> int:
     parser = output.parser(__doc__, quick={"rows": []})
-    parser.add_argument("--rows", type=output.choice_of(ROWS), default=list(ROWS), metavar="NAME,...")
-    parser.add_argument("--servers", default="stock,grown", help="of memory/serving (%(default)s)")
+    parser.add_argument(
+        "--rows",
+        type=output.choice_of(ROWS),
+        default=list(ROWS),
+        metavar="NAME,...",
+        help=f"rows to run; default: all of {', '.join(ROWS)}",
+    )
+    parser.add_argument(
+        "--servers", default="stock,grown", help="servers of each row: --servers of memory/serving (%(default)s)"
+    )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep models and compiled kernels there")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="folder of the result files and logs")
     parser.add_argument("--list", action="store_true", help="print the rows and their commands, run nothing")

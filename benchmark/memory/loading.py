@@ -2,20 +2,20 @@
 
     python benchmark memory/loading --json loading.json  # gpt-oss-120b, MXFP4, whole
     python benchmark memory/loading --leave-free 80943 --json h100.json -- --mem-fraction-static 0.83  # as on an H100
-    python benchmark memory/loading --json loading.json --servers new  # one of them; the others later
+    python benchmark memory/loading --json loading.json --servers new  # one server; other servers later
     python benchmark memory/loading --quick  # a tiny model, CPU: does it run?
 
 Servers start one after the other, with random weights and the engine's defaults:
 
 - `stock`: SGLANG_MOE_PATCHES=none.
 - `stock-zeros`: stock, and MXFP4's kernels read zeros after a layer's scales.
-- `before`: fp4-weights, which lays out all experts of a layer at once, as it did before.
-- `new`: fp4-weights.
-- `before-grown`, `new-grown`: the same with kv-sizing. Their KV cache size is read twice: by the engine's rule, and
-  grown.
+- `before`: fp4-weights as in earlier versions, which laid out all experts of a layer at once.
+- `new`: fp4-weights as it is now. It lays out a few experts at a time.
+- `before-grown`, `new-grown`: `before` and `new` with kv-sizing. The result has two KV cache sizes: by the engine's
+  rule, and grown by kv-sizing.
 
-The allocator is read once the model is loaded and unused segments are returned (torch.cuda.empty_cache). Then each
-server answers eight questions. Holes are bytes that are reserved and not allocated.
+When the model is loaded, unused segments are returned (torch.cuda.empty_cache), and the figures of the allocator are
+read. Then each server answers eight questions. Holes are bytes that are reserved and not allocated.
 
 --leave-free makes another process allocate GPU memory first, so that this many MiB are free. An idle H100 has 80943 MiB
 of free memory. With the same --json a later run adds its servers to the file.
@@ -41,9 +41,7 @@ from memory import serving
 
 MB = 1e6
 WHOLE = "BENCHMARK_WHOLE_LAYOUT"
-"""Environment variable of a server that lays out all experts of a layer at once, as fp4-weights did in earlier
-versions.
-"""
+"""Environment variable. If set, fp4-weights lays out all experts of a layer at once, as in earlier versions."""
 SERVERS = {
     "stock": "stock",
     "stock-zeros": serving.ZEROS,
@@ -70,8 +68,10 @@ def register() -> None:
 
 
 def _lay_out_whole(in_parts: Any) -> None:
-    """Switch off the three steps that this benchmark compares: the layout in parts, the room for its result in the
-    loaded weights, and the return of unused segments.
+    """Restore how fp4-weights laid out experts in earlier versions, by switching off three newer steps.
+
+    The steps are: the layout of a few experts at a time, the reuse of the loaded weights' memory for the layout, and
+    the return of unused segments to the driver.
     """
     in_parts.wrap_swizzle = lambda original: original
     in_parts.create_with_room = lambda swizzle, create, layer: create()
@@ -92,8 +92,8 @@ def _measure(loader: Any) -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Return unused segments to the driver, and measure the bytes of this process's allocator. The result is empty
-    without a GPU.
+    """Return unused segments to the driver. Then read the memory figures of this process's allocator, in bytes. The
+    result is empty without a GPU.
     """
     import torch
 
@@ -157,7 +157,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
 
 
 def loaded(log: str) -> dict[str, Any]:
-    """Read the figures of the rank that reserved the most memory from a server's log. They are empty if the model
+    """Read from a server's log the figures of the rank that reserved the most memory. The result is empty if the model
     was not loaded.
     """
     ranks = [json.loads(line.partition(_SAYS)[2]) for line in log.splitlines() if _SAYS in line]
@@ -165,7 +165,7 @@ def loaded(log: str) -> dict[str, Any]:
 
 
 def failure(log: str, error: Exception) -> str:
-    """Return why a server did not start: the last line of its log that names an error."""
+    """Return the last line of a server's log that names an error. It says why the server did not start."""
     named = [line for line in log.splitlines() if "Error" in line or "Not enough memory" in line]
     return (named[-1] if named else f"{type(error).__name__}: {error}").strip()[-300:]
 
@@ -189,7 +189,7 @@ def tables(results: Sequence[output.Result]) -> str:
 
 
 def run_label(result: output.Result) -> str:
-    """Describe a run: model, GPU, CUDA graphs, and the memory that another process left."""
+    """Describe a run: model, GPU, whether CUDA graphs were off, and the free memory that ``--leave-free`` left."""
     figures = result["figures"]
     parts = [dummy_servers.run_label(result), machine.gpu_model(result["conditions"])]
     parts += ["no CUDA graphs"] * ("--disable-cuda-graph" in figures["arguments"])
@@ -216,8 +216,8 @@ def _token_cells(found: dict[str, Any]) -> list[str]:
 
 
 def _alike(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
-    """Count the answers, and the log-probabilities of answers, that equal those of the server ``stock-zeros`` bit by
-    bit.
+    """Compare a server with the server ``stock-zeros``, bit by bit. Return how many answers are equal, and how many
+    answers have equal log-probabilities.
     """
     own = figures["servers"]
     zeros = next(

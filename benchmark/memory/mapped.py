@@ -11,7 +11,7 @@ kv-sizing, in pieces of N MiB. Each round makes the memory anew, and measures wh
 - the longest launch within a quarter of a second, while another process asks the driver for free memory once, as
   monitoring does.
 
-Each figure is a median, because the host is busy with other work at times.
+Each figure is a median, because other processes use the host at times.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def allocate_buffers(size: int) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def map_buffers(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
-    """Map the buffers as kv-sizing does.
+    """Reserve addresses for the buffers and map memory to them, as kv-sizing does.
 
     :param piece: bytes of each mapped piece.
     :param size: bytes of all buffers together.
@@ -84,7 +84,7 @@ def map_buffers(piece: int, size: int) -> Iterator[list[torch.Tensor]]:
 
 
 def launch_us(number: torch.Tensor) -> float:
-    """Measure the host time to launch one of many kernels, in microseconds."""
+    """Measure the host time per kernel launch, in microseconds, while the host launches many kernels in a row."""
     times = []
     for _ in range(BATCHES):
         start = time.perf_counter()
@@ -107,7 +107,7 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
-    """Measure the bandwidth of reads of random rows, in GB/s. As many bytes are written, and they do not count."""
+    """Measure the bandwidth of reads of random rows, in GB/s. The rows are also written, but only reads are counted."""
     rows = torch.randint(len(buffers[0]), (READ_ROWS,), device="cuda")
 
     def read() -> None:
@@ -118,9 +118,10 @@ def read_gb_s(buffers: Sequence[torch.Tensor]) -> float:
 
 
 def longest_ms(number: torch.Tensor) -> float:
-    """Measure the longest launch in each window, in milliseconds, until its kernel has finished.
+    """Measure the longest kernel launch of each time window, and return the median of the windows in milliseconds.
 
-    Another process asks the driver for free memory once in each window.
+    A launch is measured until its kernel has finished. Another process asks the driver for free memory once in each
+    window.
     """
     longest = [0.0] * WINDOWS
     with free_memory() as readings:
@@ -138,7 +139,7 @@ def longest_ms(number: torch.Tensor) -> float:
 
 
 def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:
-    """Make the memory and measure all figures.
+    """Allocate or map the buffers, and measure all figures.
 
     :param make: :func:`allocate_buffers` or :func:`map_buffers`.
     :param size: bytes of all buffers together.
@@ -160,7 +161,7 @@ def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:
 
 
 def tables(result: output.Result) -> str:
-    """Table with a row for each figure: the medians, and the range of each version's ratio to stock."""
+    """Make a table with a row for each figure. It has the medians, and the range of each version's ratio to stock."""
     figures = result["figures"]
     names = list(figures["samples"])
     rows = []

@@ -1,11 +1,11 @@
-"""Time that kv-sizing's hooks add to a turn of the scheduler's event loop while a server serves.
+"""Measure the time that kv-sizing's hooks add to a turn of the scheduler's event loop while a server serves.
 
     sglang-moe-reference exec -- python benchmark memory/scheduler_turn       # any machine
 
-A turn is one iteration of the event loop. It reads an empty inbox, processes its requests, and asks how many requests
-may join the running ones: once, and once for each waiting request. These functions are the engine's. Nothing is
-computed, so the figures are the whole cost of the hooks, compared with stock. Reading the GPU's free memory is left
-out, because the server does it only once a second.
+A turn is one iteration of the event loop, with the engine's own functions. It has three steps: it reads an empty inbox,
+processes an empty list of requests, and asks how many requests may join the running batch. The last step runs once, and
+once more for each waiting request. No forward pass runs, so the difference to stock is the whole cost of the hooks. The
+hooks do not read the GPU's free memory here, because a server reads it only once a second.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from typing import Any
 from common import output, timing
 
 STATES = {
-    "none is penalized": (False, False),
-    "all that run are penalized": (True, False),
-    "one that waits is penalized": (False, True),
+    "no request has penalties": (False, False),
+    "all running requests have penalties": (True, False),
+    "one waiting request has penalties": (False, True),
 }
-"""Names of the rows, and for each whether the running requests are penalized, and whether a waiting request is."""
+"""Measured states of the scheduler. Key: name of the table's row. Value: whether the running requests have penalties,
+and whether one waiting request has penalties.
+"""
 
 
 def request_of(penalized: bool) -> Any:
-    """Make a request of the engine's class."""
+    """Make a request, an object of the engine's ``Req`` class, with or without a presence penalty."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -42,7 +44,13 @@ def request_of(penalized: bool) -> Any:
 
 
 def scheduler_of(running: int, waiting: int, state: str) -> Any:
-    """Make a scheduler of the engine's class, with all that a turn without a forward pass needs."""
+    """Make an object of the engine's ``Scheduler`` class, with only the attributes that a turn without a forward pass
+    needs.
+
+    :param running: number of running requests.
+    :param waiting: number of waiting requests.
+    :param state: key of ``STATES``.
+    """
     import torch
     import zmq
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -92,7 +100,7 @@ def turn_us(scheduler: Any, turns: int) -> float:
     """Measure the processor time of one turn, in microseconds."""
     import zmq
 
-    begin = time.thread_time()  # the time of other programs does not count
+    begin = time.thread_time()  # processor time, which does not include the time of other programs
     for _ in range(turns):
         with suppress(zmq.ZMQError):
             scheduler.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK)
@@ -131,7 +139,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def tables(result: output.Result) -> str:
     figures = result["figures"]
-    header = (f"{figures['running']} requests run, {figures['waiting']} wait", "stock", "added", "quartiles")
+    requests = f"{figures['running']} running and {figures['waiting']} waiting requests"
+    header = (f"{requests}, us per turn", "stock", "added", "quartiles")
     rows = []
     for row in figures["rows"]:
         low, median, high = row["added_us"]
@@ -142,17 +151,17 @@ def tables(result: output.Result) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"rounds": 2, "turns": 100})
-    parser.add_argument("--running", type=int, default=300, help="requests that run (default: %(default)s)")
-    parser.add_argument("--waiting", type=int, default=1, help="requests that wait (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=31, help="rounds (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=5000, help="turns in a round (default: %(default)s)")
+    parser.add_argument("--running", type=int, default=300, help="running requests (default: %(default)s)")
+    parser.add_argument("--waiting", type=int, default=1, help="waiting requests (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=31, help="measurements of each version (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5000, help="turns in a measurement (default: %(default)s)")
     options = output.parse(parser)
     from common.in_process import InProcess
     from sglang_moe_reference.model import ModelSpec, make_model
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
         make_model(Path(work) / "model", ModelSpec(layers=1, dense_layers=1))
-        InProcess(Path(work) / "model")  # the engine's global settings exist from here on
+        InProcess(Path(work) / "model")  # sets the engine's global settings
         from sglang.srt.server_args import get_global_server_args
 
         get_global_server_args().pp_max_micro_batch_size = 4096  # the default with one pipeline stage

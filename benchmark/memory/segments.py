@@ -5,14 +5,16 @@ activation-segments.
     python benchmark memory/segments --model qwen3-30b --shard 1 --layers 48 --context 40960 --json segments-qwen.json
     python benchmark memory/segments --servers stock,stock-segments --seconds 480  # a long run
     python benchmark memory/segments --tp 2 --servers stock,variable,stock-segments  # custom all-reduce
-    python benchmark memory/segments -- --disable-cuda-graph --disable-piecewise-cuda-graph  # everything eager
+    python benchmark memory/segments -- --disable-cuda-graph --disable-piecewise-cuda-graph  # without CUDA graphs
     python benchmark memory/segments --quick  # a tiny model, CPU: does it run?
 
 Servers have random weights, the engine's own memory fraction and its default CUDA graphs. Each group of GPUs runs its
 servers one after the other:
 
-- `stock`, `stock-segments`: no change; only activation-segments
-- `patched-off`, `patched`: all changes but activation-segments; all changes
+- `stock`: no change
+- `stock-segments`: only activation-segments
+- `patched-off`: all changes but activation-segments
+- `patched`: all changes
 - `stock-again`: a second stock server
 - `variable`: a stock server with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True from its start
 
@@ -53,7 +55,7 @@ SERVERS = {
     "stock-again": ("none", ""),
     "variable": ("none", ""),
 }
-"""Values of ``SGLANG_MOE_PATCHES`` and of activation-segments' variable, by server."""
+"""Value of ``SGLANG_MOE_PATCHES`` and value of activation-segments' variable ("": unset), by server."""
 VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 """Further environment variables, by server."""
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
@@ -64,7 +66,7 @@ CLIENTS = 16
 BATCH = 32
 """Number of requests in the larger decode batch."""
 SHORT = 48
-"""Number of tokens of a prompt whose decode steps are timed."""
+"""Number of tokens of a prompt in the measurements of decode steps."""
 ANSWER_TOKENS = 16
 """Number of new tokens in each answer to a question."""
 
@@ -74,7 +76,7 @@ class Failed(RuntimeError):
 
 
 class Requests:
-    """Requests to one server. They are the same for every server."""
+    """Sender of this benchmark's requests to one server. Every server receives the same requests."""
 
     def __init__(self, server: Server, options: Any, vocabulary: int) -> None:
         self.server, self.options, self.client = server, options, Client(server.url)
@@ -102,10 +104,10 @@ class Requests:
         return [self.send([self.prompt(self.options.chunk, seed, number)]) for number in range(count)]
 
     def time_decode(self, requests: int, seed: str) -> float:
-        """Time a decode step of ``requests`` requests, in milliseconds.
+        """Measure the time of one decode step of ``requests`` requests, in milliseconds.
 
-        The time is the difference between a long and a short run, divided by the number of additional steps in the long
-        run.
+        The requests are sent twice, with few and with many new tokens. The time of a step is the difference between the
+        two times, divided by the difference between the numbers of steps.
         """
         steps = self.options.steps
         short, long = (self.send([self.prompt(SHORT, seed, n, r) for r in range(requests)], n) for n in (2, steps + 2))
@@ -168,7 +170,7 @@ class Requests:
 
 
 def measure(requests: Requests, path: Path) -> dict[str, Any]:
-    """Send all requests to a server, and compute its figures.
+    """Send all requests of this benchmark to a server, and compute the server's figures.
 
     :param path: file in which the server records its allocator's memory.
     """

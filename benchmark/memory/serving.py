@@ -1,7 +1,7 @@
 """Measure the tokens per second of stock servers and of servers with a grown KV cache, with the engine's own client.
 
     python benchmark memory/serving --json serving.json  # Kimi-K2.5's widths, 14 layers: stock, grown
-    python benchmark memory/serving --work serving --json serving.json --servers stock  # one of them; the others later
+    python benchmark memory/serving --work serving --json serving.json --servers stock  # one server; others later
     python benchmark memory/serving --model qwen3-30b --shard 1 --layers 48 --context 40960 --input 30000 --prompts 60
     python benchmark memory/serving --model qwen3-vl-30b --shard 1 --layers 48 --input 100,2000 --images 2
     python benchmark memory/serving ... --servers stock,post-capture,grown --penalized 256  # from 0.5.17 on
@@ -13,7 +13,8 @@ and answer the same requests: first eight questions, one after the other, then a
 
 - `stock`: SGLANG_MOE_PATCHES=none
 - `patched`: all changes but kv-sizing
-- `grown`, `stock-grown`: all changes with kv-sizing (SGLANG_MOE_PATCHES_KV_SIZING=auto); only kv-sizing
+- `grown`: all changes with kv-sizing (SGLANG_MOE_PATCHES_KV_SIZING=auto)
+- `stock-grown`: only kv-sizing
 - `post-capture`: the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1, from 0.5.17 on, not for MLA)
 - names of changes, as in `fp4-weights` or `kv-sizing+moe-workspace`: only these changes. They show what one change
   does.
@@ -33,11 +34,11 @@ Further loads come after the first one:
 - --overfill sends more requests than the KV cache has room for.
 - --penalized sends many requests at once, with penalties and a logit bias. With --record, the result says which
   functions of the engine had allocated the tensors at the peak.
-- --take lets another process allocate GPU memory while clients send requests, until less than half of kv-sizing's
-  margin is free. The server must give KV cache back and go on answering.
+- --take starts another process that allocates GPU memory while clients send requests, until less than half of
+  kv-sizing's margin is free. The server must then free a part of its KV cache, and still answer requests.
 
-With --leave-free, another process allocates all but this many MiB of the GPU before a server starts. 80943 MiB give an
-H200 the free memory of an H100.
+With --leave-free, another process allocates GPU memory before a server starts, until only this many MiB are free. With
+80943 MiB, an H200 has the free memory of an H100.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ MB = 1e6
 
 
 class Kind(NamedTuple):
-    """Kind of a server in this benchmark.
+    """Settings of one of this benchmark's servers, such as ``stock`` or ``grown``.
 
     :param changes: value of ``SGLANG_MOE_PATCHES``.
     :param grows: whether kv-sizing is on.
-    :param loaded: whether the server gets the load. Otherwise it only answers the questions.
+    :param loaded: whether the server receives the load. Otherwise it only answers the questions.
     :param variables: further environment variables.
     """
 
@@ -115,10 +116,10 @@ DEFAULT = ("stock", "grown")
 
 
 def kind_of(name: str) -> Kind:
-    """Kind of the server with a name.
+    """Return the settings of a server.
 
     :param name: key of ``SERVERS``, or names of changes joined by ``+``.
-    :raises argparse.ArgumentTypeError: the name is neither.
+    :raises argparse.ArgumentTypeError: the name is unknown.
     """
     if name in SERVERS:
         return SERVERS[name]
@@ -143,18 +144,19 @@ KEPT = (
     *("concurrency", "max_concurrent_requests", "mean_e2e_latency_ms", "mean_ttft_ms", "median_ttft_ms"),
     *("median_tpot_ms", "p99_tpot_ms", "median_itl_ms"),
 )
-"""Figures of the engine's client that a result keeps."""
+"""Figures of the engine's client that are stored in a result."""
 ANSWER_TOKENS = 32
 """Maximum new tokens of an answer to a question."""
 WARM_UP_TOKENS = 8
 """New tokens of each warm-up request."""
 STARTUP_S = 900
-"""Seconds until a server must be ready. With four GPUs the server compiles for minutes."""
+"""Timeout in seconds for a server to become ready. With four GPUs a server compiles kernels for minutes."""
 STREAM_INTERVAL = 16
-"""Tokens between two messages of a stream. One message per token, with the whole text so far, would mostly cost
-HTTP."""
+"""Tokens between two messages of a streamed answer. Each message has the whole text so far. With one message per token,
+HTTP would take most of the time.
+"""
 IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
-"""Size of each image (1,280 x 720 pixels), and the number of tokens that Qwen3-VL makes of it."""
+"""Size of each image (1,280 x 720 pixels), and the number of tokens of such an image in a prompt of Qwen3-VL."""
 RETRACTED = "KV cache pool is full. Retract"
 """Text of the engine's log line about a retraction."""
 SERVER_ENDED = "server ended with exit code"
@@ -166,9 +168,9 @@ COMPILED = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
 }
-"""Environment variables of the folders for compiled kernels, with the folder's name below ``--work``."""
+"""Environment variables that name a folder for compiled kernels, with the name of that folder below ``--work``."""
 LOADS = {"overfill": "overfilled", "penalized": "with penalties", "taken": "memory taken"}
-"""Name of each further load in the tables, by its key in a result."""
+"""Names of the further loads in the tables, by their keys in a result."""
 
 
 class Failed(RuntimeError):
@@ -178,7 +180,8 @@ class Failed(RuntimeError):
 def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
     """Build a tokenizer with one word per token, so that every token appears in an answer's text.
 
-    The engine's client counts the tokens of the text. A special token would not appear there, so none is special.
+    The engine's client counts the tokens of the text. A special token would not appear in the text, so this tokenizer
+    has no special tokens.
 
     :param images: words of the image tokens, by token id.
     """
@@ -216,9 +219,9 @@ def server_arguments(options: Any, model: Path, name: str) -> list[str]:
     arguments = ["--model-path", str(model), *arguments, "--stream-interval", str(STREAM_INTERVAL)]
     if options.quick:
         arguments += ["--context-length", str(options.context)]
-        if kind_of(name).grows:  # lifts the limit of servers without a GPU
+        if kind_of(name).grows:  # override the small default for servers without a GPU
             arguments += ["--max-total-tokens", "100000000"]
-    arguments.append(growth.METRICS_FLAG)  # in every server, so that all servers do the same work
+    arguments.append(growth.METRICS_FLAG)  # also without kv-sizing, so that all servers do the same work
     return environment.server_arguments(arguments)
 
 
@@ -226,7 +229,7 @@ def server_arguments(options: Any, model: Path, name: str) -> list[str]:
 
 
 def bench_module() -> str:
-    """Name of the module with the engine's client, which depends on the release."""
+    """Return the name of the module with the engine's client. The name depends on the release."""
     engine = importlib.util.find_spec("sglang")
     assert engine is not None
     root = Path(str(engine.origin)).parent
@@ -234,12 +237,13 @@ def bench_module() -> str:
 
 
 def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
-    """Command that runs the engine's client with random token ids. It downloads nothing.
+    """Return the command that runs the engine's client with random token ids. The client downloads nothing.
 
     :param into: file for the client's result.
     """
     low, high = options.input[0], options.input[-1]
-    # The client would draw the lengths of answers from the same range as those of prompts. max_new_tokens overrides it.
+    # The client would draw the lengths of answers from the range of the lengths of prompts. max_new_tokens prevents
+    # that.
     sampling = {"temperature": 0.0, "max_new_tokens": options.output, "ignore_eos": True}
     dataset = ["random-ids", "--tokenize-prompt"]
     if options.images:
@@ -282,17 +286,17 @@ def free_memory() -> Iterator[dict[str, int]]:
 
 
 def lowest_free(free: dict[str, int]) -> dict[str, Any]:
-    """Turn the readings of :func:`free_memory` into figures in bytes: the lowest of all GPUs, and that of each GPU."""
+    """Convert the readings of :func:`free_memory` to bytes: the lowest free memory of all GPUs, and of each GPU."""
     gpus = [free[gpu] << 20 for gpu in sorted(free, key=int)]
     return {"lowest_free": min(gpus, default=None), "lowest_free_of_each": gpus}
 
 
 def warm_up_prompts(options: Any) -> list[tuple[int, int]]:
-    """Choose the requests before the load. They compile all kernels, so that no request of the load waits for one.
+    """Choose the warm-up requests. They make the server compile all kernels before the load.
 
-    :returns: (number of prompts at once, tokens of each prompt) for each request. The first request fills a prefill
-        chunk, with several prompts if a chunk has more tokens than the context. The second has small prompts. The third
-        decodes as many requests as the load.
+    :returns: pairs of the number of prompts that are sent at once, and the tokens of each prompt. The first pair fills
+        a prefill chunk, with several prompts if a chunk has more tokens than the context. The second pair has small
+        prompts. The third pair makes a decode batch as large as in the load.
     """
     chunk = options.chunk * 15 // 16
     longest = min(chunk, options.context - 2 * WARM_UP_TOKENS)
@@ -336,7 +340,7 @@ def run_load(server: Server, options: Any, model: Path, work: Path) -> dict[str,
 
 
 SWEEP_FIGURES = ("duration", "total_throughput", "concurrency", "median_ttft_ms", "median_tpot_ms", "retractions")
-"""Figures that a result keeps of each load of ``--sweep``."""
+"""Figures of each load of ``--sweep`` that are stored in a result."""
 
 
 def sweep(server: Server, options: Any, model: Path, work: Path) -> list[dict[str, Any]]:
@@ -374,12 +378,12 @@ def run_further_loads(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run the further loads that the options choose, one after the other.
 
-    :param ask: asks the questions again, and returns the digests of the answers.
-    :returns: key and figures of each load, with the lowest free memory.
+    :param ask: function that sends the questions again, and returns digests of the answers.
+    :returns: pairs of a load's key in the result and the load's figures, such as the lowest free memory.
     """
     loads = []
     if options.overfill:
-        # One release stopped answering after an abort with speculative decoding, also without our changes.
+        # With speculative decoding, a server of one release stopped answering after an abort, also without our changes.
         may_abort = "--speculative-algorithm" not in options.arguments
         drive = partial(overfill.overfill, server, info, vocabulary, options.overfill, may_abort=may_abort)
         loads.append(("overfill", drive))
@@ -394,7 +398,7 @@ def run_further_loads(
     for name, drive in loads:
         with free_memory() as free:
             outcome = drive()
-        if not (outcome["out_of_memory"] or outcome["errors"]):  # otherwise the server may have ended
+        if not (outcome["out_of_memory"] or outcome["errors"]):  # after an error, the server may have ended
             outcome.setdefault("answers", ask())
         yield name, outcome | lowest_free(free)
 
@@ -402,10 +406,10 @@ def run_further_loads(
 def send_penalized_and_record(
     server: Server, info: Mapping[str, Any], vocabulary: int, requests: int, record: Path | None
 ) -> dict[str, Any]:
-    """Run :func:`common.overfill.send_penalized`.
+    """Run :func:`common.overfill.send_penalized`, and record the server's allocations if asked to.
 
-    :param record: folder for the record of the allocator. With a folder, the result has ``held``: the bytes at the
-        peak by the engine's function.
+    :param record: folder for the record of allocations; ``None``: do not record. With a record, the result has the key
+        ``held``: bytes at the peak of the memory, by the engine's function that had allocated them.
     """
     if record is None:
         return overfill.send_penalized(server, info, vocabulary, requests)
@@ -416,9 +420,9 @@ def send_penalized_and_record(
 
 
 def fraction_in_force(info: Mapping[str, Any]) -> float:
-    """Memory fraction (``--mem-fraction-static``) that a server uses.
+    """Return the memory fraction (``--mem-fraction-static``) that a server uses.
 
-    With data-parallel ranks, only the ranks' own states have it. Their controller does not pass it on.
+    With data-parallel ranks, only the internal states of the ranks have the fraction that the engine computed.
 
     :param info: the server's ``/get_server_info``.
     """
@@ -430,7 +434,7 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
 
 
 def variables(name: str, options: Any, work: Path) -> dict[str, str]:
-    """Environment of the server ``name``."""
+    """Return the environment variables of the server ``name``."""
     kind, home = kind_of(name), work / "homes" / name
     folders = dummy_weights.write_plugin(work / "plugin")
     if uses_stand_in := kind.grows and not has_gpu():
@@ -480,7 +484,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         new_tokens = min(ANSWER_TOKENS, options.output)
 
         def ask() -> list[str]:
-            # A prompt with cached tokens is computed with other roundings than a whole prompt.
+            # If a part of a prompt is in the radix cache, the rest of the prompt is computed with other roundings.
             client.flush_cache()
             return servers.answer_digests(server, max(options.input), new_tokens)
 
@@ -504,17 +508,17 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
 
 
 def keeps_engine_size(name: str, found: dict[str, Any]) -> bool:
-    """Return whether kv-sizing was on but kept the KV cache size of the engine's own rule."""
+    """Return whether kv-sizing was on, but left the KV cache at the size of the engine's own rule."""
     return kind_of(name).grows and found["growth"] is None
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Return the errors of the further loads, which the server must survive."""
+    """Return the errors of the further loads. The list is empty if the server survived all loads."""
     loads = [(words, found[key]) for key, words in LOADS.items() if key in found]
     failed = [f"{words}: out of memory" for words, load in loads if load["out_of_memory"]]
     failed += [f"{words}: {error}" for words, load in loads for error in load["errors"]]
     if found.get("taken", {}).get("given_back") == 0:
-        failed.append("memory taken: nothing was given back")
+        failed.append("memory taken: the server freed no KV cache")
     return failed
 
 
@@ -541,7 +545,7 @@ def _free(load: dict[str, Any]) -> str:
 
 
 def run_name(result: output.Result) -> str:
-    """Name of a result's file, or the model's name for a result that was not loaded from the repository."""
+    """Return the name of a result's file. For a result that is not in the repository, return the model's name."""
     name: str = result.get("name", result["figures"]["model"])
     return name.rpartition("/")[2]
 
@@ -561,7 +565,7 @@ def describe_run(result: output.Result) -> tuple[str, str, str, str]:
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """Make tables of at most six columns: the runs, tokens per second, memory, starts with answers, and more loads."""
+    """Make the tables of several results: runs, speed, memory, starts with answers, further loads, freed KV cache."""
     runs = [(_link_to_result(result), *describe_run(result)) for result in results]
     speed: list[tuple[str, ...]] = []
     memory: list[tuple[str, ...]] = []
@@ -595,13 +599,15 @@ def tables(results: Sequence[output.Result]) -> str:
 
 
 def _link_to_result(result: output.Result) -> str:
-    """Name of a run, linked to its result if the repository has it."""
+    """Return the name of a run, with a link to its result if the repository has the result."""
     name = run_name(result)
     return f"[{name}](../../benchmark/results/{result['name']}.json)" if "name" in result else name
 
 
 def _speed_cells(found: dict[str, Any], name: str, stock_speed: float | None) -> tuple[str, str, str]:
-    """Tokens per second, median milliseconds per token and median seconds to the first token; empty without a load."""
+    """Format tokens per second, median milliseconds per token, and median seconds to the first token. The cells are
+    empty if the server did not run the load.
+    """
     if "total_throughput" not in found:
         return "", "", ""
     times = f" ({found['total_throughput'] / stock_speed:.2f})" if stock_speed and name != "stock" else ""
@@ -610,20 +616,22 @@ def _speed_cells(found: dict[str, Any], name: str, stock_speed: float | None) ->
 
 
 def peak_table(result: output.Result) -> str:
-    """Table of the functions of the engine whose tensors had more than 1 % of the peak; "" without a record."""
+    """Make a table of the engine's functions that had allocated more than 1 % of the memory at its peak. The text is
+    empty if no server was recorded.
+    """
     figures, rows = result["figures"], []
     for name, server in figures["servers"].items():
         by_function = server.get("penalized", {}).get("held", {})
         least = sum(by_function.values()) / 100
         rows += [(name, function, _mb(size)) for function, size in by_function.items() if size > least]
-    header = ("server", "held with penalties, by", "MB")
+    header = ("server", "allocated at the peak, with penalties, by", "MB")
     described = ", ".join(describe_run(result)[:3])
     return f"{described}\n\n{output.table(header, rows, left=2)}" if rows else ""
 
 
 def _count_equal_answers(measured: Mapping[str, Any], name: str, part: str) -> str:
-    """Count the answers of a server that equal the stock server's. If some differ, also count those that equal the
-    answers of the server ``ZEROS``.
+    """Count the answers of a server that equal the answers of the stock server. If some differ, also count the answers
+    that equal those of the server ``ZEROS``.
     """
     alike, zeros = servers.equal_answers(measured, name, part), ""
     if ZEROS in measured and name not in ("stock", ZEROS) and measured[name][part] != measured["stock"][part]:
@@ -641,14 +649,14 @@ def _more_loads(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _taken_memory_rows(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Make the row of a server from which another process took memory. Other servers have no row."""
+    """Make the table row of a server during whose load another process allocated memory. Other servers have no row."""
     if (load := found.get("taken")) and "tokens" in load:
         tokens = (f"{found['tokens']:,}", f"{load['tokens']:,}")
         yield (label, *tokens, _mb(load.get("given_back")), _mb(load["lowest_free"]))
 
 
 def _describe_failure(load: dict[str, Any]) -> str:
-    """Error that ended the server, or else the number of errors."""
+    """Return the error that ended the server. If the server did not end, return the number of errors."""
     if load["out_of_memory"]:
         return "out of memory"
     if any(SERVER_ENDED in error for error in load["errors"]):
@@ -663,7 +671,7 @@ def _mb(size: int | None) -> str:
 def load_servers(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
     """Load the servers of an earlier run with the same options from its result.
 
-    :raises SystemExit: the result belongs to other options.
+    :raises SystemExit: the earlier run had other options.
     """
     if path is None or not path.exists():
         return {}
@@ -680,7 +688,11 @@ def main() -> None:
     dummy_servers.add_options(parser)
     parser.add_argument("--prompts", type=int, default=200, help="number of requests of the load (%(default)s)")
     parser.add_argument(
-        "--input", type=output.parse_numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each prompt"
+        "--input",
+        type=output.parse_numbers,
+        default=(3000, 9000),
+        metavar="MIN,MAX",
+        help="range of the tokens of a prompt",
     )
     parser.add_argument("--output", type=int, default=768, help="new tokens of each answer (%(default)s)")
     parser.add_argument("--images", type=int, default=0, help=f"images of {IMAGE_SIZE} in each prompt (qwen3-vl-30b)")
@@ -689,28 +701,28 @@ def main() -> None:
         type=output.parse_numbers,
         default=(),
         metavar="N,...",
-        help="repeat the load with these numbers of requests",
+        help="then repeat the load with each of these numbers of requests",
     )
     parser.add_argument(
         "--leave-free",
         type=int,
         default=0,
         metavar="MIB",
-        help="let another process allocate all other memory of the GPU",
+        help="before a server starts, another process allocates GPU memory until only MIB MiB are free",
     )
     parser.add_argument(
         "--overfill",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="then send more requests than the KV cache has room for",
+        help="then send more requests than the KV cache has room for, for so many seconds",
     )
     parser.add_argument(
         "--penalized",
         type=int,
         default=0,
         metavar="REQUESTS",
-        help="then send so many requests at once, with penalties",
+        help="then send so many requests with penalties at once",
     )
     parser.add_argument(
         "--record",
@@ -722,9 +734,15 @@ def main() -> None:
         type=float,
         default=0,
         metavar="SECONDS",
-        help="then another process allocates memory (servers with kv-sizing only)",
+        help="then send requests for so many seconds while another process allocates memory (only with kv-sizing)",
     )
-    parser.add_argument("--servers", type=parse_servers, default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument(
+        "--servers",
+        type=parse_servers,
+        default=list(DEFAULT),
+        metavar="NAME,...",
+        help=f"servers to measure (default: {','.join(DEFAULT)}): {', '.join(SERVERS)}, or changes joined by +",
+    )
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="keep the model and compiled kernels in this folder, for later runs"
     )
@@ -750,7 +768,7 @@ def main() -> None:
                 try:
                     with neighbour.leave_free(options.leave_free):
                         figures["servers"][name] = found = serve(name, options, work, model)
-                except Exception as error:  # the figures of the other servers are worth keeping
+                except Exception as error:  # continue, because the figures of other servers are worth keeping
                     print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                     failed.append(name)
                     continue
@@ -758,7 +776,7 @@ def main() -> None:
                 if went_wrong := failures(found):
                     failed.append(f"{name} ({went_wrong[0]})")
                 if options.json:
-                    # A second run may have added servers meanwhile, so the file is read again.
+                    # Another run may have added servers to the file meanwhile, so read the file again.
                     figures["servers"] = load_servers(options.json, figures) | figures["servers"]
                     output.write(options.json, output.result("serving", figures))
         finally:

@@ -197,8 +197,8 @@ FULL = {"answered": 3, "retractions": 1, "lowest_free": None, "out_of_memory": F
         ),
         pytest.param(
             measured(taken=FULL | {"given_back": 0}),
-            "grown (memory taken: nothing was given back)",
-            id="nothing given back",
+            "grown (memory taken: the server freed no KV cache)",
+            id="no KV cache freed",
         ),
         pytest.param(measured(overfill=FULL, taken=FULL | {"given_back": 9}), "", id="survives"),
     ],
