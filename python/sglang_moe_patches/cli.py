@@ -52,8 +52,10 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def refuse(message: str, code: int = 2, *, json: bool) -> NoReturn:
-    """End with a non-zero exit code and a message. The message is one line on standard error, or with ``json`` an
-    object on standard output.
+    """Report that the command cannot do what was asked, and end with a non-zero exit code.
+
+    :param json: whether to write the message as a JSON object to standard output, instead of one line to standard
+        error.
     """
     if json:
         typer.echo(json_module.dumps({"refused": message}))
@@ -65,8 +67,9 @@ DOCTOR_OPTIONS = ("--model", "--gpu", "--json", "--help")
 
 
 def find_misspelt_option(arguments: list[str]) -> str:
-    """Return one line that says which option of ``doctor`` an argument misspells. If no argument does, return an empty
-    text.
+    """Return an error message if an argument is a misspelt option of ``doctor``, else an empty text.
+
+    The message suggests the right spelling.
     """
     for argument in arguments:
         option = argument.split("=")[0]

@@ -66,8 +66,10 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    """Register import hooks. One runs when the engine's model-runner module is imported. The others are the launcher
-    hooks of the selected changes, each for the engine module that it names.
+    """Register import hooks: functions that run when an engine module is imported.
+
+    One hook wraps the model runner. The others are the launcher hooks of the selected changes (``launcher_hooks`` in
+    :class:`.patch.Change`).
     """
     names = patch.selected_names(CHANGES)
     for change in CHANGES:
@@ -79,7 +81,7 @@ def _register_hooks() -> None:
 
 
 def _report_no_model_runner(reason: str) -> None:
-    """Log that no change can be applied.
+    """Log that no change can be applied, because the engine's model runner is missing.
 
     :raises SystemExit: ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
@@ -90,7 +92,8 @@ def _report_no_model_runner(reason: str) -> None:
 
 
 def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], None], module: ModuleType) -> None:
-    """Run a change's launcher hook for the module that was just imported. If it fails, undo all its patches.
+    """Run a change's launcher hook for the engine module that was just imported. If the hook fails, undo all its
+    patches.
 
     :param change: the name of the change.
     """

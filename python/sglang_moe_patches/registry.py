@@ -1,4 +1,4 @@
-"""List of all changes, in the order in which they are reported.
+"""List of all changes of this package, in the order in which the start-up line and ``doctor`` report them.
 
 The launcher imports this module, too. The import therefore loads neither torch nor the engine.
 """

@@ -23,9 +23,9 @@ from sglang_moe_patches.core.machine import PLUGIN_NAME
 
 PLUGIN_MODULE = "sglang.srt.plugins"
 
-_OURS = __name__.partition(".")[0]
-# Wrappers from these packages do not count as patches. The function that they wrap is checked.
-_NEUTRAL = ("torch", "contextlib", "functools")
+_THIS_PACKAGE = __name__.partition(".")[0]
+# Packages whose wrappers do not count as patches. :func:`require_unpatched` checks the wrapped function instead.
+_TRANSPARENT_PACKAGES = ("torch", "contextlib", "functools")
 
 
 class Unsupported(Exception):
@@ -77,7 +77,7 @@ def has_file(*parts: str) -> bool:
 
 
 def require(condition: object, reason: str) -> None:
-    """Check a condition.
+    """Raise an exception if a condition about the engine is false.
 
     :raises Unsupported: the condition is false. The exception's message is ``reason``.
     """
@@ -88,7 +88,8 @@ def require(condition: object, reason: str) -> None:
 def resolve_arguments(server_args: Any) -> Any:
     """Return a server's arguments with the values that the engine has resolved.
 
-    From 0.5.20 on, the engine's own ``ServerArgs`` has the values from the command line instead.
+    From 0.5.20 on, the attributes of ``ServerArgs`` keep the values from the command line. The result then has the
+    values of its method ``resolved_dict``.
     """
     return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
 
@@ -136,23 +137,26 @@ def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
     """
     value = get(owner, name)
     if isinstance(value, type):
-        home = _home(value.__module__)
-        require(home in (package, _OURS), f"{_named(owner)}.{name} is {value.__module__}.{value.__qualname__}")
+        home = _top_level_package(value.__module__)
+        require(
+            home in (package, _THIS_PACKAGE),
+            f"{_named(owner)}.{name} is replaced by {value.__module__}.{value.__qualname__}",
+        )
         return value
     original = None
-    for function in _wrapped(value):
-        home = _home(getattr(function, "__globals__", {}).get("__name__", ""))
+    for function in _wrapper_chain(value):
+        home = _top_level_package(getattr(function, "__globals__", {}).get("__name__", ""))
         require(
-            home in (package, _OURS, *_NEUTRAL),
+            home in (package, _THIS_PACKAGE, *_TRANSPARENT_PACKAGES),
             f"{_named(owner)}.{name} is wrapped or replaced by {_definition_place(function)}",
         )
-        if original is None and home != _OURS:
+        if original is None and home != _THIS_PACKAGE:
             original = function
     return value if original is None else original
 
 
-def _wrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and then all functions that it wraps, from the outside to the inside."""
+def _wrapper_chain(function: Any) -> Iterator[Any]:
+    """Yield a function and then all functions that it wraps, from the outermost wrapper to the innermost function."""
     before = set()
     while function is not None and id(function) not in before:
         before.add(id(function))
@@ -161,7 +165,7 @@ def _wrapped(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _home(name: str) -> str:
+def _top_level_package(name: str) -> str:
     """Return the name of a module's top-level package. For a module of the engine's plugin framework, return ``a
     plugin``.
     """
@@ -217,7 +221,7 @@ def find_calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
 def find_uses(function: Callable[..., Any], name: str) -> set[str]:
     """Return the expressions and statements in a function's source code that read a local variable.
 
-    :returns: the source texts of those that directly contain the variable.
+    :returns: the source text of each expression or statement that directly contains the variable, such as ``x + 1``.
     """
     return {
         ast.unparse(parent)
@@ -244,7 +248,8 @@ def load_definition(owner: ModuleType, name: str) -> FunctionType:
 
 
 def mentions(function: Callable[..., Any] | None, *names: str) -> bool:
-    """Return whether a function's compiled code refers to all of these names. Its inner functions count, too.
+    """Return whether a function's compiled code refers to all of these names. Inner functions of the function count,
+    too.
 
     A name may be a global, a local, an attribute or an imported module.
     """
@@ -265,7 +270,9 @@ def sets_attribute(function: Callable[..., Any], attribute: str) -> bool:
 
 
 def is_only_a_global(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function's code uses a name only as a global, never as an attribute, a local or an import."""
+    """Return whether a function's code uses a name only for a global of its module, never for an attribute, a local
+    variable or an import.
+    """
     return all(i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(function) if i.argval == name)
 
 

@@ -1,8 +1,9 @@
 """Wrapper around the Triton runner's fused-MoE function. Several changes share this one wrapper.
 
-A change adds a *route* to replace some of the function's calls. For each call the wrapper asks the routes one after
-another. The first route that returns a function decides: that function receives the call. If no route returns a
-function, the engine's fused-MoE function receives the call.
+The fused-MoE function computes the routed experts of one layer. A change adds a *route* to replace some of the
+function's calls. For each call the wrapper asks the routes one after another. The first route that returns a function
+decides: that function receives the call. If no route returns a function, the engine's fused-MoE function receives the
+call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def probe() -> tuple[ModuleType, FunctionType]:
     fused_moe = engine.require_unpatched(module, NAME)
     engine.require_parameters(fused_moe, _PARAMETERS)
     kinds = {name: p.kind for name, p in inspect.signature(fused_moe).parameters.items()}
-    engine.require({"inplace", "hooks"} <= set(kinds), f"{NAME} takes no inplace, or no hooks")
+    engine.require({"inplace", "hooks"} <= set(kinds), f"{NAME} has no parameter inplace, or no parameter hooks")
     for name in ("inplace", "hooks", "defer_sum"):
         keyword = kinds.get(name, inspect.Parameter.KEYWORD_ONLY) is inspect.Parameter.KEYWORD_ONLY
         engine.require(keyword, f"{NAME} accepts {name} as a positional argument")
@@ -65,12 +66,14 @@ def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[...
 
     is_compiling = torch.compiler.is_compiling
 
-    # Named parameters would have to be packed again in each call, which takes as long as the rest of the wrapper.
+    # The wrapper has no named parameters. Python would have to pack them again in each call, which takes as long as the
+    # rest of the wrapper.
     @functools.wraps(original)
     def fused_moe(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
-        if len(args) < len(_PARAMETERS):  # another caller; the engine's own calls pass positional arguments
+        # A caller outside the engine; the engine's own calls pass positional arguments.
+        if len(args) < len(_PARAMETERS):
             args = (*args, *(kwargs.pop(name) for name in _PARAMETERS[len(args) :]))
         for route in fused_moe._moe_patches_routes:  # type: ignore[attr-defined]
             replacement = route(args[0], args[4], kwargs)

@@ -24,7 +24,7 @@ class Memory:
 
 
 def read(gpu: int) -> Memory:
-    """Return the present memory figures of one GPU. All are zero if CUDA is unavailable or not initialized."""
+    """Return the present memory figures of one GPU. All figures are zero if CUDA is unavailable or not initialized."""
     import torch
 
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
@@ -39,7 +39,7 @@ def read(gpu: int) -> Memory:
 
 
 def reset_peak(gpu: int) -> None:
-    """Reset the peak memory of one GPU to the memory that is allocated now."""
+    """Reset the peak memory of one GPU (``Memory.peak``) to the memory that this process's tensors have now."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -55,7 +55,7 @@ ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
 
 @dataclass(frozen=True)
 class Skip:
-    """Result of :attr:`Change.skip` if a server never runs the code that a change patches.
+    """Reason to skip a change on a server, because the server never runs the code that the change patches.
 
     :param reason: why the server never runs that code.
     :param can_be_enabled: whether an environment variable can enable the change on this server. If so, the change's
@@ -71,7 +71,7 @@ Install = Callable[["Patcher"], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a change's probe.
+    """Result of a change's probe: the status of the change on this engine, and the function that installs its patches.
 
     :param reason: why the change has this status; may be empty.
     :param install: function that installs the change's patches. It is ``None`` unless the status is one of
@@ -127,7 +127,7 @@ class BuiltModel:
 
 
 def combine_installs(*parts: Install | None) -> Install:
-    """Return an installer that runs several installers in this order. ``None`` stands for no installer."""
+    """Return an installer that runs several installers in this order. A part that is ``None`` is left out."""
 
     def install(patcher: Patcher) -> None:
         for part in filter(None, parts):
@@ -146,7 +146,7 @@ SHARED_BUFFERS = "one set of buffers for all layers"
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of a change for the layers of one model.
+    """Effects of a change in the layers of one model, as the change's own code decides them (:attr:`Change.decide`).
 
     :param effects: effects of the change in at least one layer, such as :data:`SHARED_LAST`. If it is empty, the change
         does nothing in this model.
@@ -195,7 +195,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Change:
-    """Interface of a change: all facts that code outside the change's own module needs.
+    """Definition of a change: all facts that code outside the change's own module needs.
 
     :param name: name of the change in ``SGLANG_MOE_PATCHES``.
     :param summary: one line for ``doctor`` and the pages.
@@ -228,8 +228,10 @@ class Change:
 # --- The environment variables, and the selected changes -------------------------------------------------------------
 
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
-_PREFIX_OF_OURS = "SGLANG_MOE_PATCH"
-"""Beginning of the names of all this package's variables. Many misspelt names begin in the same way."""
+_VARIABLE_PREFIX = "SGLANG_MOE_PATCH"
+"""Beginning of the names of all environment variables of this package. A variable with this beginning that no code
+reads is probably misspelt. The final "ES" of ``SGLANG_MOE_PATCHES`` is left out, so that names without it are reported,
+too."""
 _NEW_NAMES = {"nvfp4-weights": "fp4-weights"}
 """Mapping from a change's former name to its present name. ``SGLANG_MOE_PATCHES`` may not contain a former name. The
 error message then gives the present name."""
@@ -300,7 +302,7 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
 
 
 def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return one warning for each environment variable whose name looks like one of this package's, but which no code
+    """Return one warning for each environment variable that looks like a variable of this package, but that no code
     reads.
 
     Such a variable is usually a typing error.
@@ -308,7 +310,7 @@ def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, s
     known = [variable.name for _, variable in variables(changes)]
     lines = []
     for name in sorted(environ):
-        if name.startswith(_PREFIX_OF_OURS) and name not in known:
+        if name.startswith(_VARIABLE_PREFIX) and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             lines.append(f"{name} is set, but no code reads it" + "".join(f"; did you mean {other}?" for other in near))
     return lines
@@ -331,8 +333,9 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
 
 
 def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
-    """Return the plan of a change, if the changes ``names`` are selected. Nothing is installed.
+    """Return the plan of a change on a server. Nothing is installed.
 
+    :param names: names of the selected changes. If the change is not among them, its status is *not selected*.
     :param server_args: the engine's ``ServerArgs``, resolved or not. If it is ``None``, the plan holds for every server
         of this environment.
     :raises WrongValue: an engine variable that this server uses has a value with which the server must not start.
@@ -362,7 +365,9 @@ def _apply_change(change: Change, names: set[str], server_args: Any) -> Plan:
 
 
 def probe(change: Change) -> Plan:
-    """Return the plan of a change. If ``change.plan`` raises an exception, the plan is *unsupported*."""
+    """Probe the engine for a change, and return the plan. If ``change.plan`` raises an exception, the plan is
+    *unsupported*.
+    """
     try:
         return change.plan()
     except Exception as error:
@@ -370,8 +375,10 @@ def probe(change: Change) -> Plan:
 
 
 def error_reason(error: Exception, prefix: str = "") -> str:
-    """Return an exception as the reason of a plan. For :class:`engine.Unsupported` this is its message. For another
-    exception it is ``prefix`` and one line with the exception's type and message.
+    """Return the text of an exception that serves as the reason of an *unsupported* plan.
+
+    For :class:`engine.Unsupported` the text is the exception's message. For another exception it is ``prefix`` and one
+    line with the exception's type and message.
 
     :param prefix: text before the line of another exception, such as "probing the engine failed: ".
     """
@@ -405,7 +412,9 @@ _ABSENT = object()
 
 
 class Patcher:
-    """Tool that sets attributes of modules, classes and other objects, and can restore all of them."""
+    """Tool that patches the engine: it sets attributes of modules, classes and other objects, and can restore all of
+    them.
+    """
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -462,7 +471,7 @@ def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
 
 
 def replace_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
-    """Return a copy of a function that sees other values for some of its globals.
+    """Return a copy of a function in which some global names have other values.
 
     The replacements are stored in the module under new names, and the copy's code refers to these names. A lookup is as
     fast as before. The copy finds all other globals in its module at the time of the call.

@@ -22,15 +22,15 @@ from 0.5.13 on. It has kernels of its own for LoRA adapters, and uses the same k
 CUTEDSL = "flashinfer_cutedsl"
 OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 """Runners that do not write into their input if ``inplace`` is off. ``inplace`` is an attribute of a runner's
-configuration. It permits the runner to write its output over its input. Triton reads ``inplace``; the others ignore it
-and never write into their input. The engine switches ``inplace`` on for all of them."""
+configuration. It permits the runner to write its output over its input. The engine switches ``inplace`` on for all
+runners. Triton reads ``inplace``. The other runners in this tuple ignore it and never write into their input."""
 
 
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
-    """Return the ``skip`` function of a change that acts only with these values of ``--moe-runner-backend``.
+    """Return the function ``skip`` of a :class:`.patch.Change` that acts only with these values of ``--moe-runner-backend``.
 
     The change is not skipped if the draft model uses one of the runners, or if the value is ``auto``, which the engine
-    may still resolve to one of them.
+    may still resolve to one of the runners.
     """
 
     def skip(server_args: Any) -> Skip | None:
@@ -45,8 +45,8 @@ def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
 def runner_of(experts: Any) -> str | None:
     """Return the runner of a ``FusedMoE`` layer, named as for ``--moe-runner-backend``, or ``None`` if it is not known.
 
-    The layer's quantization method has an attribute ``runner``, or the method's scheme or kernel has it. Some methods
-    have no such attribute and call the kernel that ``--moe-runner-backend`` selects.
+    The attribute ``runner`` of the layer's quantization method, scheme or kernel tells the runner. Some methods have no
+    such attribute. They call the kernel that ``--moe-runner-backend`` selects.
     """
     from sglang.srt.layers.moe import get_moe_runner_backend
 
@@ -91,7 +91,7 @@ def layers_of(model: Any) -> list[Any]:
 def preserves_input(experts: Any) -> bool:
     """Return whether the runner of a ``FusedMoE`` layer leaves its input unchanged if ``inplace`` is off.
 
-    The result is false for a runner that overwrites its input in any case, for one that frees it (DeepGEMM), and for an
+    The result is false for a runner that always overwrites its input, for DeepGEMM, which frees its input, and for an
     unknown runner.
     """
     import torch
@@ -127,8 +127,9 @@ def server_setting(context: str, name: str) -> Any:
 
 
 def plan_without_flashinfer() -> Plan | None:
-    """Return the plan *not needed* for a change to FlashInfer's kernels if FlashInfer is not installed (AMD, CPU), else
-    ``None``.
+    """Return the plan of a change to FlashInfer's kernels if FlashInfer is not installed (AMD, CPU), else ``None``.
+
+    The status of this plan is *not needed*.
     """
     if engine.has_module("flashinfer"):
         return None
@@ -140,7 +141,7 @@ IN_POOL = "is_tensor_in_symmetric_mempool"
 """Name of the engine's function that returns whether a tensor lies in the engine's pool of NCCL symmetric memory. The
 module :data:`SYMMETRIC_MEMORY_MODULE` defines the function."""
 _MAX_ADDRESSES = 4096
-"""Largest number of addresses that :func:`remember_pool_addresses` stores."""
+"""Largest number of tensor addresses that the cache of :func:`remember_pool_addresses` stores."""
 
 
 class SymmetricMemory:
@@ -177,8 +178,9 @@ class SymmetricMemory:
         return nullcontext() if self.is_active or not self.is_enabled else self._pool()
 
 
-def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """Cache the positive answers of the engine's function that returns whether a tensor lies in the pool.
+def remember_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+    """Cache the positive answers of the engine's function that returns whether a tensor lies in the pool of NCCL
+    symmetric memory.
 
     The engine's function searches a snapshot of the pool, which is too slow for every layer.
 
@@ -187,16 +189,16 @@ def remember_pool_addresses(walk: Callable[[torch.Tensor], bool]) -> Callable[[t
     - A negative answer is not cached, because the pool may grow and contain the address later. A rank with an outdated
       negative answer would allocate from the pool when the other ranks do not, and all ranks need the same pool.
 
-    :param walk: the engine's function, which returns whether a tensor lies in the pool.
+    :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
     """
     inside = set[int]()
 
-    @functools.wraps(walk)
+    @functools.wraps(search_pool)
     def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         if address in inside:
             return True
-        found = walk(tensor)
+        found = search_pool(tensor)
         if found:
             if len(inside) == _MAX_ADDRESSES:
                 inside.clear()
@@ -222,7 +224,8 @@ def probe_symmetric_memory() -> SymmetricMemory:
 
 
 def probe_inplace(fused_moe: Any) -> Any:
-    """Return the engine's class ``FusedMoE``, whose layers set ``inplace`` in the configuration of their runner.
+    """Return the engine's class ``FusedMoE``, after a check that its layers keep ``inplace`` in their runner's
+    configuration.
 
     :param fused_moe: the engine's module that defines the class.
     :raises engine.Unsupported: the class does not use ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
@@ -246,10 +249,11 @@ def is_in_place(experts: Any) -> bool:
 
 
 def disable_inplace_while(config: Any, is_disabled: Callable[[], bool]) -> None:
-    """Make ``config.inplace`` read as false while ``is_disabled`` returns true. At other times it keeps its value.
+    """Make ``config.inplace`` false while ``is_disabled`` returns true. At other times ``config.inplace`` has its own
+    value.
 
-    Forward passes in several contexts read the same configuration at the same time, so the attribute itself cannot be
-    switched off and on.
+    Several forward passes may read the same configuration at the same time, each in a context of its own. Therefore the
+    attribute itself is not switched off and on.
 
     :param config: the configuration of a runner.
     """

@@ -26,8 +26,8 @@ class Variable(Generic[T]):
     :param parse: converts the variable's stripped text into its value. It raises a ``ValueError`` for invalid text; the
         message names the expected values and the text.
     :param default: text that replaces an unset or empty variable.
-    :param is_engine_variable: whether the engine reads the variable, too. The engine starts with any value, so a wrong
-        value is refused only where a change uses the variable.
+    :param is_engine_variable: whether the engine reads the variable, too. The engine starts with any value, so an
+        invalid value is an error only if a change uses the variable on this server.
     """
 
     name: str

@@ -3,8 +3,8 @@
 A layer's input is dead when no code reads it any more. The layer then offers it as a buffer for the experts' output.
 Stock and patched answers must be equal. The decoder layers, their norms and the loop over them are the engine's own.
 Simple arithmetic replaces the kernels of attention and of the experts, because not all of them run on the CPU. The
-replaced experts first fill an offered buffer with NaN, because no code may read it any more, and then write their
-output into it.
+replaced experts first fill an offered buffer with NaN, and then write their output into it. Code that still read the
+dead input would therefore read NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MUST_OFFER = {
 
 
 def attention(self: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace attention: return a new tensor with the shape of attention's output."""
+    """Replacement for the kernels of attention. It returns a new tensor with the shape of attention's output."""
     return torch.tanh(q.reshape(len(q), self.tp_q_head_num, -1)[..., : self.v_head_dim]).flatten(1)
 
 
@@ -64,7 +64,7 @@ def experts(self: Any, dispatch_output: Any) -> Any:
 
 
 TAKEN: list[bool] = []
-"""One entry for each run of routed experts: whether an offered buffer fitted."""
+"""List with one entry for each call of routed experts: whether the experts took an offered buffer for their output."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,8 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def run(name: str) -> tuple[list[list[int]], torch.Tensor]:
         TAKEN.clear()
         model = load(name)
-        with monkeypatch.context() as patch:  # only now, because the proofs need the engine's own code
+        # Replaced only after the model is built, because the proofs read the engine's own code.
+        with monkeypatch.context() as patch:
             for module in list(sys.modules.values()):
                 for kind in LINEAR:
                     if (getattr(module, "__name__", "") or "").startswith(families.MODELS) and hasattr(module, kind):

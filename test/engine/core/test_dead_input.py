@@ -35,7 +35,7 @@ FAMILIES = [name for name in tiny.FAMILIES if name != "deepseek-v3"]  # test_out
 
 
 def product_only(*case):
-    """Return a case that only `make test-all` runs, because CI runs a similar one."""
+    """Return a parametrized case that only `make test-all` runs, because CI already runs a similar case."""
     return pytest.param(*case, marks=pytest.mark.product)
 
 
@@ -54,7 +54,7 @@ def family(request):
 
 @pytest.fixture
 def path(family, checkpoint):
-    """Checkpoint of a model whose layers are all MoE layers."""
+    """Path of a tiny checkpoint of the family. All layers of the model are MoE layers."""
     return checkpoint(family=family, **without_dense_layers(family))
 
 
@@ -158,7 +158,9 @@ def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
 
 
 def find_overwritten_inputs(engine, model, kernels):
-    """Run one forward pass. Return for each MoE kernel whether it wrote its output over its layer's input."""
+    """Run one forward pass. Return one boolean for each layer: whether the MoE kernel wrote its output over the layer's
+    input.
+    """
     inputs = []
     for layer in model.model.layers:
         watch_forwards(layer, lambda given, result: inputs.append(given["hidden_states"]))
@@ -200,8 +202,11 @@ def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
 
 
 def keep_layers_results(model, keeper):
-    """Keep the layers' results. Norms that do not work in place leave them intact
-    (``--enable-deterministic-inference``)."""
+    """Register hooks that keep a reference to each layer's result.
+
+    The next layer's norm must not work in place (``--enable-deterministic-inference``), or it would overwrite the
+    result.
+    """
     for layer in model.model.layers[:-1]:
         layer.register_forward_hook(lambda module, given, result: keeper(result))
 
@@ -269,8 +274,8 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
     ],
 )
 def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_input(backend, engine, path, kernels):
-    """Answers equal stock, and each layer writes its output over its input. The kernel first fills its output with
-    NaN, so code that still reads the dead input would answer NaN.
+    """The patched model's answers equal the stock model's bit for bit, and each layer writes its output over its input.
+    The kernel first fills its output with NaN, so code that still reads the dead input would answer NaN.
     """
 
     def answers():
@@ -362,8 +367,9 @@ def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monke
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, path, kernels, monkeypatch):
-    """The engine's runner searches the pool for each offered buffer. Once the addresses are cached, it searches no
-    more."""
+    """The engine's runner searches the pool for each offered buffer. Once the addresses of the buffers are cached, it
+    does not search the pool again.
+    """
     pool = Pool(monkeypatch)
 
     def walks(*changes):
@@ -396,7 +402,9 @@ def triton(engine, monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """List of ``output`` and ``scratch``, one for each buffer that a runner took. Taken buffers are filled with NaN."""
+    """List with one entry for each buffer that a runner took: "output" or "scratch". The fixture fills each such buffer
+    with NaN.
+    """
     found = []
 
     def record(name, label):
@@ -422,7 +430,8 @@ TRITON_CHANGES = {
     "deferred-shared-experts": (deferred_shared_experts.CHANGE,),
     "moe-workspace": (moe_workspace.CHANGE,),
 }
-#: Buffers that the last three of four layers take: an output in each forward pass, scratch memory only in the prefill.
+#: Expected values of ``taken``. The last three of four layers take an output in each forward pass, or scratch memory
+#: only in the prefill.
 OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
 
 
@@ -480,22 +489,24 @@ def test_offering_the_residual_to_triton_changes_the_answers(family, selected, b
 
 @pytest.fixture
 def without_own_pool():
-    """Skip the test on releases after 0.5.15.post1, which themselves allocate Triton's output in the pool of
-    symmetric memory.
+    """Skip the test on engine releases after 0.5.15.post1. These releases allocate Triton's output in the pool of
+    symmetric memory by themselves.
     """
     if engine_code.mentions(fused_moe_call.probe()[1], "use_symmetric_memory"):
-        pytest.skip("this engine release asks for the pool itself")
+        pytest.skip("this engine release allocates Triton's output in the pool itself")
 
 
 @pytest.fixture
 def our_deferral():
     if probe(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
-        pytest.skip("this engine release traces its own deferral")
+        pytest.skip("this engine release defers the shared experts itself")
 
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """List with one entry for each run of routed experts: the output, and whether it shares memory with the input."""
+    """List with one entry for each call of routed experts: the output, and whether the output shares memory with the
+    input.
+    """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     found, original = [], FusedMoE.run_moe_core
@@ -517,9 +528,9 @@ def outputs(monkeypatch):
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
     selected, columns_pay, bf16, engine, run, outputs, monkeypatch
 ):
-    """The output must be a tensor of the communication pool if symmetric memory is on. The stock Triton runner writes
-    over its input, which is in the pool. The changes write elsewhere, so they must allocate the output in the pool and
-    ignore an offered buffer.
+    """If the server uses symmetric memory, the output of the experts must lie in the pool of that memory. The stock
+    Triton runner writes over its input, which is in the pool. The changes write elsewhere, so they must allocate the
+    output in the pool and ignore an offered buffer.
 
     The first of four layers offers nothing. If column slices do not pay, nothing else is patched in this layer.
     """

@@ -49,7 +49,8 @@ def test_answers_depend_on_the_checkpoint_and_are_deterministic(engine, checkpoi
     assert again == tokens
     assert torch.equal(logits, logits_again)
     assert torch.isfinite(logits).all()
-    assert all(len(set(answer)) > STEPS // 2 for answer in tokens)  # no loop
+    # Each answer has many different tokens: the model does not repeat one token again and again.
+    assert all(len(set(answer)) > STEPS // 2 for answer in tokens)
     assert all(a != b for a, b in zip(tokens, engine.generate(other, PROMPTS, STEPS)[0], strict=True))
     # The norm after the addition works in place, as on a GPU, so that an aliasing fault changes the answers.
     assert normed == [True] * (STEPS + 1)
@@ -130,8 +131,8 @@ def test_the_engines_own_experts_answer_from_the_bfloat16_checkpoint(engine, che
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
 def test_routed_experts_are_scaled_once(engine, checkpoint, family):
-    """The output of routed experts is scaled once. On the CPU, the engine alone would multiply the output of NVFP4
-    experts by a factor that the routing weights already contain.
+    """The output of routed experts is multiplied by the model's scaling factor only once. On the CPU, the engine alone
+    would multiply the output of NVFP4 experts by a factor that the routing weights already contain.
     """
     layer = moe_layer(engine.load(checkpoint(family=family)), family)
     hidden = torch.randn(5, 256).bfloat16()

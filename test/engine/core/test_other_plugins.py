@@ -1,4 +1,5 @@
-"""Tests with another plugin. Each change leaves functions and classes alone that another plugin has patched.
+"""Tests of a server that also runs another plugin. If that plugin has patched a function or class, no change patches
+it, too.
 
 This module plays the other plugin. It patches the engine as plugins do: through the engine's hook registry, or by
 setting attributes.
@@ -31,24 +32,26 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 BY_NAME = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""Second name of an engine function. If another plugin has replaced this name, the change may still patch the first
-name."""
+"""Second module in which an engine function is imported by name. If another plugin has replaced the function there, a
+change may still patch it in the module that defines it."""
 LOADING = "model_runner.ModelRunner.load_model"
-"""Method in which moe-workspace inspects the model. If another plugin has patched it, moe-workspace treats every model
-like one whose inputs another stream reads."""
+"""Name of the method in which moe-workspace inspects the model. If another plugin has patched this method,
+moe-workspace assumes for every model that another stream reads the experts' input."""
 OFFERING = {
     *("DeepseekV2DecoderLayer", "DeepseekV2Model", probe.INITIALIZE),
     channel.ENGINE_OFFER,
     runners.IN_POOL,
 }
-"""Names of the functions and classes that offer dead inputs. If another plugin has patched one, a change may work
-without the offers of one family, or without any offers."""
+"""Names of the functions and classes that offer dead inputs. If another plugin has patched one of them, a change may
+still act, but without the offers of one model family, or without any offers."""
 INACTIVE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED, Status.OFF}
 HookPoint = tuple[Any, str]
 
 
 class Recorder(Patcher):
-    """Patcher that records the replaced attributes of the engine and FlashInfer. Added attributes are not recorded."""
+    """Patcher that records which attributes of the engine and FlashInfer it replaces. It does not record attributes
+    that it adds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ def hook(target: str, new: Any, kind: str) -> None:
 
 
 def wrap(owner: Any, name: str) -> None:
-    """Wrap an attribute by assignment, as most plugins do."""
+    """Patch an attribute as most plugins do: assign a wrapper that calls the original."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -106,7 +109,7 @@ def wrap(owner: Any, name: str) -> None:
 
 
 def replace(owner: Any, name: str) -> None:
-    """Replace an attribute by a function with the same signature that does not refer to the original."""
+    """Patch an attribute: assign a function with the same signature that does not refer to the original."""
     original = getattr(owner, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -130,23 +133,24 @@ def hook_instead(owner: Any, name: str) -> None:
 
 
 def subclass(owner: Any, name: str) -> None:
-    """Replace a class by a subclass that overrides nothing. For an attribute of a module, do nothing."""
+    """Patch a class: replace it by a subclass that overrides nothing. If ``owner`` is a module, do nothing."""
     if isinstance(owner, type):
         hook(dotted(owner), type(owner)(owner.__name__, (owner,), {"__module__": __name__}), "REPLACE")
 
 
 FOREIGN_PATCHES = [wrap, replace, hook_around, hook_instead, subclass]
 BY_HOOKS = [hook_around, hook_instead]
-"""Patches through the hook registry. They end in the same assignment as the other patches, so CI tests them with one
-change."""
+"""Functions that patch an attribute through the engine's hook registry. The registry assigns the attribute, as the
+other functions do. CI therefore tests these functions with one change only."""
 
 
 @contextmanager
 def another_plugin(
     foreign_patch: Callable[[Any, str], None], *hook_points: HookPoint, stock: Snapshot | None = None
 ) -> Iterator[None]:
-    """Patch ``hook_points`` while the block runs, and restore the engine afterwards.
+    """Play another plugin while the ``with`` block runs: patch ``hook_points``, and restore the engine afterwards.
 
+    :param foreign_patch: function that patches one attribute, such as :func:`wrap`.
     :param stock: a snapshot of the stock engine. If it is ``None``, a snapshot is taken.
     """
     before = take_snapshot() if stock is None else stock
@@ -226,7 +230,7 @@ def test_a_family_that_another_plugin_patches_is_left_out_and_the_changes_apply(
         with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
             probe.probe_layer(layer)
     somebody_elses = type("Layer", (layer,), {"__module__": "another_plugin"})
-    with pytest.raises(engine_code.Unsupported, match=r"Layer is another_plugin\.Layer"):
+    with pytest.raises(engine_code.Unsupported, match=r"Layer has code of another package: another_plugin\.Layer"):
         probe.probe_layer(somebody_elses)
 
 
@@ -255,9 +259,9 @@ KEPT_TENSORS: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
     "the input of the last step": (find_layer_end, "given", False),
     "the result of the last step": (find_layer_end, "result", False),
 }
-"""Tensors that another plugin keeps, by a name for each. A value has three parts: the method that the plugin wraps;
-``given`` or ``result``, for the kept tensors; and whether the norms work in place.
-"""
+"""Tensors to which another plugin keeps a reference, by a description of each. A value has three parts: a function that
+finds the method that the plugin wraps; ``given`` or ``result``, for the method's arguments or its result; and whether
+the norms work in place."""
 
 
 @pytest.mark.parametrize("kept", KEPT_TENSORS)

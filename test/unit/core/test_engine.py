@@ -62,7 +62,8 @@ OURS = "sglang_moe_patches.changes.first"
     ids=["ours", "the engine's and PyTorch's", "another plugin's", "ours around it", "ours around a hook"],
 )
 def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers, own):
-    """``require_unpatched`` removes this package's wrappers, keeps those of the engine and PyTorch, and refuses others.
+    """``require_unpatched`` removes this package's wrappers, keeps the wrappers of the engine and PyTorch, and raises
+    an exception for a wrapper of another package.
 
     :param wrappers: modules whose wrappers surround the engine's function, from the innermost to the outermost.
     :param own: number of inner wrappers that ``require_unpatched`` keeps, or the wrapper that its error names.
@@ -86,7 +87,7 @@ def test_a_replaced_function_is_not_the_engines_own(module):
 
 def test_a_replaced_class_is_not_the_engines_own(module):
     module.Layer = type("Better", (module.Layer,), {"__module__": "somebody_else"})
-    with pytest.raises(Unsupported, match=r"made_up.Layer is somebody_else.Better"):
+    with pytest.raises(Unsupported, match=r"made_up.Layer is replaced by somebody_else.Better"):
         engine.require_unpatched(module, "Layer")
 
 

@@ -36,8 +36,8 @@ def make_route(name, accepts=lambda how: True):
 IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""Routes of two changes. The value is the argument ``first`` of ``add_route``: whether the route is tried before
-others."""
+"""Mapping from the routes of two changes to the argument ``first`` of ``add_route``: whether the wrapper asks the route
+before the routes that were added earlier."""
 
 
 def find_answerer(module, **how):
@@ -87,8 +87,10 @@ def test_arguments_may_be_keywords(module, by_place):
 
 
 def test_no_route_is_called_while_tracing():
-    """A route may use an offered buffer, on which a traced graph must not depend. It is offered in a ``ContextVar``,
-    which ``torch.compile`` cannot trace."""
+    """While ``torch.compile`` traces a call, no route is asked. A route may use the buffer that a layer offers. The
+    traced graph must not depend on that buffer, and ``torch.compile`` cannot trace the ``ContextVar`` in which the
+    buffer is offered.
+    """
 
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
         return hidden_states * 2
@@ -104,7 +106,10 @@ def test_no_route_is_called_while_tracing():
     [
         ("hidden_states, w1, w2, topk_weights, topk_ids, *, inplace, hooks, defer_sum=False", None),
         ("hidden_states, w1, w2, topk_ids, topk_weights, *, inplace, hooks", "takes (hidden_states, w1, w2, topk_ids"),
-        ("hidden_states, w1, w2, topk_weights, topk_ids, *, inplace", "takes no inplace, or no hooks"),
+        (
+            "hidden_states, w1, w2, topk_weights, topk_ids, *, inplace",
+            "has no parameter inplace, or no parameter hooks",
+        ),
         (
             "hidden_states, w1, w2, topk_weights, topk_ids, inplace, *, hooks",
             "accepts inplace as a positional argument",

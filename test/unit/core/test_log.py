@@ -1,4 +1,4 @@
-"""Tests of ``core/log.py``, which logs only the first message of each key."""
+"""Tests of ``core/log.py``: of several messages with the same key, only the first is logged."""
 
 from __future__ import annotations
 

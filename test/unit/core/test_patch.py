@@ -1,4 +1,4 @@
-"""Tests of selecting, probing, applying and undoing changes."""
+"""Tests of ``core/patch.py``: selecting, probing, applying and undoing changes."""
 
 from __future__ import annotations
 

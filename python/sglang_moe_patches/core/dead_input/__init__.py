@@ -2,8 +2,9 @@
 
 A decoder layer normalizes its input, and then attention reads the normalized tensor. After that norm no code reads the
 input again: the layer has rebound its local name, and the model's loop over the layers keeps the tensor only until the
-layer returns. The input is then called a *dead input*. The layer *offers* the memory of its dead input, and the runner
-of its routed experts *takes* the memory for its output or as scratch memory.
+layer returns. The input is then called a *dead input*: its memory may be overwritten, although references still keep it
+allocated. The layer *offers* the memory of its dead input. The runner of its routed experts *takes* this memory for its
+output or as scratch memory.
 
 Two kinds of inputs are not dead:
 
@@ -13,7 +14,7 @@ Two kinds of inputs are not dead:
   another stage's output.
 
 Newer engine releases offer layer inputs, too, but do not check that the inputs are dead. This package therefore
-disables the engine's own offers in every layer. Its own offers use the engine's channel where the engine has one.
+disables the engine's offers in every layer. The offers of this package use the engine's channel if the engine has one.
 
 For each model that the engine builds, :mod:`.probe` decides which layers may offer their input. It uses proofs about
 the source code of the layers and of the model's loop (:mod:`.proofs`).

@@ -1,7 +1,8 @@
-"""Channel between the decoder layer that offers a buffer and the MoE runner that takes the buffer.
+"""Channel through which a decoder layer offers a buffer to its MoE runner, and through which the runner takes the
+buffer.
 
-A process uses one channel. If the engine has a channel of its own, :mod:`.probe` finds it, and the process uses that
-channel. Otherwise the process uses this module's channel.
+The buffer is usually the layer's dead input. A process uses one channel. If the engine has a channel of its own,
+:mod:`.probe` finds it, and the process uses that channel. Otherwise the process uses this module's channel.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
 
 ENGINE_MODULE = "sglang.srt.layers.moe.moe_runner.base"
 ENGINE_OFFER = "moe_output_buffer_ctx"
-"""Name of the engine's context manager that offers a buffer. Only some releases define it, in :data:`ENGINE_MODULE`."""
+"""Name of the engine's own context manager that offers a buffer to a MoE runner. Only some releases define it, in the
+module :data:`ENGINE_MODULE`."""
 
 
 class Channel(NamedTuple):
-    """Two functions that read and write the offered buffer. Each execution context (``contextvars``) has its own offer.
+    """Pair of functions that read and replace the buffer that is offered to the MoE runner.
+
+    Each execution context (``contextvars``) has its own offered buffer.
 
     :param get: function that returns the offered buffer, or ``None`` if no buffer is offered.
     :param set: function that replaces the offered buffer. ``None`` withdraws the offer.
@@ -90,7 +94,7 @@ def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
 
 
 def replace_offer(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """Offer ``buffer`` in this execution context; ``None`` withdraws the present offer.
+    """Offer ``buffer`` to the MoE runners in this execution context. ``None`` withdraws the present offer.
 
     :returns: the buffer that was offered before, or ``None``.
     """
@@ -100,7 +104,7 @@ def replace_offer(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def offered_buffer() -> torch.Tensor | None:
-    """Return the buffer that is offered in this execution context, or ``None``. The offer is not withdrawn."""
+    """Return the buffer that is offered in this execution context, or ``None``. The buffer stays offered."""
     return _channel.get()
 
 

@@ -1,4 +1,7 @@
-"""Counters of how often a dead input was offered and taken. Several changes share these counters."""
+"""Counters of how often decoder layers offered their dead input, and how often MoE runners took its memory.
+
+Several changes share these counters.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Wrapper around a decoder layer's ``forward`` that offers the layer's dead input.
+"""Wrapper around a decoder layer's ``forward`` that offers the layer's dead input to the runner of its experts.
 
-The wrapper acts only on marked layers (:func:`mark_offering`). :mod:`.probe` marks each layer whose input is proved to
-be dead.
+The wrapper acts only on marked layers. :mod:`.probe` calls :func:`mark_offering` for each layer whose input is proved
+to be dead.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _MIN_OFFER_BYTES = "_moe_patches_offers_its_input_from"
-"""Name of an attribute of a marked layer. Its value is the size in bytes of the smallest input that the layer offers.
-"""
+"""Name of the attribute that marks a decoder layer as one that offers its dead input. Its value is the size in bytes of
+the smallest input that the layer offers."""
 _PRODUCER = "_moe_patches_producer"
-"""Name of an attribute of a marked layer. Its value is a tuple of one element: the previous layer, whose output is this
-layer's input. Without the tuple, PyTorch would register the previous layer as a submodule of this layer."""
+"""Name of an attribute of each decoder layer that offers its dead input. Its value is a tuple of one element: the
+previous layer, whose output is this layer's input. Without the tuple, PyTorch would register the previous layer as a
+submodule of this layer."""
 _HOOKS = "_moe_patches_forward_hooks"
-"""Name of an attribute of a marked layer, set in the layer's first forward pass. Its value is a list of PyTorch's
-dictionaries of forward hooks: those of the layer, of the previous layer, of all submodules of both, and the global
-ones."""
+"""Name of an attribute of each decoder layer that offers its dead input. The layer's first forward pass sets it. Its
+value is a list of PyTorch's dictionaries of forward hooks: those of the layer, of the previous layer, of all submodules
+of both layers, and the global ones."""
 MIN_SCRATCH_BYTES = 1 << 20
-"""Smallest input, in bytes, that a layer offers if its runner takes a buffer only while it computes in column slices.
-Marlin then takes the buffer as its output, and Triton in place takes it as scratch memory. A decode's input is smaller
-than this limit. No decode needs the buffer, because no decode is computed in column slices: even with the tokens of
-many ranks, its expert outputs stay below moe-workspace's threshold."""
+"""Smallest input, in bytes, that a layer offers to a runner that takes it only in large forward passes. Marlin and
+in-place Triton take an offered buffer only while they compute in column slices. Marlin writes its output there, and
+Triton uses it as scratch memory. A decode's input is smaller than this limit. No decode needs the buffer, because no
+decode is computed in column slices: even with the tokens of many ranks, its expert outputs stay below moe-workspace's
+threshold."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -59,7 +61,8 @@ def has_hooks(layer: Any) -> bool:
     time. The engine registers those of ``--forward-hooks`` after it has built the model.
     """
     hooks = getattr(layer, _HOOKS, None)
-    if hooks is None:  # collected in the first forward pass, because adapters replace modules of a model that is built
+    # Collected in the first forward pass, because adapters may replace modules after the model was built.
+    if hooks is None:
         hooks = _forward_hooks(layer)
         setattr(layer, _HOOKS, hooks)
     if not any(hooks):
@@ -81,16 +84,19 @@ def _forward_hooks(layer: Any) -> list[Any]:
 
 
 def residual_argument(forward_batch: Any, residual: Any) -> Any:
-    """Default for ``residual_of``: return the residual that the layer receives as an argument."""
+    """Return the residual that the decoder layer receives as its argument ``residual``.
+
+    This function is the default for the parameter ``residual_of`` of :func:`make_layer_forward`.
+    """
     return residual
 
 
 def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
-    """Return the residual, in releases where the batch keeps it (``forward_batch.residual_stream``).
+    """Return the residual of a layer's input, in releases where the batch keeps it (``forward_batch.residual_stream``).
 
-    Return ``None`` if the layer's input is the residual, or may become it. Then the input must not be offered. These
-    releases add a layer's output to the residual later; until then the stream's ``pending`` holds it. The result is
-    ``None`` if nothing is pending, or if the pending update is more than an addition.
+    In these releases a layer's output is added to the residual later. Until then the stream's attribute ``pending``
+    contains the output. The result is ``None`` if the layer's input must not be offered, because it is the residual or
+    may become it. This holds if nothing is pending, or if the pending update is more than an addition.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending
@@ -100,29 +106,34 @@ def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
 def is_plain_addition(update: Any) -> bool:
     """Return whether an update of the residual is an addition and nothing else.
 
-    The update has an attribute that says so. The attribute's name depends on the release.
+    :param update: the engine's description of the update. Its attribute ``is_plain_add`` or ``adds_plainly``, depending
+        on the release, gives the answer.
     """
     return bool(getattr(update, "is_plain_add", False) or getattr(update, "adds_plainly", False))
 
 
 def is_plain_norm(read: Any) -> bool:
-    """Return whether a stage of a layer reads the residual through its norm and in no other way.
+    """Return whether attention reads the residual only through the norm before attention.
 
-    The addition to the residual may run in the same kernel as the norm. ``read`` has an attribute that says whether the
-    condition holds. The attribute's name depends on the release.
+    The addition to the residual may run in the same kernel as the norm.
+
+    :param read: the engine's description of how attention reads the residual. Its attribute ``is_plain_norm`` or
+        ``norms_plainly``, depending on the release, gives the answer.
     """
     return bool(getattr(read, "is_plain_norm", False) or getattr(read, "norms_plainly", False))
 
 
 def return_unchanged(hidden_states: Any) -> Any:
-    """Default for ``tensor_of``: return the layer's input, which already is a tensor. (In some releases it is a handle,
-    from which the tensor must be fetched.)
+    """Return the layer's input, which is already a tensor.
+
+    This function is the default for the parameter ``tensor_of`` of :func:`make_layer_forward`. In some releases the
+    input is a handle instead, and another function fetches the tensor from the handle.
     """
     return hidden_states
 
 
 USUAL_PARAMETERS = ("positions", "hidden_states", "forward_batch", "residual")
-"""Names of the positional parameters of most decoder layers, in their order."""
+"""Names of the positional parameters of ``forward`` in most classes of decoder layers, in their order."""
 
 
 def make_layer_forward(
@@ -132,10 +143,10 @@ def make_layer_forward(
     residual_of: Callable[[Any, Any], Any] = residual_argument,
     tensor_of: Callable[[Any], Any] = return_unchanged,
 ) -> Callable[..., Any]:
-    """Wrap a layer's ``forward``: offer the input of a marked layer while ``original`` runs.
+    """Wrap a decoder layer's ``forward``, so that a marked layer offers its dead input while ``original`` runs.
 
-    Nothing is offered if the input is not dead (:func:`may_offer`), if it is smaller than the layer's limit, if the
-    batch is idle, or if a forward hook may see the input.
+    :func:`mark_offering` marks layers. Nothing is offered if the input is not dead (:func:`may_offer`), if it is
+        smaller than the layer's limit, if the batch is idle, or if a forward hook may see the input.
 
     :param is_compiling: function that returns whether ``torch.compile`` traces the call. Nothing is offered then.
     :param parameters: the names of the layer's positional parameters.
@@ -180,11 +191,11 @@ def make_layer_forward(
 def initialize_and_probe(
     probe_model: Callable[[Any], None], original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap the engine's function that builds a model: build the model, probe it and return it.
+    """Build a model with the engine's function, mark the layers that may offer their dead input, and return the model.
 
-    :param probe_model: function that marks the layers of the model that may offer their input. If it fails, one line is
-        logged.
-    :param original: the engine's function.
+    :param probe_model: function that marks these layers (:func:`.probe.probe_model`). If it raises an exception, the
+        model stays as the engine built it, and one line is logged.
+    :param original: the engine's function, which receives ``args`` and ``kwargs``.
     """
     model = original(*args, **kwargs)
     with best_effort(f"the dead input of {type(model).__name__}'s layers"):
@@ -193,13 +204,19 @@ def initialize_and_probe(
 
 
 def stage_layers(stack: Any) -> list[Any]:
-    """Return the layers of a stack that run in this process's pipeline stage, in order."""
+    """Return the decoder layers that run in this process's pipeline stage, in order.
+
+    :param stack: a module with a ``ModuleList`` named ``layers``, such as ``DeepseekV2Model``. In the list,
+        placeholders stand for the layers of other stages.
+    """
     layers, start, end = stack.layers, getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
     return [layer for layer in list(layers)[start:end] if type(layer).__name__ != "PPMissingLayer"]
 
 
 def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
-    """Mark a layer, so that it offers its input from now on. If the layer's runner takes no buffer, do nothing.
+    """Mark a decoder layer, so that it offers its dead input from now on (:func:`make_layer_forward`).
+
+    If the runner of the layer's experts takes no buffer, do nothing.
 
     :param producer: the previous layer, whose output is this layer's input.
     :param experts: the layer's routed experts, a ``FusedMoE``.
@@ -213,13 +230,13 @@ def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
 
 
 def is_offering(layer: Any) -> bool:
-    """Return whether a decoder layer is marked (:func:`mark_offering`)."""
+    """Return whether a decoder layer offers its dead input, because :func:`mark_offering` has marked it."""
     return hasattr(layer, _MIN_OFFER_BYTES)
 
 
 def make_empty_offer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose context manager offers nothing. It replaces the engine's function, which offers a layer
-    input.
+    """Return a context manager that offers nothing, as a replacement for the engine's context manager that offers a
+    layer input.
 
     The engine offers inputs without a check that they are dead. :func:`make_layer_forward` makes this check.
     """

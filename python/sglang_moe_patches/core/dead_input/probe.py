@@ -1,4 +1,4 @@
-"""Probe of the engine and of its models: which decoder layers may offer their input, and through which channel."""
+"""Probe of the engine and of its models: which decoder layers may offer their dead input, and through which channel."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _installed: Offers | None = None
 
 LOADER = "sglang.srt.model_loader.loader"
 INITIALIZE = "_initialize_model"
-"""Name of the engine's function that builds every model. :data:`LOADER` defines it."""
+"""Name of the engine's function that builds every model. The module :data:`LOADER` defines the function."""
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Facts about a class of decoder layers, read from its source code.
+    """Facts about a class of decoder layers whose inputs are dead, read from the source code of the class.
 
     :param layer: the class that defines ``forward``.
     :param parameters: the names of the positional parameters of ``forward``.
     :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual that
-        belongs to an input.
-    :param tensor_of: function that returns the tensor of an input.
-    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The class's
-        code does not show the submodules' results, so each layer is checked (:func:`require_attention_input_dies`).
+        belongs to a layer's input.
+    :param tensor_of: function that receives a layer's input and returns its tensor.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The code of
+        the class does not show what the submodules return, so :func:`require_attention_input_dies` checks each layer.
     """
 
     layer: Any
@@ -52,10 +52,11 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Offers:
-    """Result of :func:`probe_offers`: the channel to use, and the installer of the offers.
+    """Result of :func:`probe_offers`: how layers of this engine offer their dead inputs, and the method that installs
+    this.
 
     :param note: reason why the layers of DeepSeek's family cannot offer their input. It is empty if they can.
-        ``doctor`` shows it. Only this family is probed before a model is built.
+        ``doctor`` shows it. The layers of other families are probed only when a model is built.
     :param channel: the engine's own channel, or ``None`` if the engine has none.
     """
 
@@ -65,7 +66,8 @@ class Offers:
     def install(self, patcher: Patcher) -> None:
         """Install this package's offers and disable the engine's own offers, for every model that is built from now on.
 
-        Several changes need the offers, so a second call in a process does nothing.
+        Several changes need the offers, so each of them calls this method. Only the first call in a process has an
+        effect.
         """
         if _installed is not None:
             return
@@ -74,8 +76,9 @@ class Offers:
             patcher.add(channel, "_channel", self.channel)
             for module in _modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
-            # For every offered buffer, the engine's runner asks whether the buffer lies in the pool, and the answer
-            # takes long. This package offers a buffer in more layers than the engine does.
+            # For every offered buffer, the engine's runner asks whether the buffer lies in the pool of NCCL symmetric
+            # memory. The engine needs long for the answer. This package offers a buffer in more layers than the engine
+            # does.
             pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
             is_in_pool = runners.remember_pool_addresses(getattr(pool, runners.IN_POOL))
             for module in _pool_query_modules():
@@ -91,12 +94,12 @@ def has_engine_offer() -> bool:
 
 
 def probe_offers() -> Offers:
-    """Check that layers of this engine can offer their dead inputs, and return what installs the offers.
+    """Check that layers of this engine can offer their dead inputs, and return the :class:`Offers` to install.
 
-    The changes of a process share one such object: if it is installed already, it is returned.
+    All changes of a process share one such object. If one is installed already, the function returns it.
 
-    :raises engine.Unsupported: the engine's function that builds models is missing or patched, or the engine has a way
-        of its own to offer a buffer, and it is not as expected.
+    :raises engine.Unsupported: the engine's function that builds models is missing or patched, or the engine offers
+        buffers itself in a way that this package does not know.
     """
     if _installed is not None:
         return _installed
@@ -115,9 +118,11 @@ def probe_offers() -> Offers:
 
 
 def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
-    """Mark and wrap the layers of a new model whose input is proved to be dead. Log why the other layers offer nothing.
+    """Make each decoder layer of a new model offer its input if the input is proved to be dead.
 
-    :param wrapped: the classes of layers whose ``forward`` is wrapped already. This function adds the classes that it
+    The other layers offer nothing, and one line is logged with the reasons.
+
+    :param wrapped: the classes of layers whose ``forward`` is wrapped already. This function adds each class that it
         wraps.
     """
     for stack, dead in probe_stacks(model):
@@ -135,9 +140,10 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
 
 
 def find_offers(model: Any) -> tuple[list[Any], list[str]]:
-    """Find the layers that offer their dead input, in a model that was built after :meth:`Offers.install`.
+    """Find the decoder layers that offer their dead input, in a model that was built after :meth:`Offers.install`.
 
-    :returns: the routed experts of these layers, and the reasons why other layers with routed experts offer nothing.
+    :returns: two lists: the routed experts of these layers, and the reasons why other layers with routed experts offer
+        nothing.
     """
     offering: list[Any] = []
     reasons: dict[str, None] = {}
@@ -148,7 +154,11 @@ def find_offers(model: Any) -> tuple[list[Any], list[str]]:
 
 
 def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the ``make_wrapper`` for :meth:`Patcher.wrap` that makes a class of layers offer its input."""
+    """Return a function that wraps the ``forward`` of a class of decoder layers, so that its layers offer their dead
+    input.
+
+    :meth:`Patcher.wrap` receives the returned function as ``make_wrapper``.
+    """
     import torch
 
     return functools.partial(
@@ -162,7 +172,7 @@ def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[
 
 @dataclass(frozen=True)
 class StackFacts:
-    """Facts about one stack of decoder layers.
+    """Result of the proofs for one stack of decoder layers, such as the layers of a ``DeepseekV2Model``.
 
     :param layers: one entry for each layer with a dead input: the layer, the facts about its class, its routed experts.
     :param skip_reasons: reasons why other layers with routed experts cannot offer their input.
@@ -173,7 +183,7 @@ class StackFacts:
 
 
 def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
-    """Yield each stack of decoder layers with routed experts in a model, together with the facts about the stack.
+    """Yield each stack of decoder layers with routed experts in a model, and the result of the proofs for the stack.
 
     A stack is a module with a ``ModuleList`` named ``layers``. The first layer of a pipeline stage is left out, because
     its input belongs to the caller or to another stage.
@@ -195,8 +205,9 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
 
 
 def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackFacts:
-    """Prove which layers of a stack have a dead input.
+    """Prove which decoder layers of a stack have a dead input.
 
+    :param stack: the module that runs the layers in its ``forward``.
     :param sparse: one entry for each layer with routed experts: the previous layer, the layer, its ``FusedMoE``
         modules.
     """
@@ -242,7 +253,10 @@ def probe_layer(layer: type) -> LayerFacts:
     name = layer.__name__
     for kind in layer.__mro__:  # a subclass from another package may override methods or have other submodules
         home = kind.__module__.partition(".")[0]
-        engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
+        engine.require(
+            home in ("sglang", "torch", "builtins"),
+            f"{name} has code of another package: {kind.__module__}.{kind.__qualname__}",
+        )
 
     def method_of(attribute: str) -> Any:
         is_method = isinstance(inspect.getattr_static(layer, attribute, None), FunctionType)
@@ -261,10 +275,13 @@ def probe_layer(layer: type) -> LayerFacts:
 
 
 def require_attention_input_dies(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
-    """Check the submodules that a layer uses up to the norm after attention. They cannot be checked from its class
-    alone.
+    """Check that no submodule of a layer keeps attention's input readable until the routed experts run.
 
-    :param attention: the names of these submodules, and the arguments through which they receive attention's input.
+    The proof about the layer's class stops at its submodules, so this function checks the submodules of the layer
+    itself.
+
+    :param attention: the submodules that the layer uses up to the norm after attention, and the arguments through which
+        they receive attention's input.
     :param experts: the class of the layer's routed experts.
     :raises engine.Unsupported: one of these holds:
 
@@ -324,7 +341,10 @@ def require_unpatched_methods(kind: type) -> None:
     :raises engine.Unsupported: a method was replaced or wrapped, or a base class comes from another package.
     """
     for base in kind.__mro__:
-        engine.require(_package_of(base) in _PACKAGES, f"{kind.__name__} is {base.__module__}.{base.__qualname__}")
+        engine.require(
+            _package_of(base) in _PACKAGES,
+            f"{kind.__name__} has code of another package: {base.__module__}.{base.__qualname__}",
+        )
         for name, value in vars(base).items() if _package_of(base) == "sglang" else ():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod)
             if is_method and (name == "__call__" or not name.startswith("__")):
@@ -340,21 +360,24 @@ def _package_of(kind: type) -> str:
 
 
 def require_loop(model: type) -> None:
-    """Prove that a model's loop over its layers keeps no layer's input.
+    """Prove that a model's loop over its decoder layers keeps no reference to a layer's input.
 
     :param model: the class that defines the loop in its ``forward``.
     :raises engine.Unsupported: the proof fails, or the code is not the engine's own.
     """
     home = model.__module__
-    engine.require(home.partition(".")[0] == "sglang", f"{model.__name__} is {home}.{model.__qualname__}")
+    engine.require(
+        home.partition(".")[0] == "sglang",
+        f"{model.__name__} has code of another package: {home}.{model.__qualname__}",
+    )
     reason = proofs.loop_skip_reason(model.__name__, engine.require_unpatched(model, "forward"))
     engine.require(reason is None, str(reason))
 
 
 def _has_plain_sum(layer: Any) -> bool:
-    """Return whether a layer only adds its input to the residual, and reads the residual only through its norm.
+    """Return whether a decoder layer only adds its input to the residual, and reads the residual only through its norm.
 
-    In releases with a residual stream, each forward pass also checks the pending contribution
+    In releases with a residual stream, each forward pass also checks the update that is still pending
     (:func:`.offer.residual_of_stream`).
     """
     boundary = getattr(layer, "attn_boundary", None)
@@ -366,7 +389,7 @@ def _has_plain_sum(layer: Any) -> bool:
 
 
 def _choose_residual_of(layer: str, parameters: tuple[str, ...]) -> Callable[[Any, Any], Any]:
-    """Return the function that finds the residual of a layer's input.
+    """Return the function that finds the residual of a decoder layer's input.
 
     :raises engine.Unsupported: the residual is neither an argument of the layer nor kept in the batch.
     """
@@ -377,7 +400,7 @@ def _choose_residual_of(layer: str, parameters: tuple[str, ...]) -> Callable[[An
 
 
 def _batches_carry_residual() -> bool:
-    """Return whether this release keeps the residual in the batch, under the names that this package knows."""
+    """Return whether this release keeps the residual in the batch, in attributes whose names this package knows."""
     batches = engine.module("sglang.srt.model_executor.forward_batch_info")
     try:
         from sglang.srt.layers.layer_boundary.residual.stream import Contribution, ResidualStream
@@ -420,7 +443,7 @@ def _find_engine_channel() -> Channel:
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
     flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
-    engine.require(hasattr(flags(), "moe_output_buffer"), "the forward's flags have no moe_output_buffer")
+    engine.require(hasattr(flags(), "moe_output_buffer"), "the flags of the forward pass have no moe_output_buffer")
     engine.get(flags(), "set")
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
@@ -431,8 +454,9 @@ def _modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
 
 
 def _pool_query_modules() -> list[Any]:
-    """Return the engine's modules that have the function :data:`.runners.IN_POOL`, which looks for a tensor in the
-    pool.
+    """Return the engine's modules in which the function :data:`.runners.IN_POOL` can be looked up.
+
+    The function returns whether a tensor lies in the pool of NCCL symmetric memory.
     """
     engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
     return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]

@@ -1,8 +1,8 @@
 """Proofs that a decoder layer's input is dead, from the source code of the layer and of its model's loop.
 
-A proof follows a tensor's memory through the statements of a function. An *alias* is a local name that may refer to
-this memory. The memory *escapes* if code may keep it in another place, such as an attribute or a list. If a function
-contains code that a proof does not model, the proof fails.
+The input is dead if no code reads it after attention has run. A proof follows a tensor's memory through the statements
+of a function. An *alias* is a local name that may refer to this memory. The memory *escapes* if code may keep it in
+another place, such as an attribute or a list. If a function contains code that a proof does not model, the proof fails.
 
 Each proof accepts a function or a syntax tree. A server passes the functions of the model that it builds. The family
 scan passes syntax trees, because it does not import the engine's models.
@@ -20,16 +20,17 @@ from sglang_moe_patches.core.dead_input.channel import ENGINE_OFFER
 
 Code = Callable[..., Any] | ast.FunctionDef
 MethodOf = Callable[[str], Code | None]
-"""Type of a function that receives the name of a layer's attribute. It returns the code of a method, and ``None`` for a
-submodule."""
+"""Type of a function that receives the name of a layer's attribute. It returns the method's code if the attribute is a
+method, and ``None`` if it is a submodule."""
 Place = int | str
-"""Type of an argument's place in a call: its position, its keyword, or ``*`` or ``**`` for an unpacked argument."""
+"""Type of an argument's place in a call: its position such as 0, its keyword such as "residual", or ``*`` or ``**`` for
+an unpacked argument."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
 """Name of the engine's function that returns the tensor of a layer's input. In some releases the input is a handle for
 a sum that is not computed yet."""
-#: Names of methods that run the norm before attention and the addition to the residual. These methods keep no reference
-#: to the layer's input.
+#: Names of the engine's methods that add the layer's input to the residual and run the norm before attention. These
+#: methods keep no reference to the layer's input.
 _NORMS_BEFORE_ATTENTION = frozenset(
     {
         "self.layer_communicator.prepare_attn",
@@ -38,7 +39,8 @@ _NORMS_BEFORE_ATTENTION = frozenset(
     }
 )
 _NORMS_AFTER_ATTENTION = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_boundary.prepare"})
-#: Names of functions that add to a layer's result in place. The result stays the same tensor, the next layer's input.
+#: Names of functions that add to a layer's result in place. The result is still the same tensor, which is the next
+#: layer's input.
 _IN_PLACE_ADDITIONS = frozenset({"residual_batch.add_to_output"})
 #: Names of functions that return newly allocated memory.
 _COPIES = frozenset({"residual_batch.snapshot"})
@@ -47,7 +49,8 @@ _NAMESPACE_FUNCTIONS = frozenset({"locals", "vars", "eval", "exec"})
 #: Names of a tensor's attributes that do not refer to its memory.
 _METADATA_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
 _DEFERRED_CODE = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.GeneratorExp)
-#: Syntax that binds a name inside an expression or a pattern, in another scope, or at a later time.
+#: Syntax that binds a name inside an expression or a pattern, in another scope, or at a later time. If a function
+#: contains such syntax, a proof about it fails.
 _NOT_MODELLED = (
     *(ast.NamedExpr, ast.Match, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, *_DEFERRED_CODE),
@@ -64,7 +67,8 @@ def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda na
     """Return why a decoder layer's input may be read after it was overwritten, or ``None`` if all proofs succeed.
 
     :param layer: the name of the layer's class.
-    :param forward: the layer's ``forward``.
+    :param forward: the function or syntax tree of the layer's ``forward``.
+    :param method_of: function that returns the code of the layer's methods (:data:`MethodOf`).
     """
     proofs = {
         f"{layer} may read its input after the first norm": input_dies(forward),
@@ -79,7 +83,7 @@ def loop_skip_reason(model: str, forward: Code) -> str | None:
     """Return why a model's loop over its layers may keep a layer's input, or ``None`` if the proof succeeds.
 
     :param model: the name of the model's class.
-    :param forward: the model's ``forward``.
+    :param forward: the function or syntax tree of the model's ``forward``.
     """
     return None if loop_keeps_nothing(forward) else f"{model} may keep its layers' inputs"
 
@@ -91,8 +95,8 @@ def input_dies(forward: Code) -> bool:
     """Return whether a decoder layer's ``forward`` drops its input in the first statement that uses it.
 
     This statement must assign the result of a norm (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states``. The
-    input may have one other alias: the engine assigns the input to a second name and offers it. The second alias must
-    have no other use. This package disables the engine's offer.
+    input may have a second alias, because in some releases the engine assigns the input to another name and offers it.
+    The second alias must have no other use. This package disables the engine's offer.
     """
     definition = _parse_definition(forward)
     consumer, second_alias = _find_consumer(definition)
@@ -133,7 +137,9 @@ def _find_second_alias(statement: ast.stmt | None) -> str | None:
 
 
 def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
-    """Return whether a function uses an alias for nothing but the engine's offer, a type check and a shape."""
+    """Return whether a function uses an alias of the layer's input only in the engine's offer, in a type check or for
+    its shape.
+    """
     parents = _map_parents(definition)
 
     def is_harmless(use: ast.Name) -> bool:
@@ -154,7 +160,7 @@ def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Facts about a layer's ``forward`` up to the norm after attention.
+    """Attributes and submodules that a decoder layer's ``forward`` uses up to the norm after attention.
 
     :param attributes: names of the layer's attributes that ``forward`` looks up.
     :param submodules: names of the submodules that receive attention's input, with the places of these arguments.
@@ -165,12 +171,17 @@ class AttentionFacts:
 
 
 def attention_input_dies(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
-    """Return whether attention's input can no longer be read after attention (:func:`follow_attention`)."""
+    """Return whether no code of a decoder layer can read attention's input after attention.
+
+    :func:`follow_attention` makes the proof.
+    """
     return follow_attention(forward, method_of) is not None
 
 
 def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> AttentionFacts | None:
-    """Follow attention's input from the norm before attention to the norm after attention.
+    """Prove that no code of a decoder layer's ``forward`` can read attention's input after attention.
+
+    The proof follows attention's input from the norm before attention to the norm after attention.
 
     The norm before attention may work in place, so attention's input may be the memory of the layer's input. This
     memory must have no alias at the norm after attention or later. That norm is a method in
@@ -180,7 +191,8 @@ def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> 
     (:func:`returns_own_memory`). In a batch without tokens a submodule may return its input, but nothing is offered
     then.
 
-    :returns: ``None`` if code may still read the memory after attention.
+    :returns: the attributes and submodules that ``forward`` uses on this way, or ``None`` if code may still read the
+        memory after attention.
     """
     definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
@@ -213,7 +225,9 @@ def _is_norm_after_attention(node: ast.AST) -> bool:
 
 
 def _find_attributes(statements: list[ast.stmt], method_of: MethodOf) -> frozenset[str]:
-    """Return the names of all attributes of ``self`` in these statements and in the methods that they mention."""
+    """Return the names of all attributes of ``self`` in these statements and in the methods to which the statements
+    refer.
+    """
     attributes: set[str] = set()
     trees: list[ast.AST] = list(statements)
     while trees:
@@ -232,10 +246,10 @@ def _attribute_of_self(node: ast.AST) -> str | None:
 
 @dataclass(frozen=True)
 class _AliasTracker:
-    """State of a proof that follows aliases through a layer's ``forward`` and methods.
+    """State of a proof that follows aliases of attention's input through a decoder layer's ``forward`` and methods.
 
     :param method_of: function that returns the code of the layer's methods (:data:`MethodOf`).
-    :param submodules: places at which each submodule has received an alias so far.
+    :param submodules: places at which each submodule has received an alias so far, by the submodule's name.
     :param methods: stack of the methods that are being followed, innermost last. It is empty in ``forward``, which must
         not return before the norm after attention.
     """
@@ -247,10 +261,16 @@ class _AliasTracker:
     def escapes(self, tree: ast.expr, aliases: set[str]) -> bool:
         """Return whether an expression passes an alias to a call that may keep it."""
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _names_read(node)]
-        return any(ast.unparse(call.func) != "isinstance" and not self._is_followed(call, aliases) for call in calls)
+        return any(
+            ast.unparse(call.func) != "isinstance" and not self._cannot_keep_alias(call, aliases) for call in calls
+        )
 
-    def _is_followed(self, call: ast.Call, aliases: set[str]) -> bool:
-        """Return whether a call is harmless: a submodule's call, which is recorded, or a method that keeps no alias."""
+    def _cannot_keep_alias(self, call: ast.Call, aliases: set[str]) -> bool:
+        """Return whether a call that receives an alias cannot keep it.
+
+        A call of a submodule is accepted, and its places are recorded in ``submodules`` for a later check. The
+        statements of the layer's own methods are followed.
+        """
         name = _called_attribute(call)
         if name is None:
             return False
@@ -268,7 +288,7 @@ class _AliasTracker:
 
 
 def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
-    """Return the places at which a call receives an alias."""
+    """Return the places at which a call receives an alias: positions, keywords, ``*`` and ``**``."""
     places: set[Place] = {
         "*" if isinstance(argument, ast.Starred) else index
         for index, argument in enumerate(call.args)
@@ -278,7 +298,10 @@ def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
 
 
 def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
-    """Return the names of a method's parameters at these places of a call, or ``None`` if a place has no parameter."""
+    """Return the names of a method's parameters that receive the arguments at these places of a call.
+
+    The result is ``None`` if a place has no parameter, for example ``*``.
+    """
     arguments = definition.args
     by_position = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]
     by_keyword = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
@@ -330,7 +353,7 @@ def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], tracker: _
 
 
 def _split_condition(test: ast.expr) -> list[str]:
-    """Split a condition at its ``and``. Return the source text of each part."""
+    """Split a condition such as ``a and b`` at each ``and``. Return the source text of each part."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return [condition for value in values for condition in _split_condition(value)]
@@ -338,7 +361,7 @@ def _split_condition(test: ast.expr) -> list[str]:
 
 
 def _called_attribute(node: ast.AST) -> str | None:
-    """Return the name of the attribute of ``self`` that ``node`` calls, or ``None`` if ``node`` is another expression.
+    """Return the name of the attribute of ``self`` that a call runs, or ``None`` if ``node`` is another expression.
 
     The attribute is a submodule, a list of submodules of which one is called, or a method.
     """
@@ -352,7 +375,8 @@ def _called_attribute(node: ast.AST) -> str | None:
 
 
 def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
-    """Return whether a submodule's ``forward`` returns newly allocated memory, and none of the arguments in ``places``.
+    """Return whether a submodule's ``forward`` returns a newly allocated tensor, and none of the arguments in
+    ``places``.
 
     In a batch without tokens ``forward`` may return such an argument. The proof assumes that the submodule's own
     methods and submodules return new memory, and that all other functions return the memory of their arguments.
@@ -397,7 +421,9 @@ def _submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str]
 
 
 def _calls_own_attribute(call: ast.Call) -> bool:
-    """Return whether a call has the form ``self.….name()``."""
+    """Return whether a call runs a method or a submodule of ``self``, such as ``self.norm(x)`` or
+    ``self.norm.forward(x)``.
+    """
     called: ast.expr = call.func
     while isinstance(called, ast.Attribute | ast.Subscript):
         called = called.value
@@ -408,7 +434,9 @@ def _calls_own_attribute(call: ast.Call) -> bool:
 
 
 def captures_only_sums(forward: Code) -> bool:
-    """Return whether only the norm before attention captures hidden states, for example for speculative decoding.
+    """Return whether the norm before attention is the only code of a layer that captures hidden states.
+
+    Hidden states are captured for speculative decoding, for example.
 
     This norm captures sums of the layer's input and the residual, which are new tensors. No other statement of the
     layer's ``forward`` may use an argument or keyword that has to do with captures.
@@ -429,8 +457,8 @@ def captures_only_sums(forward: Code) -> bool:
 def keeps_no_result(forward: Code) -> bool:
     """Return whether a layer's ``forward`` keeps no reference to a tensor that it computes.
 
-    Its result is the next layer's input, which must be dead, too. ``forward`` may set an attribute of a tensor to a
-    constant. This proof does not check what submodules and norms keep.
+    The layer's result is the next layer's input, which must be dead, too. ``forward`` may set an attribute of a tensor
+    to a constant. This proof does not check what submodules and norms keep.
     """
     nodes = list(ast.walk(_parse_definition(forward)))
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
@@ -455,7 +483,7 @@ def keeps_no_result(forward: Code) -> bool:
 
 
 def loop_keeps_nothing(forward: Code) -> bool:
-    """Return whether a model's loop over its layers keeps no layer's input.
+    """Return whether a model's loop over its decoder layers keeps no reference to a layer's input.
 
     The loop must assign each layer's result to the name ``hidden_states``, which then no longer refers to the input. No
     other name may refer to a layer's input.
@@ -472,7 +500,7 @@ def loop_keeps_nothing(forward: Code) -> bool:
 
 
 def find_layer_loops(forward: Code) -> Iterator[ast.For]:
-    """Yield the loops over the layers in a model's ``forward``."""
+    """Yield each ``for`` loop over the decoder layers in a model's ``forward``."""
     for loop in ast.walk(_parse_definition(forward)):
         if isinstance(loop, ast.For) and any(_runs_layer(node) for node in ast.walk(loop)):
             yield loop
@@ -512,7 +540,7 @@ def _loop_keeps_no_input(loop: ast.For) -> bool:
 
 
 def _stores_layer_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether an assignment to ``hidden_states`` stores a layer's result and nothing else.
+    """Return whether an assignment to ``hidden_states`` in the loop stores a layer's result and nothing else.
 
     The result may come from an in-place addition to a layer's result.
     """
@@ -524,16 +552,17 @@ def _stores_layer_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool
 
 
 def _keeps_no_reference(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a use of ``hidden_states`` keeps no reference to it.
+    """Return whether a use of ``hidden_states`` in the loop keeps no reference to the tensor.
 
-    Such a use passes it to a layer, adds it to another tensor, adds to it in place or copies it.
+    Such a use passes the tensor to a layer, adds it to another tensor, adds another tensor to it in place, or copies
+    it.
     """
     parent = parents[use]
-    user = parents.get(parent)  # the loop itself has none
+    user = parents.get(parent)  # the loop itself has no parent in ``parents``
     match parent:
         case ast.BinOp(op=ast.Add()):
             return True
-        case ast.IfExp(test=test, body=body, orelse=orelse):  # without a residual nothing is on offer
+        case ast.IfExp(test=test, body=body, orelse=orelse):  # if there is no residual, no layer offers its input
             condition = ast.unparse(test)
             return use is {"residual is None": body, "residual is not None": orelse}.get(condition)
         case ast.Attribute(attr="add_"):
@@ -558,8 +587,11 @@ def _adds_in_place(node: ast.AST) -> bool:
 def _follow_statements(
     statements: list[ast.stmt], aliases: set[str], follow_one: Callable[[ast.stmt, set[str]], set[str] | None]
 ) -> set[str] | None:
-    """Return the aliases after all statements; ``None`` if the proof fails in one of them.
+    """Return the names that may alias the tracked memory after all statements.
 
+    The result is ``None`` if the proof fails in one of the statements.
+
+    :param aliases: the aliases before the first statement.
     :param follow_one: function that returns the aliases after one statement, or ``None`` if the proof fails.
     """
     after: set[str] | None = aliases
@@ -569,7 +601,7 @@ def _follow_statements(
 
 
 def _join_branches(branches: list[set[str] | None]) -> set[str] | None:
-    """Return the union of the aliases after several branches; ``None`` if the proof fails in one branch."""
+    """Return the union of the aliases after several branches, or ``None`` if the proof fails in one of the branches."""
     proved = [branch for branch in branches if branch is not None]
     return set().union(*proved) if len(proved) == len(branches) else None
 
@@ -586,7 +618,7 @@ def _parse_definition(code: Code) -> ast.FunctionDef:
 
 
 def _is_modelled(definition: ast.FunctionDef) -> bool:
-    """Return whether a function binds names only in ways that the proofs model."""
+    """Return whether a function binds local names only in ways that the proofs model, such as assignments and loops."""
     inner = (node for node in ast.walk(definition) if node is not definition)
     return not any(isinstance(node, _NOT_MODELLED) or _reads_namespace(node) for node in inner)
 
@@ -604,7 +636,7 @@ def _find_uses(tree: ast.AST, name: str) -> list[ast.Name]:
 
 
 def _aliased_names(value: ast.AST, returns_new_memory: Callable[[ast.Call], object] = _called_attribute) -> set[str]:
-    """Return the names whose memory an expression's value may share.
+    """Return the local names whose tensors may share memory with an expression's value.
 
     :param returns_new_memory: function that returns a true value if a call returns new memory. By default, calls of the
         layer's submodules and methods do.
@@ -622,7 +654,10 @@ def _aliased_names(value: ast.AST, returns_new_memory: Callable[[ast.Call], obje
 
 
 def _names_read(tree: ast.AST) -> set[str]:
-    """Return the names that are read. Uses of a shape, dtype or device do not count."""
+    """Return the names that a piece of code reads.
+
+    A use of a tensor's shape, dtype or device does not count, because it does not read the tensor's memory.
+    """
     match tree:
         case ast.Name(id=name, ctx=ast.Load()):
             return {name}

@@ -1,4 +1,4 @@
-"""MoE runners that write their output into the offered buffer.
+"""MoE runners that write their output into the buffer that a decoder layer offers.
 
 The engine's own function computes the output. It runs with its global name ``torch`` replaced by a stand-in. The
 stand-in's ``empty`` or ``empty_like`` returns the offered buffer where the function allocates its output.
@@ -25,7 +25,8 @@ TRTLLM_RUNNER = "fused_experts_none_to_flashinfer_trtllm_fp4"
 
 
 class OutputTorch:
-    """Stand-in for the name ``torch`` in an engine function. Its ``empty_like`` may return the offered buffer.
+    """Stand-in for the module ``torch`` inside an engine function. Its ``empty_like`` returns the offered buffer if it
+    fits.
 
     A stock runner that works in place writes its output over its input, which may lie in the pool of NCCL symmetric
     memory. A new output must then come from the same pool, because the next collective expects it there on all ranks.
@@ -58,7 +59,9 @@ class OutputTorch:
 
 
 class TrtllmTorch(OutputTorch):
-    """Stand-in for the name ``torch`` in the TRT-LLM runner. Its ``empty`` may return the offered buffer."""
+    """Stand-in for the module ``torch`` in TRT-LLM's runner. Its ``empty`` returns the offered buffer if the buffer
+    fits.
+    """
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = self._take(size, dtype, device)
@@ -66,7 +69,9 @@ class TrtllmTorch(OutputTorch):
 
 
 def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_compiling: Callable[[], bool]) -> Any:
-    """Wrap the TRT-LLM runner: call ``into_buffer`` if the offered buffer shares no memory with the MoE input.
+    """Wrap the TRT-LLM runner, so that it writes its output into the offered buffer.
+
+    If no buffer is offered, or the buffer shares memory with the MoE input, ``original`` runs.
 
     :param original: the engine's runner.
     :param into_buffer: the engine's runner with a :class:`TrtllmTorch` as ``torch``.
@@ -104,10 +109,10 @@ def probe_trtllm() -> Install:
     ]
     engine.require(
         [{k.arg for k in call.keywords} for call in allocations] == [{"dtype", "device"}],
-        f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors, expected one, by torch.empty(..., dtype=, device=)",
+        f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors; expected one, by torch.empty(..., dtype=, device=)",
     )
     engine.require(
-        engine.is_only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
+        engine.is_only_a_global(function, "torch"), f"{TRTLLM_RUNNER} uses torch otherwise than as its module's global"
     )
     experts = runners.probe_inplace(fused_moe)
     is_compiling = torch.compiler.is_compiling
@@ -124,10 +129,12 @@ def probe_trtllm() -> Install:
 
 
 def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> fused_moe_call.Route:
-    """Return the route (:mod:`sglang_moe_patches.core.fused_moe_call`) for calls that do not work in place.
+    """Return the route with which Triton's calls write their output into the offered buffer, if they do not work in
+    place.
 
-    The route sends a call to ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In
-    the second case a new output must come from the pool of that memory.
+    A route replaces some calls of the fused-MoE function (:mod:`sglang_moe_patches.core.fused_moe_call`). This route
+    sends a call to ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In the second
+    case a new output must come from the pool of that memory.
 
     :param into_buffer: the engine's fused-MoE function with an :class:`OutputTorch` as ``torch``.
     """
@@ -145,7 +152,7 @@ def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: Symmetr
 def probe_triton() -> Install:
     """Probe the Triton runner, and return the installer that makes its calls take the offered buffer.
 
-    Only calls that do not work in place take the buffer.
+    Calls that work in place do not take the buffer.
 
     :raises engine.Unsupported: the engine's fused-MoE function is not as expected.
     """
@@ -155,9 +162,12 @@ def probe_triton() -> Install:
     name, symmetric_memory = function.__name__, runners.probe_symmetric_memory()
     outputs = [ast.unparse(call) for call in engine.find_calls(function, "torch.empty_like")]
     engine.require(
-        outputs == ["torch.empty_like(hidden_states)"], f"{name} allocates {', '.join(outputs) or 'no output'}"
+        outputs == ["torch.empty_like(hidden_states)"],
+        f"{name} allocates {', '.join(outputs) or 'no output'}; expected torch.empty_like(hidden_states)",
     )
-    engine.require(engine.is_only_a_global(function, "torch"), f"in {name}, torch is not only the module's global")
+    engine.require(
+        engine.is_only_a_global(function, "torch"), f"{name} uses torch otherwise than as its module's global"
+    )
 
     def install(patcher: Patcher) -> None:
         into_buffer = replace_globals(function, module, patcher, torch=OutputTorch(torch, symmetric_memory))
