@@ -27,7 +27,7 @@ runners. Triton reads ``inplace``. The other runners in this tuple ignore it and
 
 
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
-    """Return the function ``skip`` of a :class:`.patch.Change` that acts only with these values of ``--moe-runner-backend``.
+    """Return the function ``skip`` for a change that acts only with these values of ``--moe-runner-backend``.
 
     The change is not skipped if the draft model uses one of the runners, or if the value is ``auto``, which the engine
     may still resolve to one of the runners.
