@@ -55,7 +55,7 @@ def section_of_one(name: str, tables: Callable[[output.Result], str]) -> Section
 
 
 def raw_table(result: output.Result) -> str:
-    """Make the table of a result whose script no longer exists, or whose figures were typed in."""
+    """Make the table of a result whose rows are stored. Its script no longer exists, or its figures were typed in."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
@@ -104,7 +104,7 @@ SERVING_RECIPES: tuple[str, ...] = full_names(
 RECIPES = full_names("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
 HOSTS = full_names("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
-"""Changes whose pages have the sentence about host time."""
+"""Names of changes. Their pages have the sentence about host time."""
 
 
 def added_host_time(load: Load) -> str:
@@ -185,7 +185,7 @@ PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
 
 
 def section(name: str, load: Load = output.load) -> str:
-    """Make the text of a section, which stands between the two comments."""
+    """Make the text of a section, for the place between the section's two comments."""
     names, tables, headlines_of = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
     if headlines_of is not None:
         return f"{headlines_of(load)}\n"
@@ -217,7 +217,7 @@ def command_lines(command: str, releases: list[str]) -> str:
 
 
 def conditions(results: list[output.Result]) -> str:
-    """Conditions of several results, joined in one line."""
+    """Format the conditions of several results as one line."""
     together: dict[str, str] = {}
     for key in dict.fromkeys(key for result in results for key in result["conditions"]):
         values = dict.fromkeys(str(r["conditions"][key]) for r in results if r["conditions"].get(key) is not None)
@@ -226,12 +226,12 @@ def conditions(results: list[output.Result]) -> str:
 
 
 def pages() -> list[Path]:
-    """All pages that may have sections."""
+    """Find all pages that may have generated sections."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def page(text: str, load: Load = output.load) -> str:
-    """Make a page with new text in every section."""
+    """Return the text of a page, with a new text in each of its generated sections."""
 
     def write_section(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
@@ -242,7 +242,7 @@ def page(text: str, load: Load = output.load) -> str:
 
 
 def draw(image: str, load: Load = output.load) -> str:
-    """Draw a plot as SVG text."""
+    """Draw a plot, and return its SVG text."""
     name, plot = PLOTS[image]
     with tempfile.TemporaryDirectory() as scratch:
         plot(load(name), Path(scratch) / image)
@@ -250,7 +250,7 @@ def draw(image: str, load: Load = output.load) -> str:
 
 
 def matplotlib_release(image: str) -> str:
-    """Release of matplotlib that drew an SVG. Other releases draw the same figure differently."""
+    """Read from an SVG which release of matplotlib drew it. Other releases draw the same figure differently."""
     return "".join(re.findall(r"Matplotlib v[\d.]+", image)[:1])
 
 

@@ -29,14 +29,14 @@ SHIPPED = Path(__file__).parent
 RESULT = "mutations/cpu"
 SHOTS = 1
 LAYER, EXPERT = 1, 4
-"""Layer and expert that are mutated: the first MoE layer, and one of its sixteen experts."""
+"""Layer and expert that mutations change: the first MoE layer, and one of its sixteen experts."""
 
 
 # --- Mutations: each breaks the engine with a Patcher, which can undo it ---------------------------------------------
 
 
 def _break_loaded_weights(patcher: Patcher, break_weights: Callable[[Any], None], every_layer: bool) -> None:
-    """Change loaded weights before the engine prepares them for its kernels.
+    """Make a mutation that changes loaded weights before the engine prepares them for its kernels.
 
     :param every_layer: whether to change every MoE layer, or only ``LAYER``.
     """
@@ -75,11 +75,11 @@ def misplaced_row(patcher: Patcher) -> None:
 
 
 def residual_as_buffer(patcher: Patcher) -> None:
-    """Let the layer offer the residual, which is still needed, as output buffer."""
+    """Make each layer offer its residual as the output buffer of the MoE runner, although the layer still needs it."""
     from sglang_moe_patches.core.dead_input import offer
     from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 
-    # Replace this package's own wrapper. If another plugin's wrapper were there, the change would do nothing.
+    # Replace the function inside this package. A wrapper around the engine's function would switch the change off.
     def make(original: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(
@@ -148,14 +148,16 @@ def plugin(folder: Path, body: str) -> str:
 
 
 def mutate_this_process(name: str) -> None:
-    """Install a mutation as soon as the model's code is imported. The plugin calls this."""
+    """Install a mutation as soon as this process imports the model's code. The plugin of :func:`mutation_path` calls
+    this.
+    """
     import wrapt
 
     wrapt.register_post_import_hook(lambda module: MUTATIONS[name](Patcher()), "sglang.srt.models.deepseek_v2")
 
 
 def mutation_path(folder: Path, name: str) -> str:
-    """PYTHONPATH of a server with a mutation."""
+    """Return the ``PYTHONPATH`` of a server with a mutation."""
     body = f"from tiny_moe import mutations\nmutations.mutate_this_process({name!r})"
     paths = [plugin(folder, body), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return ":".join(filter(None, paths))
@@ -165,7 +167,7 @@ def mutation_path(folder: Path, name: str) -> str:
 
 
 def row(name: str, run: Run, stock: Run) -> dict[str, Any]:
-    """Figures of one server's answers, and the exit codes of ``regress`` for them."""
+    """Return the figures of one server's answers, and the exit codes with which ``regress`` would judge them."""
     by_accuracy, identical = (compare(stock, run, require_identical=required) for required in (False, True))
     return {
         "server": name,
@@ -205,7 +207,7 @@ def tables(result: output.Result) -> str:
 
 
 def make_table(load: Callable[[str], output.Result]) -> str:
-    """Make the table of docs/commands/accuracy.md. It names the source of its data."""
+    """Make the table of docs/commands/accuracy.md, with a line that names the source of the table's data."""
     result = load(RESULT)
     conditions, typed = result["conditions"], " (typed in)" if result.get("transcribed") else ""
     data = f"[{RESULT.split('/')[1]}.json](../../benchmark/results/{RESULT}.json){typed}"

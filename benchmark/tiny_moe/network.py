@@ -1,7 +1,7 @@
 """DeepSeek-V3's architecture in plain PyTorch, to train the tiny model and to inspect its activations.
 
 Parameters have the checkpoint's names, except that a layer's routed experts are stacked. Every token passes through all
-routed experts, and has a weight of zero for experts that it is not routed to. At this size, two large matrix products
+routed experts. Experts to which the token is not routed have a weight of zero. At this size, two large matrix products
 are faster than sorting tokens.
 """
 
@@ -172,7 +172,7 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, hidden) / math.sqrt(hidden))
         self.down = nn.Parameter(torch.randn(count, hidden, inner) / math.sqrt(2 * depth * inner))
         self.quantized = False
-        """Whether to round weights and activations to NVFP4."""
+        """Whether the experts' weights and activations are rounded to NVFP4."""
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate_up, down = self.gate_up, self.down
@@ -259,7 +259,9 @@ def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         name = name if name.startswith("lm_head") else f"model.{name}"
         if name.endswith("e_score_correction_bias"):
-            # Rounded to bfloat16, because one of the engine's two TRT-LLM paths does so, and both must route alike.
+            # Round the bias to bfloat16, because one of the engine's two TRT-LLM paths does so. Both paths must choose
+            # the
+            # same experts.
             weights[name] = tensor.bfloat16().float().cpu()
         elif name.endswith(".experts.gate_up"):
             for expert, both in enumerate(tensor):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEST_SHARE = 10
-"""Number of combinations of template and numbers of which one is a test problem. The others are training problems."""
+"""One of so many combinations of a template and numbers is a test problem. All others are training problems."""
 
 NAMES = {
     "he": ("Tom", "Ben", "Sam", "Max", "Leo", "Dan"),
@@ -53,9 +53,9 @@ class Problem:
 
     question: str
     answer: str
-    """The steps of the solution, and ``#### NUMBER``."""
+    """Text of the answer: the steps of the solution, and ``#### NUMBER``."""
     test: bool
-    """Whether it is a test problem."""
+    """Whether this is a test problem. Otherwise it is a training problem."""
 
     def to_json(self) -> str:
         return json.dumps({"question": self.question, "answer": self.answer})
@@ -77,7 +77,7 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def problems(seed: int, *, test: bool) -> Iterator[Problem]:
-    """Generate endless training problems, or endless test problems without repetition."""
+    """Generate training problems without end, or test problems without end and without repetition."""
     rng = random.Random(f"{seed}/{'test' if test else 'train'}")
     known = set()
     while True:

@@ -3,8 +3,8 @@
     python benchmark tiny_moe/train --output trained.safetensors
 
 Training takes a few minutes on one GPU. Prompts have the format of the engine's ``sglang.test.few_shot_gsm8k``: solved
-problems, one after the other. Only the answers count in the loss. After an answer, the target is the end token,
-whatever follows in the row. The script writes bfloat16 weights. ``export.py`` quantizes them, and ``make accuracy``
+problems, one after the other. Only the answers count in the loss. The target after an answer is the end token, although
+another problem follows. The script writes bfloat16 weights. ``export.py`` quantizes them, and ``make accuracy``
 measures both models. Training ends early on purpose: a fully trained model is so sure of its answers that a small error
 in the engine would not change them.
 """
@@ -64,7 +64,7 @@ class Corpus:
     def __init__(self, count: int, seed: int, device: str) -> None:
         workers = max(1, (os.cpu_count() or 2) - 1)
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            # Always 64 parts, so that a seed gives the same corpus with any number of workers.
+            # Encode always 64 parts, so that a seed gives the same corpus with any number of workers.
             parts = pool.map(partial(encode, count // 64, False), [seed * 1000 + part for part in range(64)])
         self.tokens, self.targets = (torch.from_numpy(np.concatenate([p[i] for p in parts])).to(device) for i in (0, 1))
         lengths = np.concatenate([p[2] for p in parts])

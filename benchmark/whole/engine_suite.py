@@ -7,8 +7,8 @@
 
 The benchmark selects the folders of `test/registered` with tests of MoE layers. From these it runs every file that
 needs one GPU and no download. Each file runs twice, in processes of its own: with the stock engine, and with every
-change acting wherever it can (`benchmark/common/engine_test_file.py`). The exit code is 1 if a test passes stock and
-does not pass patched.
+change acting wherever it can (`benchmark/common/engine_test_file.py`). The exit code is 1 if a test passes with the
+stock engine and does not pass with the patched engine.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 REGISTERED = Path("test") / "registered"
 FOLDERS = ("moe/", "quant/", "ep/", "lora/", "kernels/", "layers/", "ops/", "unit/layers/", "unit/lora/", "rl/")
-"""Folders below `test/registered` whose files are selected, as beginnings of paths."""
+"""Folders below `test/registered` from which test files are selected."""
 ABOUT_MOE = re.compile(r"moe|experts", re.IGNORECASE)
-"""Matches a text that a file outside of `moe/` and `quant/` must contain to be selected."""
+"""Matches the words "moe" and "experts". A file outside of `moe/` and `quant/` is selected only if it has such a word.
+"""
 NEEDS_MODEL = {
     *("from_pretrained", "popen_launch_server", "popen_launch_pd_server", "Engine", "SRTRunner", "HFRunner"),
     *("snapshot_download", "hf_hub_download", "load_dataset", "try_cached_model", "run_bench_serving"),
 }
-"""Functions that download a model, or that start a server with a model's public name."""
+"""Names of functions and classes that download a model, or that start a server with a public model. A test file with
+such a name is skipped.
+"""
 MODEL_NAME = re.compile(r"^DEFAULT_\w*MODEL\w*$")
-"""Matches the names of constants that have the name of a public model."""
+"""Matches the engine's constants for public models, such as ``DEFAULT_MODEL_NAME_FOR_TEST``."""
 GPUS = re.compile(r"\b(\d+)-gpu")
 OTHER_DEVICES = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci": "CPU"}
 
@@ -52,7 +55,7 @@ OTHER_DEVICES = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_c
 
 
 def skip_reason(source: str, gpus: int = 1) -> str:
-    """Reason why a test file does not run; "": it runs.
+    """Return the reason why a test file does not run; "": it runs.
 
     :param source: source of the file.
     :param gpus: number of available GPUs.
@@ -104,14 +107,14 @@ def describe_checkout(checkout: Path) -> str:
 
 
 def variables(*folders: Path) -> dict[str, str]:
-    """Environment of a test process. ``folders`` come first in its ``PYTHONPATH``."""
+    """Return the environment variables of a test process. Its ``PYTHONPATH`` begins with ``folders``."""
     own = processes.variables(*folders, Path(__file__).parents[1], *stand_ins.folders())
-    # Downloads that the selection missed fail at once, and equally on both sides.
+    # If a selected test still tries to download a model, it fails at once, stock and patched.
     return own | {"HF_HUB_OFFLINE": "1"}
 
 
 def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
-    """Run the tests of one file on one side.
+    """Run the tests of one file with the stock engine or with the patched engine.
 
     :param side: ``stock`` or ``patched``.
     :param limit_s: seconds until the process is ended.
@@ -146,16 +149,16 @@ def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dic
 
 
 def outcome_counts(side: dict[str, Any]) -> str:
-    """Format the numbers of passed, failed and skipped tests."""
+    """Format the numbers of passed, failed and skipped tests, as in "12 passed, 3 skipped"."""
     counts = Counter(test["outcome"] for test in side["tests"].values())
     parts = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome]]
     return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"
 
 
 def import_error(module: str = "sglang.test.test_utils") -> str:
-    """Return the error when a test imports a module; "": the import works.
+    """Return the error of importing a module in a test process; "": the import works.
 
-    An incomplete installation would fail every test, stock and patched.
+    If the installation is incomplete, every test fails, stock and patched. This function notices it before the tests.
     """
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True)
@@ -166,7 +169,10 @@ def import_error(module: str = "sglang.test.test_utils") -> str:
 
 
 def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    """Find the tests whose outcome differs between the sides. The name "" stands for the whole file."""
+    """Find the tests whose outcome differs between the stock and the patched engine.
+
+    :returns: names of the tests. The name "" means that only one of the two engines has a result for the file.
+    """
 
     def outcome(side: dict[str, Any], name: str) -> tuple[Any, ...]:
         test = side["tests"].get(name, {})
@@ -178,7 +184,10 @@ def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]
 
 
 def broken_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    """Find the tests that pass stock and do not pass patched. The name "" stands for the whole file."""
+    """Find the tests that pass with the stock engine and do not pass with the patched engine.
+
+    :returns: names of the tests. The name "" means that only the stock engine has a result for the file.
+    """
     if patched["errors"] and not stock["errors"]:
         return [""]
     passed = [name for name, test in stock["tests"].items() if test["outcome"] == "passed"]
@@ -186,13 +195,15 @@ def broken_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
 
 
 def failure_messages(side: dict[str, Any]) -> dict[str, str]:
-    """Message of each failure, by the test's name. The name "" stands for the whole file."""
+    """Return the message of each failure, by the test's name. If the file has no result, the name is ""."""
     messages = {name: test["said"] for name, test in side["tests"].items() if test["outcome"] == "failed"}
     return messages | ({"": side["errors"][0]} if side["errors"] else {})
 
 
 def tables(result: output.Result) -> str:
-    """Table of the files that ran, with notes about failures of stock, differences, and files without a result."""
+    """Make a table of the files that ran. Below it, list tests that fail stock, differences, and files without a
+    result.
+    """
     figures = result["figures"]
     files = {path: [sides[side] for side in SIDES] for path, sides in figures["files"].items()}
     rows = []
@@ -226,7 +237,7 @@ def tables(result: output.Result) -> str:
 
 
 def format_place(path: str, name: str) -> str:
-    """Format the place of a test: its file and its name."""
+    """Format the file and the name of a test in Markdown."""
     return f"`{path}`" + (f", `{name}`" if name else "")
 
 
@@ -236,7 +247,9 @@ def main() -> int:
         "checkout", type=Path, help="folder of a checkout of SGLang, at the tag of the installed engine"
     )
     parser.add_argument("--tag", default="", help="tag of the checkout, if it is no git repository")
-    parser.add_argument("--list", action="store_true", help="list the files that would run, and why others would not")
+    parser.add_argument(
+        "--list", action="store_true", help="only list the files that would run, and why others would not"
+    )
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
@@ -268,7 +281,7 @@ def main() -> int:
 
 
 def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """Run all files on both sides. The result is written after each file."""
+    """Run all files, stock and patched. After each file, write the result."""
     figures: dict[str, Any] = {
         "checkout": options.tag or describe_checkout(options.checkout),
         "files": {},

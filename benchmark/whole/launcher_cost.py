@@ -1,8 +1,8 @@
 """Measure the time, memory and modules that this package costs the process that launches a server.
 
 The launcher runs no model. A new interpreter loads the engine's plugins and imports the launcher's modules, with this
-package's plugin and without it, in turn. ``SGLANG_PLUGINS`` selects the plugins, and never that of the reference
-kernels.
+package's plugin and without it, in turn. ``SGLANG_PLUGINS`` selects the plugins. The plugin of the reference kernels is
+never selected.
 
     python benchmark whole/launcher_cost --json launcher.json
 
@@ -50,7 +50,7 @@ FIGURES = {
     "rss_mb": ("peak memory, MB", 1),
     "modules": ("modules imported", 0),
 }
-"""Name in the table and number of digits of each figure."""
+"""Figures of the launcher: for each key, its name in the table and its number of decimals."""
 
 
 def launch(with_package: bool) -> dict[str, Any]:

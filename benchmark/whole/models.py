@@ -30,7 +30,7 @@ BRIEF = {
     "graphs of prefills": "graphs of prefills",
     "not predicted": "not predicted",
 }
-"""Short forms that the table uses, by the longer text of `doctor --model` or by a part of this text."""
+"""Short texts in the table for longer texts of `doctor --model`. A key is the longer text, or a part of it."""
 RESOLVED = (
     *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "chunked_prefill_size", "max_prefill_tokens"),
     *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph", "attention_backend", "decode_attention_backend"),
@@ -38,13 +38,14 @@ RESOLVED = (
 )
 """Resolved server arguments that the formulas read."""
 Sizes = tuple[int, int, int, int, str, str | None]
-"""Sizes of one rank's MoE layer (hidden size, experts, top-k, intermediate size), its runner, and its quantization."""
+"""Hidden size, experts, top-k and intermediate size of one rank's MoE layer, its MoE runner, and its quantization."""
 
 
 def ask(model: dict[str, Any]) -> dict[str, Any]:
     """Ask the engine about a model.
 
-    :returns: the engine's answer, or the key ``refused`` with the reason why it gives none.
+    :returns: the engine's answer. If the engine gives no answer, the dictionary has only the key ``refused`` with the
+        reason.
     """
     arguments = [*model["arguments"], "--chunked-prefill-size", str(TOKENS)]
     try:
@@ -55,7 +56,7 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_resolved(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer of the engine with only the resolved arguments that predictions read."""
+    """Return a copy of the engine's answer. Of the resolved server arguments, it has only those in ``RESOLVED``."""
     if "refused" in asked:
         return asked
     return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
@@ -81,13 +82,13 @@ def load_measured_peaks() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
 
 
 def forwards() -> Iterator[dict[str, Any]]:
-    """Yield the results of whole forward passes at one rank's sizes."""
+    """Yield the stored results of ``whole/peak_memory`` that have the sizes of one rank (``--shard``)."""
     for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         yield output.load(f"peak-memory/{path.stem}")["figures"]
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    """Yield the results of the runner alone. If several have the same sizes, the last one counts."""
+    """Yield the stored measurements of the Triton runner alone. If two have the same sizes, the later one is used."""
     for name in ("h100", "h200-more", "h200"):
         yield from output.load(f"moe-workspace/{name}")["figures"]["cells"]
 
@@ -118,7 +119,7 @@ def in_mb(*sizes: float) -> str:
 
 
 def tables(result: output.Result) -> str:
-    """Table with a row for each model."""
+    """Make a table with a row for each model: its runner, the predicted and measured peak, and what is not known."""
     rows = []
     wholes, alone = load_measured_peaks()
     answers = {(entry["source"], entry["gpu"]): entry for entry in result["figures"]["models"]}
@@ -139,7 +140,7 @@ def tables(result: output.Result) -> str:
 
 
 def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
-    """Return the key of a report of ``doctor``; see :func:`key`."""
+    """Return the sizes of one rank's MoE layer from a report of ``doctor``, as :func:`key` does for a measurement."""
     server, sizes = found["server"], found["sizes"]
     return (
         *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
@@ -149,7 +150,7 @@ def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
 
 
 def ranks(flags: list[str]) -> str:
-    """Number of tensor-parallel ranks in server arguments. The flag has three spellings."""
+    """Read the number of tensor-parallel ranks from server arguments. The flag has three spellings."""
     return re.search(r"--(?:tp|tp-size|tensor-parallel-size)[ =](\d+)", " ".join(flags))[1]
 
 
@@ -160,7 +161,7 @@ def _peak(found: dict[str, Any]) -> str:
 
 
 def is_lower_bound(found: dict[str, Any]) -> bool:
-    """Return whether the peak may be larger than the predicted one."""
+    """Return whether the real peak may be larger than the predicted peak of a report of ``doctor``."""
     return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
 
 

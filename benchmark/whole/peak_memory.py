@@ -46,12 +46,12 @@ from sglang_moe_patches.lab.predict import forward as prediction
 MB = 1e6
 PROMPTS = 4
 REFERENCE_SCRATCH = 64 * 2**20
-"""Bytes of scratch memory of the reference kernel for NVFP4 on a GPU."""
+"""Bytes of scratch memory that the reference kernel for NVFP4 allocates on a GPU."""
 UNTUNED = (
     {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
     {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
 )
-"""Triton's tiles without a tuned file (``get_default_config``): for BF16, and for FP8 in blocks."""
+"""Tile sizes that the engine uses without a tuned file (``get_default_config``): for BF16, and for FP8 in blocks."""
 
 
 def predict(
@@ -65,7 +65,7 @@ def predict(
     fusion: bool = True,
     width: int | None = None,
 ) -> prediction.Prediction:
-    """Predict the memory of a server from the sizes alone.
+    """Predict the memory of one prefill from the sizes of the model and of the batch alone.
 
     :param server: ``stock`` or ``patched``.
     :param tokens: tokens of the prefill.
@@ -88,7 +88,7 @@ def predict(
 def choose_width(
     served: weights.ServedModel, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
 ) -> int:
-    """Return the number of columns in a slice that moe-workspace's rule chooses today, with Triton's untuned tiles."""
+    """Return the slice width, in columns, that moe-workspace's rule chooses today, with untuned tiles for Triton."""
     max_bytes = None if moe_workspace_mb is None else moe_workspace_mb * 10**6
     sizes = (tokens, rank.top_k, rank.hidden, rank.intermediate)
     if served.runner == "marlin":
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace, served: weights.ServedModel, work: Path
 
 
 def check_record(process: events.Process | None) -> dict[str, Any]:
-    """Turn a server's record into figures.
+    """Check a server's record, and return its memory figures and the changes that were installed.
 
     :param process: result of :func:`events.collect`.
     :raises SystemExit: the server recorded nothing, or its observer failed.
@@ -187,9 +187,9 @@ ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilit
 
 
 def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Compare answers with the first answers of the stock server.
+    """Make the rows of a table that compares answers with the first answers of the stock server.
 
-    :returns: a row for the stock server's second answers, and a row for each other server.
+    :returns: one row for the second answers of the stock server, and one row for each other server.
     """
     prompts, answers = figures["prompts"], figures["answers"]
     rows = []
@@ -206,7 +206,7 @@ def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def setting_tables(result: output.Result) -> str:
-    """Tables of a run with ``--moe-workspace-mb``: predicted and measured peak, and answers."""
+    """Make the tables of a run with ``--moe-workspace-mb``: predicted and measured peaks, and answers that differ."""
     figures = result["figures"]
     run = f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"
     table = output.table(PEAK_COLUMNS, [(run, *peak_cells(result))])
@@ -214,7 +214,7 @@ def setting_tables(result: output.Result) -> str:
 
 
 def peak_cells(result: output.Result) -> list[str]:
-    """Predicted and measured peak of each server, in MB. Predictions use today's formulas."""
+    """Format the predicted and the measured peak of each server, in MB. The predictions use today's formulas."""
     cells = []
     for server in servers.SERVERS:
         measured = result["figures"]["memory"][server]["peak_forward_bytes"]
@@ -223,7 +223,7 @@ def peak_cells(result: output.Result) -> list[str]:
 
 
 def tables(result: output.Result) -> str:
-    """Tables of one run: predicted and measured memory, and differences between answers."""
+    """Make the tables of one run: predicted and measured memory, and differences of answers."""
     figures = result["figures"]
     rows = []
     for title, key in zip(("live when the routed kernel starts", "peak of the forward"), KEYS, strict=True):
@@ -236,7 +236,7 @@ def tables(result: output.Result) -> str:
 
 
 def summary(results: list[output.Result]) -> str:
-    """Table of the measured memory of several runs, with a row per run."""
+    """Make a table of the measured memory of several runs, with a row per run."""
     rows = []
     for result in results:
         figures = result["figures"]
@@ -253,7 +253,7 @@ def summary(results: list[output.Result]) -> str:
 def predict_result(result: output.Result, server: str) -> prediction.Prediction:
     """Predict the memory of a server of a stored result with today's formulas.
 
-    An old result has ``slice_columns``: the width of a slice by the rule at its time.
+    Old results have ``slice_columns``: the slice width that moe-workspace's rule chose when they were measured.
     """
     figures = result["figures"]
     kept = figures["served"]
@@ -265,7 +265,7 @@ def predict_result(result: output.Result, server: str) -> prediction.Prediction:
 
 
 def runs_table(results: list[output.Result]) -> str:
-    """Table of predicted and measured peaks of several runs, with a row per run."""
+    """Make a table of predicted and measured peaks of several runs, with a row per run."""
     rows = []
     for result in results:
         figures = result["figures"]
@@ -278,7 +278,9 @@ def main() -> int:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
     parser = output.parser(__doc__, quick=quick, logs=True)
     servers.add_options(parser, new_tokens=8)
-    parser.add_argument("--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed")
+    parser.add_argument(
+        "--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed", help="MoE runner (%(default)s)"
+    )
     parser.add_argument(
         "--fp8", action="store_true", help="FP8 experts with a scale for each block of 128 x 128; only with triton"
     )
@@ -298,7 +300,7 @@ def main() -> int:
         "--symm-mem", action="store_true", help="use NCCL symmetric memory; NVLink multicast stays as it is"
     )
     parser.add_argument(
-        "--at-once", action="store_true", help="run all servers at the same time, which needs the memory for them"
+        "--at-once", action="store_true", help="run all servers at the same time; the GPUs must have enough memory"
     )
     parser.add_argument("--control", action="store_true", help="also run a second stock server, to compare its answers")
     options = output.parse(parser)

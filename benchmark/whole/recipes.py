@@ -31,7 +31,7 @@ DOES_NOT_START = "does not start: its weights leave no memory"
 HOPPER = ("H100", "H200", "H20")
 IN_LAYERS = {"output-buffer", "deferred-shared-experts", "moe-workspace", "cutedsl-sizing", "mori-input-truncation"}
 LITTLE = 0.05
-"""Fraction of the peak memory. A recipe that saves at most this fraction counts as saving little."""
+"""Fraction of the peak memory. A recipe saves little if its patched peak is less than this fraction smaller."""
 Key = tuple[models.Sizes, int]
 
 
@@ -42,8 +42,8 @@ def read_recipes() -> dict[str, Any]:
 
 
 def servers_with_config() -> list[dict[str, Any]]:
-    """Return the recipes for which the model's ``config.json`` is at hand, in the form that
-    :func:`.doctor_answers.call_for_servers` takes.
+    """Return the servers of the recipes, in the form that :func:`.doctor_answers.call_for_servers` takes. A recipe is
+    left out if ``doctor`` has no copy of its model's ``config.json``.
     """
     configs = {model["source"]: model["config"] for model in config.served_models()}
     return [
@@ -61,7 +61,8 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     is_left_alone = sizing["reason"].endswith(eligibility.given_reason("auto"))
     return {
         "server": found["server"],
-        "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},  # a temporary folder
+        # The source is left out, because it is a temporary folder.
+        "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},
         "peaks": [found["stock"]["peak"], found["patched"]["peak"]] if found["stock"] else None,
         "at_least": models.is_lower_bound(found),
         "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
@@ -78,8 +79,8 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(answer: dict[str, Any]) -> str:
-    """Return the outcome of a recipe with kv-sizing, one of the constants above. A recipe without a report has the
-    refusal as its reason.
+    """Return the outcome of a recipe with kv-sizing: ``NO_CONFIG``, ``SIZED``, ``LEFT_ALONE``, ``DOES_NOT_START`` or
+    ``REASON``. For ``REASON``, :func:`reason` returns the text.
     """
     if answer.get("refused") == NO_CONFIG:
         return NO_CONFIG
@@ -91,8 +92,8 @@ def reason(answer: dict[str, Any]) -> str:
 
 
 def counts(results: list[output.Result]) -> str:
-    """Make a table of the number of recipes by outcome, with a column for each release. Recipes that kv-sizing
-    neither sizes nor measures are counted by their reason.
+    """Make a table of the number of recipes by outcome, with a column for each release. Recipes with the outcome
+    ``REASON`` are counted by their reasons.
     """
     rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, LEFT_ALONE, DOES_NOT_START)}
     for at, result in enumerate(results):
@@ -105,8 +106,10 @@ def counts(results: list[output.Result]) -> str:
 
 
 def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, Any]]:
-    """Return the index and the answer of the first release for which doctor has a report on a recipe; otherwise
-    those of the first release.
+    """Return the first report on a recipe that is no refusal, with the index of its release. If doctor refuses on all
+    releases, return the refusal of the first release.
+
+    :param answers: answers about one recipe, one for each release.
     """
     found = ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"])
     return next(found, (0, answers[0]["found"]))
@@ -136,7 +139,7 @@ def on_hopper(results: list[output.Result]) -> str:
 
 
 def tables(results: list[output.Result]) -> str:
-    """Make a table with a row for each recipe, on the first release for which doctor has a report on it."""
+    """Make a table with a row for each recipe. The row shows the report of :func:`first_answer`."""
     wholes, alone = measured()
     rows, absent = [], set()
     for answers in zip(*(result["figures"]["recipes"] for result in results), strict=True):
@@ -166,8 +169,9 @@ def tables(results: list[output.Result]) -> str:
 
 
 def measured() -> tuple[dict[Key, str], dict[Key, str]]:
-    """Make the links to measurements of whole forward passes, and of the runner alone. The keys are a rank's sizes
-    and the chunk size.
+    """Make links to the pages with measurements: of whole forward passes, and of the runner alone.
+
+    :returns: two dictionaries. A key is the sizes of one rank's MoE layer, with the tokens of a prefill chunk.
     """
     wholes: dict[Key, str] = {}
     for forward in models.forwards():
@@ -183,7 +187,7 @@ def measured() -> tuple[dict[Key, str], dict[Key, str]]:
 
 
 def answer_recipes() -> Iterator[dict[str, Any]]:
-    """Yield each recipe as it was published, with the summary of doctor's report on it."""
+    """Yield each recipe as it was published, with the summary of doctor's report on the recipe."""
     answers = {}
     for server, found in doctor_answers.call_for_servers(servers_with_config()):
         answers[_name(server)] = summarize(found)

@@ -26,15 +26,15 @@ from whole import models
 
 SERVING = output.RESULTS / "serving"
 GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
-"""Names of the GPU models for ``doctor --gpu``, by the driver's names."""
+"""Name of each GPU model for ``doctor --gpu``, by the name that the driver reports."""
 ADMITTED = re.compile(r"([\d,]+) requests run at once")
 FACTS = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "arguments")
-"""Figures of a result that decide the memory of its servers."""
+"""Fields of a result that decide how much memory its servers need."""
 
 
 def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Find the servers that measured their need with a release. Yield the result's name, the server's name, the
-    result and the server.
+    """Find the stored servers of a release in which kv-sizing measured the memory of forward passes. Yield the result's
+    name, the server's name, the result and the server's figures.
     """
     for path in sorted(SERVING.glob("*.json")):
         result = output.load(f"serving/{path.stem}")
@@ -61,7 +61,9 @@ def describe_server(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(server: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's answers about a server, or the key ``refused`` with the reason why there are none."""
+    """Ask the engine about a server, and return its answers. If it gives none, return only the key ``refused`` with the
+    reason.
+    """
     try:
         return model_report.ask_engine(server["config"], server["flags"], server["gpu"])
     except model_report.CannotAsk as error:
@@ -69,7 +71,7 @@ def ask(server: dict[str, Any]) -> dict[str, Any]:
 
 
 def admitted_requests(server: dict[str, Any]) -> int:
-    """Read from a measured server's log how many requests it ran at once; 0: the log does not say."""
+    """Read from a measured server's log how many requests could run at once. Return 0 if the log does not say it."""
     found = ADMITTED.search("\n".join(server["said"]))
     return int(found[1].replace(",", "")) if found else 0
 
@@ -78,8 +80,11 @@ def admitted_requests(server: dict[str, Any]) -> int:
 
 
 def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
-    """Return the predicted room of a measured server, and the relative errors of the predicted need and of the
-    predicted KV tokens.
+    """Compare the prediction for a server with its measurement.
+
+    :param answer: the engine's answers about the server.
+    :param server: figures of the measured server.
+    :returns: the predicted room, and the relative errors of the predicted need and of the predicted KV cache size.
     """
     asked = answer["asked"]
     sizes = config.read(answer["config"], answer["result"])
@@ -90,8 +95,8 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
 
 
 def tables(results: list[output.Result]) -> str:
-    """Make a table with a row for each measured server, and a sentence on how many predictions are within
-    :data:`NEED_ERROR`.
+    """Make a table with a row for each measured server. Above it, a sentence says how many predictions have an error
+    of at most :data:`NEED_ERROR`.
     """
     rows, errors, token_errors = [], [], []
     for result in results:

@@ -47,13 +47,14 @@ from sglang_moe_reference import environment
 
 MB = 1e6
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
-"""Values of ``SGLANG_MOE_PATCHES`` and of activation-segments' variable, by server."""
+"""Value of ``SGLANG_MOE_PATCHES`` and value of activation-segments' variable, by server."""
 WORKSPACE_MB = "600"
-"""``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` of both servers. By default moe-workspace does not cut layers with tuned
-tiles, such as Qwen3-30B's, and then the soak would not test it."""
+"""``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` of both servers. Without it, moe-workspace would not cut layers with tuned
+tiles, such as the layers of Qwen3-30B, and the soak would not test moe-workspace.
+"""
 MAX_GROWTH_FRACTION = 0.02
-"""Limit on the growth of reserved memory in the second half, not counting the growth of tensors. It is a fraction of
-the memory that forward passes reserved in the first half.
+"""Limit on :func:`unexplained_growth`, as a fraction of the memory that forward passes reserved in the first half of
+the time.
 """
 LEAVE, ABORT = 0.08, 0.08
 """Fraction of the requests whose client closes the connection, and fraction of the requests that are aborted by id."""
@@ -62,7 +63,7 @@ SHARE = 0.3
 FLUSH_EVERY, UPDATE_EVERY = 2, 4
 """Number of rounds from one flush to the next, and from one weight update to the next."""
 FATAL = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
-"""Matches texts in a server's log that count as errors."""
+"""Matches a text in a server's log that counts as an error."""
 START_S, TIMEOUT_S = 400.0, 300.0
 """Timeouts of a server's start and of a request, in seconds."""
 PROBE_TOKENS = 24
@@ -90,9 +91,9 @@ class Draw:
 
 
 def draw_requests(seed: int, round_: int, client: int, longest: int, most_new: int) -> Iterator[Draw]:
-    """Draw the endless requests of one client in one round.
+    """Draw an endless sequence of requests for one client in one round.
 
-    Most are short, and lengths have all orders of magnitude.
+    All orders of magnitude of a length are equally probable, so most requests are short.
     """
     draw = random.Random(f"{seed}/{round_}/{client}")
     number = 0
@@ -154,13 +155,15 @@ class Record:
 
 
 def unexplained_growth(server: dict[str, Any]) -> int:
-    """Growth of reserved memory from the first to the second half in bytes, minus the growth of tensors."""
+    """Return how much reserved memory grew without a growth of tensors, in bytes: the growth of its maximum from the
+    first to the second half of the time, minus the growth of the tensors' peak.
+    """
     tensors = max(0, server["second_peak"] - server["first_peak"])
     return int(server["second_half"] - server["first_half"] - tensors)
 
 
 def distinct_answers(servers: dict[str, Any], part: str = "answers") -> dict[str, set[str]]:
-    """Distinct answers of all servers to each fixed prompt with each set of weights.
+    """Return the distinct answers of all servers to each fixed prompt, for each set of weights.
 
     :param part: ``answers`` or ``logprobs``.
     """
@@ -169,7 +172,7 @@ def distinct_answers(servers: dict[str, Any], part: str = "answers") -> dict[str
 
 
 def find_failures(figures: dict[str, Any]) -> list[str]:
-    """Find the reasons why the run failed. An empty list means that it passed."""
+    """Find the reasons why the run failed. An empty list means that the run passed."""
     servers = figures["servers"]
     failures = [f"{name}: not run" for name in SERVERS if name not in servers]
     for name, server in servers.items():
@@ -195,7 +198,8 @@ def find_failures(figures: dict[str, Any]) -> list[str]:
             failures.append(
                 f"patched: {growth / MB:,.0f} MB more reserved in the second half, beyond what tensors grew"
             )
-        # The activation's output does not fit into the dead input if experts are as wide as Qwen3-30B's.
+        # One of two acts is enough. If experts are as wide as those of Qwen3-30B, the output of the activation function
+        # does not fit into the dead input, so only column slices can act.
         if figures["gpu"] and not (patched["columns"] or patched["dead_inputs"]):
             failures.append("patched: no change acted in any forward pass")
     return failures
@@ -205,7 +209,7 @@ def find_failures(figures: dict[str, Any]) -> list[str]:
 
 
 class ServerRun:
-    """Load on one running server, and the server's results.
+    """Run the load on one started server, and record the server's results.
 
     :param models: folders of the two checkpoints.
     :param forward_files: files with the lines of ``allocator_trace`` and of ``forwards``.
@@ -370,7 +374,10 @@ class ServerRun:
 
 
 def add_memory(record: Record, lines: Sequence[allocator_trace.Line], started: float) -> None:
-    """Set the memory figures of a server from its lines, for both halves of the time since ``started``."""
+    """Set the memory figures of ``record``, for both halves of the time since ``started``.
+
+    :param lines: lines of :mod:`common.allocator_trace`.
+    """
     later = [line for line in lines if line.at >= started] or [lines[0]]
     middle = started + (later[-1].at - started) / 2
     record.before = lines[0].reserved
@@ -383,13 +390,13 @@ def add_memory(record: Record, lines: Sequence[allocator_trace.Line], started: f
 
 
 def classify_answer(status: int, text: str) -> str:
-    """Outcome of a request: ``answered``, ``aborted``, or the server's error.
+    """Return the outcome of a request: ``answered``, ``aborted``, or the server's error.
 
     :param status: HTTP status.
     :param text: body of the response.
     """
     if status != 200:
-        # The engine answers so if a request was aborted before it ran.
+        # If a request is aborted before it runs, the engine answers with one of these statuses.
         return "aborted" if status in (400, 499, 503) and "abort" in text.lower() else f"HTTP {status}: {text[:300]}"
     reason = json.loads(text)["meta_info"]["finish_reason"] or {}
     return "aborted" if reason.get("type") == "abort" else "answered"
@@ -435,7 +442,7 @@ def make_server(name: str, options: Any, work: Path, model: Path, group: str) ->
         allocator_trace.VARIABLE: str(forward_files[0]),
         forwards.VARIABLE: str(forward_files[1]),
         forwards.UNTIMED: "1",
-        # Each server compiles small kernels and would choose among them by timing. Different kernels round differently.
+        # Each server compiles small kernels. It would choose among several by their time, and they round differently.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
@@ -495,7 +502,7 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
 
 
 def tables(result: output.Result) -> str:
-    """Table with a column for each server, and the verdict."""
+    """Make a table with a column for each server. Below it are the verdict and the numbers of different answers."""
     figures = result["figures"]
     servers = figures["servers"]
     counted = ("answered", "aborted", "left", "flushes", "updates")
@@ -529,22 +536,32 @@ def tables(result: output.Result) -> str:
 def main() -> int:
     quick = {"minutes": 1.0, "round": 5.0, "chunk": 64, "cache": 4096, "longest": 200, "new_tokens": 16, "requests": 8}
     parser = output.parser(__doc__, quick={**quick, "clients": 4, "probes": (5, 100)}, logs=True)
-    parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
-    parser.add_argument("--layers", type=int, default=4, help="with experts")
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--round", type=float, default=12.0, help="seconds of load between two quiet moments")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--chunk", type=int, default=16_384)
-    parser.add_argument("--captured", type=int, default=2048, help="tokens of the longest captured prefill; 0: default")
-    parser.add_argument("--cache", type=int, default=1_000_000, help="--max-total-tokens")
-    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
-    parser.add_argument("--longest", type=int, default=32_768, help="prompt")
-    parser.add_argument("--new-tokens", type=int, default=256, help="at most")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b", help="model with its own sizes (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="number of MoE layers (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="duration of the load in minutes (%(default)s)")
+    parser.add_argument("--round", type=float, default=12.0, help="seconds in which clients send prompts (%(default)s)")
+    parser.add_argument("--clients", type=int, default=16, help="number of concurrent clients (%(default)s)")
+    parser.add_argument("--chunk", type=int, default=16_384, help="tokens of a prefill chunk (%(default)s)")
     parser.add_argument(
-        "--probes", type=output.parse_numbers, default=(5, 700, 8192), help="tokens of the fixed prompts"
+        "--captured",
+        type=int,
+        default=2048,
+        help="tokens of the longest prefill with a CUDA graph; 0: the engine's default (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of all requests")
-    parser.add_argument("--gpus", default="", help="a group for each server, as 0;1")
+    parser.add_argument(
+        "--cache", type=int, default=1_000_000, help="KV cache size in tokens: --max-total-tokens (%(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=256, help="value of --max-running-requests (%(default)s)")
+    parser.add_argument("--longest", type=int, default=32_768, help="tokens of the longest prompt (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=256, help="maximum new tokens of a request (%(default)s)")
+    parser.add_argument(
+        "--probes",
+        type=output.parse_numbers,
+        default=(5, 700, 8192),
+        help="tokens of each fixed prompt, comma-separated",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of all requests (%(default)s)")
+    parser.add_argument("--gpus", default="", help="GPUs of the stock and of the patched server, as in 0;1")
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
     options = output.parse(parser)
     options.seconds = 60 * options.minutes

@@ -34,16 +34,16 @@ from sglang_moe_patches.core.machine import has_gpu
 MB = 1e6
 SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
 WARM_UP = 2
-"""Number of rounds at the beginning that do not count."""
+"""Number of first rounds of each server that are not recorded."""
 SHORT = 48
-"""Number of tokens in a prompt for decode steps. It has more than one token, so that its prefill does not count as a
-decode.
+"""Number of tokens of a prompt in the measurement of decode steps. A forward pass of one token would count as a decode.
 """
 
 
 def server_names(copies: int) -> list[str]:
-    """Return the names of the servers: stock, patched and stock again. With several copies, each of stock and
-    patched has as many.
+    """Return the names of the servers: stock, patched and stock again.
+
+    :param copies: number of stock and of patched servers. With 1, there are still two stock servers.
     """
     more = [f"{name}-{copy}" for copy in range(3, copies + 1) for name in servers.SERVERS]
     return [*SERVERS[: 3 if copies == 1 else 4], *more]
@@ -96,7 +96,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             for name in names:
                 ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
                 answers[name].append(servers.generate(running[name], ids, options.new_tokens))
-        # The batches come after all prompts, because the memory that a batch leaves allocated would count otherwise.
+        # The batches come after all single prompts. Otherwise their memory would count in the figures of the prompts.
         for round_, names in rounds:
             for name in names:
                 time_request(running[name], [SHORT] * options.batch, options.new_tokens, round_)
@@ -130,7 +130,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "first_ms": round(first.ms, 1),
             "ms": median_ms(whole),
             "all_ms": [round(line.ms, 2) for line in whole],
-            # The first quarter of the steps is a warm-up.
+            # The first quarter of the decode steps is a warm-up, and is left out.
             "decode_ms": median_ms(decode[len(decode) // 4 :]),
             "batch_ms": median_ms(batch[len(batch) // 4 :]),
             "slices": whole[-1].slices,
@@ -152,7 +152,9 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
 
 
 def tables(results: list[output.Result]) -> str:
-    """Two tables with a row for each server of each run: memory, and times with their ratio to stock's."""
+    """Make two tables with a row for each server of each run: one of memory, and one of times. The second table also
+    has each time relative to the stock server.
+    """
 
     def step(server: dict[str, Any], key: str) -> str:
         ratio = f" ({server[f'{key}_ratio']:.3f})" if f"{key}_ratio" in server else ""
@@ -175,7 +177,9 @@ def tables(results: list[output.Result]) -> str:
 
 
 def runs_table(results: list[output.Result]) -> str:
-    """Table with a row for each run: peaks, and times relative to the stock server (of the second stock server)."""
+    """Make a table with a row for each run: peaks, and the patched server's times relative to the stock server. The
+    times of the second stock server are in parentheses.
+    """
     rows = []
     for result in results:
         figures = result["figures"]
@@ -201,17 +205,19 @@ def runs_table(results: list[output.Result]) -> str:
 
 
 def decode_table(result: output.Result) -> str:
-    """Table of the decode steps of several servers of each kind."""
+    """Make a table of the decode steps of several stock and several patched servers."""
     rows = []
     for kind in servers.SERVERS:
         chosen = [figures for name, figures in result["figures"].items() if name.split("-")[0] == kind]
         columns = [[figures[key] for figures in chosen] for key in ("decode_ms", "batch_ms")]
         rows.append((kind, *(", ".join(f"{value:.2f}" for value in sorted(values)) for values in columns)))
-    return output.table(("ms a decode step, a figure a server", "one request", "32 requests"), rows)
+    return output.table(("ms per decode step, one figure per server", "one request", "32 requests"), rows)
 
 
 def run_of(result: output.Result) -> str:
-    """Label of a run, from its command line."""
+    """Return the label of a run, as in "kimi-k2.5, a rank of TP=4, BF16, eager, 0.5.17". It comes from the run's
+    command line.
+    """
     words = result["command"].split()
     named = dict(zip(words, [*words[1:], ""], strict=True))
     rank = [f"a rank of TP={named['--shard']}"] if named.get("--shard", "1") != "1" else []
@@ -228,9 +234,9 @@ def main() -> None:
     servers.add_options(parser, shard=4)
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
     parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
-    parser.add_argument("--tp", type=int, default=1, help="number of GPUs (%(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="number of GPUs of each server (%(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="requests of the decode batch (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="counted rounds (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds after the two warm-up rounds (%(default)s)")
     parser.add_argument(
         "--mixed", type=int, default=0, help="requests of many lengths to send at once in each round (%(default)s)"
     )
@@ -238,7 +244,7 @@ def main() -> None:
         "--copies",
         type=int,
         default=1,
-        help="servers of each kind, because decode steps differ between processes (%(default)s)",
+        help="number of stock and of patched servers, because decode steps differ between processes (%(default)s)",
     )
     parser.add_argument("--graphs", action="store_true", help="keep the engine's default CUDA graphs")
     options = output.parse(parser)
