@@ -1,15 +1,17 @@
-# Everything a contributor runs. Needs Python 3.11+, make, gcc and a package index; installs into .venvs/ only.
+# Commands for contributors. They need Python 3.11 or newer, make, gcc and a package index. They install only into .venvs/.
 PYTHON  ?= python3
 JOBS    ?= 2
-# Tests at a time on one release: those with servers beside the others. Which: see `markers` in pyproject.toml; ARGS="-k word" fewer.
+# WORKERS is the number of tests that run at the same time on one release. MARKS selects tests by the `markers` of
+# pyproject.toml. ARGS="-k word" selects tests by name.
 WORKERS ?= 2
 MARKS   ?= not product and not ci
 PYTEST   = python -m pytest -n $(WORKERS) -m "$(MARKS)"
 BACKEND ?= flashinfer_trtllm_routed
 
-# What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=benchmark/gsm8k/test.jsonl SHOTS=5 TOKENS=512 SERVER="--tp 2"
-# With an NVIDIA GPU: the bfloat16 model through the engine's own kernels, one request at a time, as only then a stock
-# server repeats its answers. Without one: the NVFP4 model through the reference kernels.
+# Model, questions and server arguments of `make demo`. For your own model and the real GSM8K questions:
+#   make demo MODEL=... DATA=benchmark/gsm8k/test.jsonl SHOTS=5 TOKENS=512 SERVER="--tp 2"
+# With an NVIDIA GPU, the bfloat16 model runs on the engine's own kernels. It runs one request at a time, because
+# otherwise a stock server does not repeat its answers. Without a GPU, the NVFP4 model runs on the reference kernels.
 ifneq ($(wildcard /dev/nvidia0),)
 MODEL     ?= demo/bf16
 QUESTIONS ?= 200
@@ -25,11 +27,11 @@ DATA      ?= benchmark/tiny_moe/test.jsonl
 SHOTS     ?= 1
 TOKENS    ?= 128
 
-# The SGLang release: the default of releases.toml unless ENGINE says otherwise.
+# ENGINE is the SGLang release. Its default is in releases.toml.
 ENGINE ?= $(DEFAULT)
 DEFAULT := $(shell $(PYTHON) test/tools/releases.py default)
 ifeq ($(DEFAULT),)
-  $(error no release to work with; the line above says why)
+  $(error no SGLang release found; the line above has the reason)
 endif
 
 VENV  = .venvs/$(ENGINE)
@@ -37,11 +39,11 @@ UV    = .venvs/tools/bin/uv
 STAMP = $(VENV)/.installed
 BIN   = $(VENV)/bin
 
-# Engine processes import half a gigabyte of Python: let the first one cache what it compiles.
+# Each engine process imports half a gigabyte of Python code. The first process writes bytecode files for the others.
 unexport PYTHONDONTWRITEBYTECODE
-# Files are UTF-8, whatever the locale.
+# Python reads and writes files as UTF-8, with any locale.
 export PYTHONUTF8 = 1
-# Some packages are gigabytes, and some machines slow.
+# Timeout of a download in seconds. It is long, because some packages have gigabytes.
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
@@ -57,7 +59,8 @@ $(UV):
 	$(PYTHON) -m venv .venvs/tools
 	.venvs/tools/bin/pip install -q --disable-pip-version-check uv
 
-# As test/constraints/$ENGINE.txt froze it; without that file, the newest of everything that the release allows.
+# The environment has the package versions of test/constraints/$ENGINE.txt. Without this file, it has the newest versions
+# that the release allows.
 FROZEN = $(wildcard test/constraints/$(ENGINE).txt)
 $(STAMP): $(FROZEN) releases.toml pyproject.toml test/reference_kernels/pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
@@ -66,25 +69,26 @@ $(STAMP): $(FROZEN) releases.toml pyproject.toml test/reference_kernels/pyprojec
 	  "sglang==$(ENGINE)" -e '.[regress]' -e test/reference_kernels --group dev
 	@touch $@
 
-env: $(STAMP) ## build .venvs/$ENGINE: the engine, this package, and the development tools
+env: $(STAMP) ## install the engine, this package and the development tools into .venvs/$ENGINE
 
-lint: env ## ruff
+lint: env ## check code and format with ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-types: env ## mypy
+types: env ## check types with mypy
 	$(BIN)/mypy
 
-unit: env ## tests that start no engine process
+unit: env ## run the tests that start no engine process
 	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist worksteal $(ARGS) $(or $(TESTS),test/unit)
 
-engine-tests: env ## tests on the real engine, on the CPU
+engine-tests: env ## run the tests that use the real engine, on the CPU
 	ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- $(BIN)/$(PYTEST) \
 	  --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),test/engine)
 
-test: lint types unit engine-tests ## lint, types and all tests but the longest, on one release
+test: lint types unit engine-tests ## check code and types, and run all tests but the longest, on one release
 
-# $(call on-each,RELEASES,MORE): unit and engine tests on each, JOBS of them at a time, the longer ones first; then their
-# logs release by release, so that the last line is the test runner's.
+# $(call on-each,RELEASES,ARGUMENTS) runs the unit tests and the engine tests on each release, JOBS test runs at a time.
+# ARGUMENTS are further arguments of make. The longer runs start first. At the end, the logs are printed release by
+# release, so that the last line is from the test runner.
 LOGS ?= build
 PARTS ?= engine-tests unit
 on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
@@ -96,14 +100,14 @@ on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
   for release in $(1); do echo "== SGLang $$release"; \
     cat $(LOGS)/test-$$release-*.log; done; exit $$status
 
-test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
+test-releases: | $(UV) ## run the tests of behaviour that differs between releases, on the other releases of every_time in releases.toml
 	@$(call on-each,$(shell $(PYTHON) test/tools/releases.py others),WORKERS=0 MARKS="every_release and not product")
 
-test-all: lint types ## all tests on every release that is tested every time, JOBS at a time (3 h; PARTS=unit: half an hour of it)
+test-all: lint types ## run all tests on all releases of every_time in releases.toml (3 h; PARTS=unit: only unit tests, half an hour)
 	@$(call on-each,$(shell $(PYTHON) test/tools/releases.py every-time),WORKERS=0 MARKS= ALL_CASES=1)
 	$(PYTHON) test/tools/compatibility.py --record $(LOGS)
 
-pages: env ## write what is generated in the pages: of releases and changes, and the figures of benchmark/results
+pages: env ## write the generated parts of the pages: releases, changes, and figures of benchmark/results
 	$(PYTHON) test/tools/pages.py
 	$(BIN)/python benchmark/render.py
 
@@ -119,47 +123,47 @@ demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithme
 
 ACCURACY = $(BIN)/sglang-moe-reference regress --data-path benchmark/tiny_moe/test.jsonl --num-questions 600 --num-shots 1 \
   --max-new-tokens 128
-accuracy: env demo/bf16 ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
+accuracy: env demo/bf16 ## measure the accuracy of the tiny model on its 600 held-out questions, in NVFP4 and in bfloat16
 	rm -rf demo/accuracy demo/accuracy-bf16
 	$(ACCURACY) --model benchmark/tiny_moe/model --output demo/accuracy -- \
 	  --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
 	$(ACCURACY) --model demo/bf16 --output demo/accuracy-bf16
 
-mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
+mutations: env ## measure the tiny model's answers with deliberately broken patches, for docs/commands/accuracy.md
 	$(BIN)/sglang-moe-reference exec -- \
 	  $(BIN)/python -W ignore benchmark tiny_moe/mutations --backend $(BACKEND)
 
-guards: env ## take guards out, one by one, and see their tests fail (docs/development/guards.md); ARGS="cutedsl": some
+guards: env ## remove one guard after another, and check that its test fails (ARGS="cutedsl": only guards with this text)
 	ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- $(BIN)/python test/tools/guards.py $(ARGS)
 
-soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
+soak: env ## send 64 concurrent requests for two minutes, and compare each answer with the answer to the same prompt alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- \
 	  $(BIN)/python -m pytest -q -s test/engine/lab/test_servers.py -k concurrent
 
-engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag
-	$(if $(SGLANG),,$(error SGLANG=CHECKOUT says where SGLang's tests are, at the tag v$(ENGINE)))
+engine-suite: env ## run SGLang's own MoE tests, stock and patched, on a GPU (SGLANG=FOLDER: checkout at the tag of ENGINE)
+	$(if $(SGLANG),,$(error set SGLANG=FOLDER to a checkout of SGLang at the tag v$(ENGINE)))
 	$(BIN)/python benchmark whole/engine_suite $(SGLANG) $(ARGS)
 
-pipeline: env ## do stock and patched differ on pipeline stages, more often than stock and stock? 30 times each
+pipeline: env ## compare answers of servers with two pipeline stages, 30 times: stock with patched, and stock with stock
 	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/pipeline.py $(ARGS)
 
-constraints: env ## write test/constraints/$ENGINE.txt from what is installed
+constraints: env ## write the installed package versions to test/constraints/$ENGINE.txt
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \
 	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > test/constraints/.new
 	mv test/constraints/.new test/constraints/$(ENGINE).txt
 	@touch $(STAMP)
 
-new-release: ## install release ENGINE, freeze, ask and test it, write the pages, say what to look at
+new-release: ## add release ENGINE: write its constraints, run doctor and tests, write the pages, print the differences
 	@$(PYTHON) test/tools/releases.py known $(ENGINE) > /dev/null
 	$(MAKE) --no-print-directory constraints ENGINE=$(ENGINE)
 	$(PYTHON) test/tools/compatibility.py $(ENGINE)
 
-compatibility: ## ask and test every release in turn (half an hour, 10 GB of disk at a time); ARGS="--doctor", ARGS="0.5.23": less
+compatibility: ## run doctor and the compatibility tests on every release (half an hour, 10 GB of disk; ARGS="--doctor" or ARGS="0.5.23": only a part)
 	$(PYTHON) test/tools/compatibility.py $(ARGS)
 
-wheel: | $(UV) ## build a wheel in build/wheel, install it into an empty environment, see that its plugin is found there
+wheel: | $(UV) ## build a wheel in build/wheel, install it into an empty environment, and check its plugin there
 	rm -rf build/wheel && mkdir -p build/wheel/source
-	@# A copy of the tracked files: beside build/lib or an egg-info setuptools ships files that are gone.
+	@# Build from a copy of the tracked files. In this folder, setuptools would add deleted files from build/lib or egg-info.
 	git ls-files -z python pyproject.toml README.md LICENSE | xargs -0 cp --parents -t build/wheel/source
 	$(UV) build -q --wheel --out-dir build/wheel build/wheel/source
 	$(UV) venv -q --python $(PYTHON) build/wheel/environment
@@ -168,5 +172,5 @@ wheel: | $(UV) ## build a wheel in build/wheel, install it into an empty environ
 	build/wheel/environment/bin/sglang-moe-patches --help > /dev/null
 	@ls build/wheel/*.whl
 
-clean: ## remove what make built
+clean: ## remove .venvs, build and demo
 	rm -rf .venvs build demo
