@@ -26,7 +26,7 @@ from common import forwards, plugins  # noqa: E402
 from common.servers import EAGER, Setup, run_servers  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import ServedModel  # noqa: E402
-from mismatch import Asked  # noqa: E402
+from mismatch import Request  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 
@@ -195,14 +195,14 @@ def write_adapter(folder: Path, target: str) -> Path:
     return folder
 
 
-def requests(case: Case) -> list[Asked]:
+def requests(case: Case) -> list[Request]:
     """Return prompts that are sent one after another, and prompts that are sent at the same time.
 
     The latter fill a forward pass and ask for one token, so that batches do not depend on arrival times.
     """
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
-    alone = [Asked(tokens, tokens, 6, more=case.request) for tokens in lengths]
+    alone = [Request(tokens, tokens, 6, more=case.request) for tokens in lengths]
     return [*alone, *mismatch.make_simultaneous_requests(TOKENS, IN_FLIGHT if case.staged else 0)]
 
 

@@ -1,6 +1,6 @@
 """Install engine releases, record the status of every change on each, run the compatibility tests, and write the pages.
 
-    python test/tools/compatibility.py                    # all releases: half an hour, 10 GB of disk at a time python
+    python test/tools/compatibility.py  # all releases in turn: half an hour, 10 GB of disk at a time python
     test/tools/compatibility.py 0.5.23 0.5.24      # some releases; the records of the others are kept python
     test/tools/compatibility.py --doctor           # only doctor; the recorded test results are kept python
     test/tools/compatibility.py --record build     # record the results of `make test-all` from the logs in build/
@@ -37,7 +37,8 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def installed(release: str) -> Iterator[Path]:
-    """Install the environment of a release with this package. Remove it again unless it existed before.
+    """Within the block, install a release with this package into ``.venvs``. If its environment did not exist before,
+    remove it at the end of the block.
 
     :raises SystemExit: the installation failed. The message contains the installer's errors.
     """
@@ -74,7 +75,8 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
 def families(release: str, place: Path) -> dict[str, Any]:
     """Scan the model families of the release that is installed in ``place``.
 
-    :returns: for each family, why its layers cannot offer their dead input; empty if they can.
+    :returns: output of ``family_scan.py``: for each model family, the reason why its layers cannot offer their dead
+        input; "": they can.
     :raises SystemExit: the scan failed.
     """
     scanned = run([str(place / "bin/python"), "test/tools/family_scan.py"])
@@ -84,9 +86,9 @@ def families(release: str, place: Path) -> dict[str, Any]:
 
 
 def outcome(summary: str) -> str:
-    """Shorten pytest's last line to ``11 passed · 1 skipped``, without the time, deselected tests and warnings.
+    """Shorten pytest's summary to the form ``11 passed · 1 skipped``, without the time, deselected tests and warnings.
 
-    :param summary: the last line of the output. It is no summary if the process was killed.
+    :param summary: last line of pytest's output. If the process was killed, this line is no summary.
     """
     if not re.search(r" in [\d.]+s", summary):
         return "failed without a summary"
@@ -94,7 +96,7 @@ def outcome(summary: str) -> str:
     return " · ".join(count for count in counts if not re.search("deselected|warning", count))
 
 
-def test(release: str, place: Path) -> str:
+def run_tests(release: str, place: Path) -> str:
     """Run the tests with the mark ``compatibility`` on the release that is installed in ``place``.
 
     :returns: the shortened summary of pytest.
@@ -111,12 +113,12 @@ def test(release: str, place: Path) -> str:
     return outcome(tested.stdout.strip().rpartition("\n")[2])
 
 
-def differences(release: str, found: dict[str, Any]) -> list[str]:
+def describe_differences(release: str, found: dict[str, Any]) -> list[str]:
     """Compare a release with the release before it.
 
     :param found: the records of all releases, oldest first.
-    :returns: a heading, then a line for each of this package's changes and one for the tests. A line begins with "!" if
-        it differs from the earlier release.
+    :returns: a heading, one line for each of this package's changes, and one line for the tests. A line begins with "!"
+        if its content differs from the earlier release.
     """
     names = list(found)
     earlier = names[names.index(release) - 1] if release != names[0] else ""
@@ -135,7 +137,7 @@ def differences(release: str, found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def record(logs: Path, earlier: dict[str, Any]) -> dict[str, Any]:
+def read_test_all(logs: Path, earlier: dict[str, Any]) -> dict[str, Any]:
     """Read the results of `make test-all` from its logs.
 
     :param earlier: earlier results, by release and part (:data:`pages.PARTS`). A part without a finished log keeps its
@@ -162,7 +164,9 @@ def save(file: Path, facts: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all of releases.toml")
+    parser.add_argument(
+        "releases", nargs="*", metavar="RELEASE", help="releases to test (default: all of releases.toml)"
+    )
     parser.add_argument("--doctor", action="store_true", help="only run doctor; keep the recorded test results")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="only record the results of `make test-all`")
     options = parser.parse_args()
@@ -173,23 +177,26 @@ def main() -> None:
     if options.doctor and (untested := [release for release in wanted if release not in found]):
         parser.error(f"--doctor: {', '.join(untested)} was never tested; run it without --doctor")
     if options.record:
-        save(pages.WHOLE, record(options.record, json.loads(pages.WHOLE.read_text())))
+        save(pages.WHOLE, read_test_all(options.record, json.loads(pages.WHOLE.read_text())))
     for release in wanted:
         with installed(release) as place:
-            print(f"SGLang {release}: looking and testing", flush=True)
-            tests = found[release]["tests"] if options.doctor else test(release, place)
+            print(f"SGLang {release}: running doctor{'' if options.doctor else ' and tests'}", flush=True)
+            tests = found[release]["tests"] if options.doctor else run_tests(release, place)
             found[release] = {**doctor(release, place), "tests": tests}
         found = {name: found[name] for name in releases.ALL if name in found}
         save(pages.FOUND, found)
     for release in wanted:
-        print("\n".join(differences(release, found)))
+        print("\n".join(describe_differences(release, found)))
     print("Pages written: " + (", ".join(pages.write()) or "none, all were up to date") + ". Check git diff.")
     if failed := [release for release in wanted if not passed(found[release]["tests"])]:
         sys.exit(f"tests failed on SGLang {', '.join(failed)}; their last lines are above")
 
 
 def passed(tests: str) -> bool:
-    """Return whether tests passed and none failed."""
+    """Return whether some tests passed and no test failed.
+
+    :param tests: result of :func:`outcome`.
+    """
     return "passed" in tests and not re.search("failed|error", tests)
 
 

@@ -26,8 +26,8 @@ from sglang_moe_patches.core.dead_input.families import MODELS
 _EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
 """Names of the engine's functions and classes that create routed experts."""
 _DECLARES = frozenset({"declare_attn", "declare_ffn"})
-"""Engine functions with which a model layer declares its attention and its FFN, in releases where the batch, not the
-layer, carries the residual.
+"""Engine functions with which a decoder layer declares its attention and its FFN. They exist in releases in which the
+batch stores the residual. In other releases, the layer receives the residual as an argument.
 """
 _RESIDUAL_KEYWORDS = ("read", "update")
 """Keyword arguments of the functions in ``_DECLARES`` that say how the residual is read and updated."""
@@ -68,9 +68,12 @@ def scan(folder: Path) -> dict[str, str]:
 
 
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
-    """Return whether a declared update or read of the residual may be a plain one.
+    """Return whether the residual may be a plain sum, according to one declaration of how it is read or updated.
 
-    It may be plain if one of its possible values is in :data:`_PLAIN`, or if the code names no value.
+    This is so if one of the possible values of the declaration is in :data:`_PLAIN`, or if the code names no value.
+
+    :param value: value of a keyword argument in :data:`_RESIDUAL_KEYWORDS`.
+    :param function: function that contains the declaration.
     """
     names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     for statement in ast.walk(function):
@@ -95,13 +98,13 @@ class _Class:
 
     @cached_property
     def mentions(self) -> list[str]:
-        """Names that the class uses."""
+        """All names in the source of the class."""
         names = [node.id for node in ast.walk(self.node) if isinstance(node, ast.Name)]
         return list(dict.fromkeys(names))
 
     @cached_property
     def makes_experts(self) -> list[str]:
-        """Attributes to which the class assigns routed experts."""
+        """Attributes to which the class assigns routed experts, such as ``self.experts``."""
         made = []
         for node in ast.walk(self.node):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -166,8 +169,8 @@ class _Engine:
     def find(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
         """Return the classes that a name refers to in a module: one class, or the classes in a table.
 
-        :param above: pairs of a module and a name whose lookup has led here. They end endless lookups, because modules
-            may import each other.
+        :param above: pairs of a module and a name whose lookups called this lookup. Modules may import each other, so a
+            pair that appears again ends the lookup.
         """
         if name in module.classes:
             return [module.classes[name]]
@@ -184,25 +187,25 @@ class _Engine:
     def _known(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
         return self.find(module, name, above) if name in module.classes or name in module.imported else []
 
-    def line(self, kind: _Class, below: frozenset[_Class] = frozenset()) -> Iterator[_Class]:
+    def ancestry(self, kind: _Class, below: frozenset[_Class] = frozenset()) -> Iterator[_Class]:
         """Yield a class and all its base classes.
 
-        :param below: subclasses through which this class was reached.
+        :param below: subclasses from which the search came to this class. They are not visited again.
         """
         yield kind
         below |= {kind}
         for base in kind.bases:
             for found in self._known(kind.module, base):
                 if found not in below:
-                    yield from self.line(found, below)
+                    yield from self.ancestry(found, below)
 
     def method(self, kind: _Class, name: str) -> ast.FunctionDef | None:
-        return next((each.methods[name] for each in self.line(kind) if name in each.methods), None)
+        return next((each.methods[name] for each in self.ancestry(kind) if name in each.methods), None)
 
     def is_moe(self, kind: _Class) -> bool:
         """Return whether a class, or a class that it uses, creates routed experts."""
         if kind not in self._moe:
-            reached, left = {kind}, [kind]  # classes may use each other
+            reached, left = {kind}, [kind]  # classes may use each other, so no class is visited twice
             while left:
                 one = left.pop()
                 if self._moe.get(one, bool(one.makes_experts)):
@@ -219,9 +222,10 @@ class _Engine:
     def layers(self, stack: _Class) -> list[_Class]:
         """Return the classes of a stack's decoder layers that may have routed experts.
 
-        These are the layer classes that the stack names. If it names none, they are those that its base class names.
+        These are the layer classes whose names are in the source of the stack. If there are none, these are the layer
+        classes whose names are in the source of its base class.
         """
-        for kind in self.line(stack):
+        for kind in self.ancestry(stack):
             named = [each for name in kind.mentions for each in self.find(kind.module, name)]
             layers = [each for each in named if self._is_layer(each) and self.is_moe(each)]
             layers = [each for each in layers if not any(self._wraps(other, each) for other in layers)]
@@ -230,7 +234,7 @@ class _Engine:
         return []
 
     def _wraps(self, layer: _Class, inner: _Class) -> bool:
-        """Return whether a layer wraps another layer. The stack then calls the outer layer only."""
+        """Return whether the class ``layer`` wraps layers of the class ``inner``. A stack calls only outer layers."""
         return any(
             inner in self._known(layer.module, node.id)
             for statement in layer.node.body
@@ -257,14 +261,14 @@ class _Engine:
         )
 
     def _sum_skip_reason(self, layer: _Class, forward: ast.FunctionDef) -> str | None:
-        """Return why a layer's residual may not be a plain sum, or ``None``.
+        """Return the reason why a layer's residual may not be a plain sum; ``None``: it is, or may be, a plain sum.
 
-        The layer's declarations of how it reads and updates the residual decide. Some layers choose these, or their
+        The layer declares how it reads and updates the residual. Some layers choose these declarations, or their
         communicator, by the model's configuration. The scan then assumes a plain sum.
         """
         if "self.attn_boundary.prepare" not in ast.unparse(forward):
             return None
-        functions = [method for kind in self.line(layer) for method in kind.methods.values()]
+        functions = [method for kind in self.ancestry(layer) for method in kind.methods.values()]
         functions += [node for node in layer.module.tree.body if isinstance(node, ast.FunctionDef)]
         declarations = [
             (function, node)
@@ -282,7 +286,7 @@ class _Engine:
 
     def _experts_skip_reason(self, layer: _Class) -> str | None:
         used = [kind for name in layer.mentions for kind in self._known(layer.module, name)]
-        most = max((len(above.makes_experts) for kind in (layer, *used) for above in self.line(kind)), default=0)
+        most = max((len(above.makes_experts) for kind in (layer, *used) for above in self.ancestry(kind)), default=0)
         return proofs.TOO_MANY_EXPERTS.format(layer.node.name, most) if most > 1 else None
 
 

@@ -30,9 +30,9 @@ from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
 from sglang_moe_reference import environment
 
 SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320")
-"""Limits of a server without a GPU, so that its rehearsal is short."""
+"""Server arguments on a machine without a GPU. They are so small that the rehearsal is short."""
 NO_LIMIT = ("--max-total-tokens", "100000000")
-"""Arguments that lift the limit on KV tokens. The test environment sets this limit for servers without a GPU."""
+"""Server arguments that override the small KV cache of the test environment for servers without a GPU."""
 FRACTION_FLAG = "--mem-fraction-static"
 NO_GPU = "Without a GPU: a stand-in answered in place of the driver."
 
@@ -53,8 +53,8 @@ class Start(NamedTuple):
 
     @property
     def growth(self) -> Growth | None:
-        """Result of kv-sizing, if the KV cache grew and ``/metrics`` and ``/get_server_info`` have the same size;
-        else ``None``.
+        """Result of kv-sizing; ``None``: the KV cache did not grow, or ``/metrics`` and ``/get_server_info`` have
+        different sizes.
         """
         grew = self.sizing and self.sizing.rule_tokens < self.sizing.tokens == self.tokens
         return self.sizing if grew else None
@@ -70,8 +70,9 @@ def remove_fraction(arguments: Sequence[str]) -> list[str]:
 
 
 def fragments(start: Start, *, gpu: bool) -> dict[str, str]:
-    """Make HTML about the start for a report of ``regress``. Each key is the name of the marker before which its
-    HTML is inserted.
+    """Make HTML that describes a start, for a report of ``regress``.
+
+    :returns: HTML by the name of a marker in the report. :func:`insert` inserts the HTML before this marker.
     """
     note = "" if gpu else f" {NO_GPU}"
     outcome = "which did not grow."
@@ -121,7 +122,7 @@ def insert(page: Path, fragments: Mapping[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", required=True, help="folder or Hugging Face name of the model")
     parser.add_argument("--output", type=Path, required=True, help="new folder for the server's log")
     parser.add_argument("--report", type=Path, help="report.html of `regress`, to which the result is added")
     parser.add_argument("arguments", nargs="*", help="server arguments, after `--`")

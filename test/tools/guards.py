@@ -46,10 +46,11 @@ ENGINE, UNIT = "test/engine/", "test/unit/"
 
 
 class Mutation(NamedTuple):
-    """A mutation: replace ``old``, which occurs once in ``file``, by ``new``. Then ``test`` must fail.
+    """Removal of one guard: the text ``old``, which occurs once in ``file``, is replaced by ``new``. Then ``test`` must
+    fail.
 
-    :param test: the test's name for pytest.
-    :param until: the last release on which the test runs this code; empty: the newest release.
+    :param test: name of the test, as pytest takes it.
+    :param until: last engine release on which the test runs this code; "": the newest release.
     """
 
     file: str
@@ -60,13 +61,13 @@ class Mutation(NamedTuple):
 
 
 SWIZZLED_UNTIL = OFFERS_ALL_UNTIL = "0.5.12.post1"
-"""Last release that allocates swizzled scales in addition to the loaded ones. It is also the last one that offers no
-output buffers itself.
+"""Last release that allocates swizzled scales in addition to the loaded scales. It is also the last release without an
+output buffer of its own.
 """
 SIZED_UNTIL = "0.5.15.post1"
-"""Last release that does not size CuteDSL's buffers itself."""
+"""Last release that does not itself choose the right sizes for CuteDSL's buffers."""
 FLAGS_UNTIL = "0.5.13"
-"""Last release with several arguments for CUDA graphs. Later releases have a single one."""
+"""Last release with several server arguments for CUDA graphs. Later releases have a single argument."""
 SAID = "test_doctor_says_of_a_server_what_the_engine_would_do"
 TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "core/dead_input/offer.py": {
@@ -663,8 +664,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
 }
-"""Mutations by file and test. A row has the text, its replacement and, for some, the last release that runs the
-code."""
+"""Mutations by file and test. A row has the text and its replacement. If newer releases do not run the code, the row
+also has the last release that runs it.
+"""
 
 
 def _files_of_tests() -> dict[str, str]:
@@ -700,8 +702,10 @@ def run(folder: Path, *tests: str) -> tuple[str, str]:
 
 
 def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
-    """Run tests in this process, a fork that has imported no module of the copy and of the engine.
+    """Run tests in this process. It must be a fork that has imported neither the engine nor a module of the copy.
 
+    :param folder: copy of the repository.
+    :param out: file descriptor for pytest's output.
     :returns: pytest's exit code.
     """
     import pytest
@@ -714,7 +718,7 @@ def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
     # Write no bytecode. If two mutations of a file have the same length and follow within a second, Python would run
     # the bytecode of the first mutation again.
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
-    sys.modules.pop("releases")  # it was imported from this repository instead of from the copy
+    sys.modules.pop("releases")  # this script imported it from the repository, and the tests must import the copy
     if all(test.startswith(UNIT) for test in tests):
         for name in [name for name in os.environ if name.startswith("SGLANG")]:
             del os.environ[name]
@@ -727,7 +731,7 @@ def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
 
 
 def try_mutation(copy: Path, mutation: Mutation) -> str:
-    """Try a mutation in this copy of the repository, and restore the copy.
+    """Apply a mutation to the copy of the repository, run its test, and undo the mutation.
 
     :returns: ``killed``, ``SURVIVED`` or ``skipped``.
     """

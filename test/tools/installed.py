@@ -18,7 +18,7 @@ DATA = ("py.typed", "lab/regress/report.html.j2", "lab/predict/models.json")
 
 
 def problems() -> list[str]:
-    """Return the faults of the installation, each in one line; none if the engine would find the plugin."""
+    """Return the faults of the installation, one line per fault. Without faults, the engine finds the plugin."""
     found = [point for point in metadata.entry_points(group=GROUP) if point.name == PLUGIN]
     if [point.value for point in found] != [f"{PACKAGE}.plugin:register"]:
         return [f"entry point {PLUGIN} of {GROUP}: expected {PACKAGE}.plugin:register, found {found}"]

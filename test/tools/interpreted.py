@@ -16,11 +16,11 @@ GPU = Path(__file__).parents[1] / "gpu"
 
 
 def run_tests(tests: Sequence[str], arguments: Sequence[str] = (), *, timeout: float) -> tuple[int, str]:
-    """Run the tests of some files. No test may fail.
+    """Run the GPU tests of some files in Triton's interpreter. If a test fails, raise an error.
 
     :param tests: names of the files in ``test/gpu``.
     :param arguments: additional arguments of pytest.
-    :param timeout: in seconds.
+    :param timeout: time limit of all tests together, in seconds.
     :returns: the number of tests that passed, and pytest's output.
     """
     files = [str(GPU / test) for test in tests]

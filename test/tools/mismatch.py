@@ -18,12 +18,13 @@ LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request to both servers.
+class Request:
+    """A request that all compared servers receive.
 
-    :param tokens: number of tokens in the prompt. The prompt is drawn with ``seed``.
+    :param tokens: number of tokens in the prompt. The prompt is random, with ``seed``.
     :param new_tokens: number of tokens to generate.
-    :param together: the request is sent at the same time as all others with this value.
+    :param together: whether the request is sent at the same time as all other requests with ``together``. Otherwise it
+        is sent alone.
     :param more: additional fields of the request's body.
     """
 
@@ -53,12 +54,12 @@ class Difference:
     :param request: number of the request.
     :param asked: the request.
     :param position: position of the first token that differs in its id or log-probability.
-    :param one: the first server's token and log-probability at this position; ``None``: its answer is shorter.
-    :param other: the same of the second server.
+    :param one: token and log-probability of the first server at this position; ``None``: its answer is shorter.
+    :param other: token and log-probability of the second server at this position; ``None``: its answer is shorter.
     """
 
     request: int
-    asked: Asked
+    asked: Request
     position: int
     one: tuple[int, float] | None
     other: tuple[int, float] | None
@@ -70,22 +71,22 @@ class Difference:
         )
 
 
-def make_simultaneous_requests(tokens: int, count: int) -> list[Asked]:
-    """Make requests that are sent at the same time, for one token each.
+def make_simultaneous_requests(tokens: int, count: int) -> list[Request]:
+    """Make requests that are sent at the same time. Each request asks for one token.
 
-    :param tokens: length of each prompt. It should fill a forward pass, so that the batches do not depend on arrival
-        times.
+    :param tokens: number of tokens of each prompt. A prompt should fill a forward pass, so that the batches do not
+        depend on the times at which requests arrive.
     """
-    return [Asked(tokens, seed, 1, together=True) for seed in range(1, count + 1)]
+    return [Request(tokens, seed, 1, together=True) for seed in range(1, count + 1)]
 
 
-def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
+def ask(server: Server, requests: Sequence[Request]) -> list[Answer]:
     """Send requests to a server: first those without ``together``, one after another, then all others at the same
     time.
     """
     import httpx
 
-    def one(asked: Asked) -> Answer:
+    def one(asked: Request) -> Answer:
         body = {
             "input_ids": prompt(asked.tokens, asked.seed),
             "sampling_params": {"temperature": 0, "max_new_tokens": asked.new_tokens, "ignore_eos": True},
@@ -102,7 +103,7 @@ def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
     return [{**alone, **together}[number] for number in range(len(requests))]
 
 
-def find_differences(requests: Sequence[Asked], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
+def find_differences(requests: Sequence[Request], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
     """Compare two servers' answers to the same requests, bit for bit."""
     different = []
     for number, (asked, a, b) in enumerate(zip(requests, one, other, strict=True)):
@@ -145,8 +146,8 @@ def find_cause(stock: Sequence[bool], patched: Sequence[bool]) -> str:
 
     Fisher's exact test, one-sided, decides whether stock and patched differ more often than stock and stock.
 
-    :param stock: one value for each run of stock against stock: whether any answer differed.
-    :param patched: one value for each run of stock against patched.
+    :param stock: for each comparison of two stock servers, whether any answer differed.
+    :param patched: for each comparison of a stock and a patched server, whether any answer differed.
     """
     from scipy.stats import fisher_exact
 

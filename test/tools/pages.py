@@ -34,8 +34,8 @@ import releases
 ROOT = releases.ROOT
 FOUND = ROOT / "docs" / "compatibility.json"
 WHOLE = ROOT / "docs" / "test-all.json"
-PARTS = {"engine-tests": "tests that start the engine", "unit": "the others"}
-"""Parts of `make test-all`: targets of the Makefile, with a description."""
+PARTS = {"engine-tests": "tests that start the engine", "unit": "other tests"}
+"""Parts of `make test-all`: targets of the Makefile, each with a description."""
 MARKED = re.compile(r"(?P<start>[^\n]?)<!-- generated:(?P<name>\S+) -->(?P<old>.*?)<!-- /generated -->", re.DOTALL)
 
 
@@ -44,12 +44,12 @@ def pages() -> list[Path]:
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def words(names: Sequence[str]) -> str:
+def join_words(names: Sequence[str]) -> str:
     """Join names to ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def runs(values: dict[str, Any]) -> Iterator[tuple[Any, list[str]]]:
+def group_releases(values: dict[str, Any]) -> Iterator[tuple[Any, list[str]]]:
     """Group neighbouring releases with the same value.
 
     :param values: values by release, oldest first.
@@ -59,7 +59,7 @@ def runs(values: dict[str, Any]) -> Iterator[tuple[Any, list[str]]]:
         yield value, list(same)
 
 
-def span(names: list[str], every: list[str]) -> str:
+def describe_span(names: list[str], every: list[str]) -> str:
     """Describe neighbouring releases in words, such as ``from 0.5.13``.
 
     :param every: all releases, oldest first.
@@ -81,18 +81,18 @@ NOT_ASKED = ("not asked", "")
 """Status of a change on a release whose record is older than the change."""
 
 
-def known(found: dict[str, Any]) -> list[str]:
+def change_names(found: dict[str, Any]) -> list[str]:
     """Return the names of all changes in the records."""
     return list(dict.fromkeys(name for facts in found.values() for name in facts["changes"]))
 
 
-def status(change: str, found: dict[str, Any]) -> str:
-    """Describe the status of a change on all releases in words."""
+def describe_status(change: str, found: dict[str, Any]) -> str:
+    """Describe the status of a change on all releases, as in ``applied up to 0.5.12.post1, hardened from 0.5.13``."""
     told = {release: facts["changes"].get(change, NOT_ASKED)[0] for release, facts in found.items()}
-    return ", ".join(f"{said} {span(names, list(found))}" for said, names in runs(told))
+    return ", ".join(f"{said} {describe_span(names, list(found))}" for said, names in group_releases(told))
 
 
-def package() -> tuple[Any, Any]:
+def import_package() -> tuple[Any, Any]:
     """Import ``sglang_moe_patches.registry`` and ``.core.patch`` from this checkout. They need no installed package."""
     if str(ROOT / "python") not in sys.path:
         sys.path.insert(0, str(ROOT / "python"))
@@ -102,30 +102,30 @@ def package() -> tuple[Any, Any]:
     return registry, patch
 
 
-def changes(found: dict[str, Any]) -> str:
+def changes_table(found: dict[str, Any]) -> str:
     """Return a table with one line for each change."""
     rows = [
-        (f"[{change.name}](docs/changes/{change.name}.md)", change.summary, status(change.name, found))
-        for change in package()[0].CHANGES
+        (f"[{change.name}](docs/changes/{change.name}.md)", change.summary, describe_status(change.name, found))
+        for change in import_package()[0].CHANGES
     ]
     return table(("change", "what it does", "on which SGLang"), rows)
 
 
-def variables() -> str:
+def variables_table() -> str:
     """Return a table with one line for each environment variable that users may set."""
-    stated, patch = package()
+    stated, patch = import_package()
 
     rows = [
         (f"`{variable.name}`", f"`{variable.default}`" if variable.default else "unset", reader, variable.meaning)
         for reader, variable in patch.variables(stated.CHANGES)
-        if reader != "observers"  # which `regress` sets
+        if reader != "observers"  # users do not set these variables: `regress` sets them
     ]
     return table(("variable", "default", "read by", "meaning"), rows)
 
 
-def unsized() -> str:
+def unsized_table() -> str:
     """Return a table of the servers that kv-sizing leaves alone, with a line for each reason."""
-    package()
+    import_package()
     from sglang_moe_patches.memory.kv_sizing.eligibility import UNSIZED
 
     rows = []
@@ -135,54 +135,56 @@ def unsized() -> str:
     return table(("server", "why it keeps the engine's KV cache"), rows)
 
 
-def statuses(found: dict[str, Any]) -> str:
+def statuses_table(found: dict[str, Any]) -> str:
     """Return a table of statuses: one line for each change, one column for neighbouring releases with equal
     statuses."""
-    names = known(found)
+    names = change_names(found)
     cells = {
         release: tuple(facts["changes"].get(name, NOT_ASKED)[0] for name in names) for release, facts in found.items()
     }
-    columns = [(f"{alike[0]} to {alike[-1]}" if len(alike) > 1 else alike[0], said) for said, alike in runs(cells)]
+    columns = [
+        (f"{alike[0]} to {alike[-1]}" if len(alike) > 1 else alike[0], said) for said, alike in group_releases(cells)
+    ]
     rows = [(name, *(said[place] for _, said in columns)) for place, name in enumerate(names)]
     return table(("change", *(title for title, _ in columns)), rows)
 
 
-def tested(found: dict[str, Any]) -> str:
+def tested_table(found: dict[str, Any]) -> str:
     """Return a table of the releases, their PyTorch and their passed tests. Releases of `make test-all` are bold."""
     cells = {}
     for release, facts in found.items():
         tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" ")[0]
         cells[release] = (facts["torch"], tests)
     bold = {release: f"**{release}**" if release in releases.EVERY_TIME else release for release in found}
-    rows = [(", ".join(map(bold.__getitem__, alike)), *row) for row, alike in runs(cells)]
+    rows = [(", ".join(map(bold.__getitem__, alike)), *row) for row, alike in group_releases(cells)]
     return table(("SGLang", "PyTorch", "tests passed"), rows)
 
 
-def reasons(found: dict[str, Any]) -> str:
-    """Return one line for each reason, with the neighbouring releases that give the reason."""
+def reasons_list(found: dict[str, Any]) -> str:
+    """Return a list with one line for each reason of a status, and the neighbouring releases with this reason."""
     lines = []
-    for name in known(found):
+    for name in change_names(found):
         told = {release: facts["changes"].get(name, NOT_ASKED) for release, facts in found.items()}
-        for (said, reason), names in runs(told):
+        for (said, reason), names in group_releases(told):
             if reason:
-                lines.append(f"- **{name}**, {said} {span(names, list(found))}: {reason}.")
+                lines.append(f"- **{name}**, {said} {describe_span(names, list(found))}: {reason}.")
     return "\n".join(lines) or "None."
 
 
-def offering(family: str, found: dict[str, Any]) -> list[str]:
-    """Return the releases on which the layers of a family may offer their dead input."""
+def releases_offering(family: str, found: dict[str, Any]) -> list[str]:
+    """Return the releases on which the layers of a model family may offer their dead input."""
     return [release for release, facts in found.items() if facts["families"].get(family) == ""]
 
 
-def offers(found: dict[str, Any]) -> str:
-    """Return a table of the families that may offer their dead input, and of those that may not on the newest
-    release.
+def offers_table(found: dict[str, Any]) -> str:
+    """Return a table of model families: on which releases they may offer their dead input, and for what reasons some
+    families may not on the newest release.
     """
     names = sorted({name for facts in found.values() for name in facts["families"]})
     where: dict[str, list[str]] = {}
     for name in names:
-        if places := offering(name, found):
-            where.setdefault(span(places, list(found)), []).append(f"`{name}`")
+        if places := releases_offering(name, found):
+            where.setdefault(describe_span(places, list(found)), []).append(f"`{name}`")
     why: dict[str, list[str]] = {}
     for name, reason in found[list(found)[-1]]["families"].items():
         if reason:
@@ -192,7 +194,7 @@ def offers(found: dict[str, Any]) -> str:
     return table(("offers, or does not in the newest release", "where, or why"), rows).replace("its Model", "its loop")
 
 
-def whole(outcomes: dict[str, Any]) -> str:
+def test_all_table(outcomes: dict[str, Any]) -> str:
     """Return a table of the results of the last runs of `make test-all`."""
     rows = []
     for release, parts in outcomes.items():
@@ -201,10 +203,11 @@ def whole(outcomes: dict[str, Any]) -> str:
     return table(("SGLang", *PARTS.values()), rows)
 
 
-def generated(name: str) -> str:
-    """Return the text that replaces a name.
+def generated_text(name: str) -> str:
+    """Return the text of a generated part.
 
-    :raises ValueError: there is no such name, or no such change.
+    :param name: name in the comment ``<!-- generated:NAME -->``.
+    :raises ValueError: the name or its change is unknown.
     """
     found = json.loads(FOUND.read_text())
     name, _, argument = name.partition(":")
@@ -212,21 +215,21 @@ def generated(name: str) -> str:
         "oldest": lambda: releases.ALL[0],
         "newest": lambda: releases.ALL[-1],
         "default": lambda: releases.DEFAULT,
-        "every-time": lambda: words([release for release in releases.ALL if release in releases.EVERY_TIME]),
-        "all": lambda: words(releases.ALL),
-        "status": lambda: status(argument, found),
-        "changes": lambda: changes(found),
-        "variables": variables,
-        "unsized": unsized,
-        "statuses": lambda: statuses(found),
-        "tested": lambda: tested(found),
-        "reasons": lambda: reasons(found),
-        "offers": lambda: offers(found),
-        "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
+        "every-time": lambda: join_words([release for release in releases.ALL if release in releases.EVERY_TIME]),
+        "all": lambda: join_words(releases.ALL),
+        "status": lambda: describe_status(argument, found),
+        "changes": lambda: changes_table(found),
+        "variables": variables_table,
+        "unsized": unsized_table,
+        "statuses": lambda: statuses_table(found),
+        "tested": lambda: tested_table(found),
+        "reasons": lambda: reasons_list(found),
+        "offers": lambda: offers_table(found),
+        "whole": lambda: test_all_table(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }
     if name not in makers:
-        raise ValueError(f"nothing is generated by the name of {name}; known: {', '.join(makers)}")
-    if name == "status" and argument not in known(found):
+        raise ValueError(f"unknown name of a generated part: {name}; known: {', '.join(makers)}")
+    if name == "status" and argument not in change_names(found):
         raise ValueError(f"docs/compatibility.json knows no change {argument}")
     return makers[name]()
 
@@ -234,11 +237,11 @@ def generated(name: str) -> str:
 def render(page: str) -> str:
     """Replace the generated parts of a page.
 
-    :raises ValueError: a name is unknown, or a mark within a line stands at its beginning.
+    :raises ValueError: the name of a generated part is unknown, or a line begins with a comment of a part within it.
     """
 
     def replace(mark: re.Match[str]) -> str:
-        text, block = generated(mark["name"]), "\n" in mark["old"]
+        text, block = generated_text(mark["name"]), "\n" in mark["old"]
         if not block and not mark["start"]:
             raise ValueError(f"generated:{mark['name']} starts a line, which Markdown would take for HTML; move it on")
         text = f"\n{text}\n" if block else text
@@ -248,10 +251,10 @@ def render(page: str) -> str:
 
 
 def write() -> list[str]:
-    """Render all pages.
+    """Replace the generated parts of all pages.
 
     :returns: the names of the pages that changed.
-    :raises ValueError: as :func:`render`, with the page's name.
+    :raises ValueError: an error of :func:`render`. The message names the page.
     """
     changed = []
     for page in pages():
@@ -268,6 +271,6 @@ def write() -> list[str]:
 
 if __name__ == "__main__":
     try:
-        print("written: " + (", ".join(write()) or "nothing; every page is as it should be"))
+        print("pages written: " + (", ".join(write()) or "none, all were up to date"))
     except ValueError as problem:
         sys.exit(str(problem))

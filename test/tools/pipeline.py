@@ -24,7 +24,7 @@ from common import forwards, plugins
 from common.servers import EAGER, Setup, run_servers
 from common.shapes import MODELS, TINY
 from common.weights import ServedModel
-from mismatch import Asked
+from mismatch import Request
 from sglang_moe_patches.core.machine import has_gpu
 
 STOCK, CONTROL, PATCHED = NAMES = ("stock", "stock-again", "patched")
@@ -34,7 +34,7 @@ IN_FLIGHT = 6
 
 def make_model(model: str) -> ServedModel:
     """Return the model: four layers, two for each stage. The first layer of DeepSeek's model has no experts."""
-    if not has_gpu():  # Triton's runner is not patched on the CPU, but TRT-LLM's is
+    if not has_gpu():  # on the CPU, this package does not patch Triton's runner, but it patches TRT-LLM's runner
         return ServedModel(TINY, moe_layers=3, runner="flashinfer_trtllm_routed")
     return ServedModel(
         MODELS[model].shard(SHARES[model]), moe_layers=3 if model == "deepseek-v3" else 4, runner="triton"
@@ -60,15 +60,15 @@ def make_setups(options: argparse.Namespace, work: Path) -> dict[str, Setup]:
     }
 
 
-def make_requests(tokens: int) -> list[Asked]:
-    alone = [Asked(length, length, 6) for length in (tokens, tokens - 16, tokens - 33, 5)]
+def make_requests(tokens: int) -> list[Request]:
+    alone = [Request(length, length, 6) for length in (tokens, tokens - 16, tokens - 33, 5)]
     return [*alone, *mismatch.make_simultaneous_requests(tokens, IN_FLIGHT)]
 
 
 def run_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]]:
-    """Start the servers and run all rounds.
+    """Start the three servers and run all rounds.
 
-    :returns: for each round, whether stock and stock differed, and whether stock and patched differed.
+    :returns: for each round, whether the two stock servers differed, and whether stock and patched differed.
     """
     asked, found = make_requests(options.tokens), []
     with tempfile.TemporaryDirectory() as folder:
@@ -100,12 +100,18 @@ def run_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=30, help="of all three servers (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="with each start (%(default)s)")
-    parser.add_argument("--model", choices=list(SHARES), default="qwen3-235b", help="its widths (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192 if has_gpu() else 64, help="(%(default)s)")
+    parser.add_argument("--starts", type=int, default=30, help="number of starts of all three servers (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds in each start (%(default)s)")
+    parser.add_argument(
+        "--model", choices=list(SHARES), default="qwen3-235b", help="model whose layer sizes are used (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=8192 if has_gpu() else 64, help="tokens of the longest prompt (%(default)s)"
+    )
     parser.add_argument("--choose-by-timing", action="store_true", help="let PyTorch choose kernels by their time")
-    parser.add_argument("--output", type=Path, default=Path("mismatches"), help="where what differs goes (%(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("mismatches"), help="folder for differing answers (%(default)s)"
+    )
     options = parser.parse_args()
     runs: list[tuple[bool, bool]] = []
     for start in range(options.starts):

@@ -25,8 +25,8 @@ from share import ALL_CASES
 NAME = "processor-time"
 LIMIT_S = 30.0
 LOOPS, LOOPS_S = 3_000_000, 0.2
-"""Iterations of the timed loop, and its duration in seconds on a machine that is fast enough for the unchanged
-limit.
+"""Iterations of the timed loop, and the duration of the loop in seconds on a machine with the unchanged limit. On a
+slower machine, the limit is higher.
 """
 SAMPLED_S = 1.0
 """Seconds between two samples of the child processes. Processor time of a child after its last sample is not
@@ -52,7 +52,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """User and system time since the start, in seconds."""
+        """User and system time of all processes since the meter was made, in seconds."""
         own = os.times()
         return own.user + own.system + sum(list(self._below.values()))
 
@@ -61,7 +61,9 @@ class Meter:
 
 
 def measure_slowdown() -> float:
-    """Time a loop. Return its slowdown on this machine at this moment, at least 1.0."""
+    """Time a loop of Python code. Return how many times slower than ``LOOPS_S`` it is now on this machine, at least
+    1.0.
+    """
 
     def loop_s() -> float:
         began, total = time.process_time(), 0
@@ -73,7 +75,7 @@ def measure_slowdown() -> float:
 
 
 class Limit:
-    """Pytest plugin that measures each test."""
+    """Pytest plugin that fails a test if its processor time exceeds the limit."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -112,6 +114,6 @@ class Limit:
 
 
 def install_limit(config: pytest.Config) -> None:
-    """Install the limit for all tests, unless ``ALL_CASES`` is set: then tests run more cases than usual."""
+    """Install the limit for all tests. With ``ALL_CASES``, there is no limit, because tests run more random cases."""
     if not os.environ.get(ALL_CASES) and not config.pluginmanager.has_plugin(NAME):
         config.pluginmanager.register(Limit(), NAME)

@@ -20,7 +20,7 @@ class Releases(NamedTuple):
     :param default: release that the Makefile installs by default.
     :param every_time: releases that `make test-all` tests.
     :param all: all releases, oldest first.
-    :param overrides: requirements that replace those of a release.
+    :param overrides: by release, requirements that replace requirements of this release.
     """
 
     default: str
@@ -30,9 +30,9 @@ class Releases(NamedTuple):
 
 
 def check(stated: Mapping[str, Any]) -> Releases:
-    """Check the contents of releases.toml.
+    """Check the contents of releases.toml, and return them as :class:`Releases`.
 
-    :param stated: the tables of releases.toml.
+    :param stated: parsed contents of releases.toml.
     :raises ValueError: ``all`` names a release twice, or another table names a release that is not in ``all``.
     """
     known = tuple(stated["all"])
@@ -58,11 +58,11 @@ def read() -> Releases:
     try:
         return check(tomllib.loads(FILE.read_text()))
     except KeyError as missing:
-        raise ValueError(f"{FILE.name}: {missing} is not there") from missing
+        raise ValueError(f"{FILE.name}: the table or key {missing} is missing") from missing
 
 
 def answer(question: str, release: str = "") -> str:
-    """Return the text that the Makefile asks for.
+    """Return the answer to a question of the Makefile. This module's docstring lists the questions.
 
     :raises ValueError: the question or the release is unknown.
     """
@@ -78,7 +78,7 @@ def answer(question: str, release: str = "") -> str:
             raise ValueError(f"SGLang {release} is not in `all` of {FILE.name}; add it there first")
         return release
     if question not in answers:
-        raise ValueError(f"no such question: {question}; ask one of {', '.join(answers)}")
+        raise ValueError(f"unknown question: {question}; known: known, {', '.join(answers)}")
     return answers[question]
 
 

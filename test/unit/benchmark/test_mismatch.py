@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import mismatch
 import pytest
-from mismatch import Answer, Asked
+from mismatch import Answer, Request
 
-REQUESTS = [Asked(9, 1, 3), *mismatch.make_simultaneous_requests(8, 2)]
+REQUESTS = [Request(9, 1, 3), *mismatch.make_simultaneous_requests(8, 2)]
 STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([4], [-2.0])]
 
 

@@ -79,12 +79,16 @@ def test_finished_parts_of_test_all_are_recorded_and_other_parts_keep_their_reco
     (tmp_path / f"test-{newest}-unit.log").write_text(f"collected 12 items\n{failed}")
     (tmp_path / f"test-{newest}-engine-tests.log").write_text("collected 300 items\n....")
     known = {"date": "2026-01-01", "outcome": "300 passed"}
-    found = compatibility.record(tmp_path, {newest: {"engine-tests": known, "unit": known}})
+    found = compatibility.read_test_all(tmp_path, {newest: {"engine-tests": known, "unit": known}})
     assert list(found) == sorted(releases.EVERY_TIME, key=releases.ALL.index)
     assert (found[newest]["engine-tests"], found[newest]["unit"]["outcome"]) == (
         known,
         "2 failed · 9 passed · 1 skipped",
     )
-    assert pages.whole(found).splitlines()[-1].startswith(f"| {newest} | 300 passed (2026-01-01) | 2 failed · 9 passed")
+    assert (
+        pages.test_all_table(found)
+        .splitlines()[-1]
+        .startswith(f"| {newest} | 300 passed (2026-01-01) | 2 failed · 9 passed")
+    )
     with pytest.raises(SystemExit, match="has a summary"):
-        compatibility.record(tmp_path / "nothing", {})
+        compatibility.read_test_all(tmp_path / "nothing", {})

@@ -99,4 +99,4 @@ def found(*told: tuple[str, str]) -> dict[str, dict]:
     ],
 )
 def test_the_page_states_the_status_of_a_change_by_release(statuses: str, words: str):
-    assert pages.status("x", found(*((status, "") for status in statuses))) == words
+    assert pages.describe_status("x", found(*((status, "") for status in statuses))) == words
