@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Function that writes a tiny checkpoint and returns its folder. It writes one checkpoint per set of options.
+    """Function that writes a tiny checkpoint and returns its folder. For the same options, it returns the same folder.
 
     The options are ``quantized`` and those of ``ModelSpec``.
     """
@@ -102,7 +102,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @contextmanager
 def installed(*changes: Any) -> Iterator[None]:
-    """Install ``changes`` in the engine while the block runs. Changes without an installer are left out.
+    """Install ``changes`` in the engine within the block. A change that does not apply to this release is left out.
 
     No change may be *unsupported*. Otherwise a test that has wrapped a hook point itself would compare stock with
     stock.
@@ -120,7 +120,9 @@ def installed(*changes: Any) -> Iterator[None]:
 
 @contextmanager
 def without_buffer() -> Iterator[None]:
-    """Run the stock engine without its own output buffer. Its answers are the expected answers of all tests."""
+    """Run the stock engine without the output buffer of its own that newer releases have. Tests compare answers with
+    the answers of this engine.
+    """
     from sglang.srt.layers.moe.moe_runner import base
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,8 @@ from sglang_moe_patches.lab.observers import forwards
 def watch_forwards(layer: Any, record: Any) -> None:
     """Call ``record(arguments, result)`` after each forward pass of a layer, until ``del layer.forward``.
 
-    A forward hook would not do, because a layer with a forward hook offers nothing.
+    This function replaces ``layer.forward``. A forward hook cannot be used, because a layer with a forward hook does
+    not offer its dead input.
     """
     original = layer.forward
     signature = inspect.signature(original)
@@ -77,7 +78,7 @@ def run_experts(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: to
 
 
 def norms_out_of_place(monkeypatch: Any) -> None:
-    """Make all norms leave their input unchanged, as with ``--enable-deterministic-inference``."""
+    """Make all norms write their output to a new tensor, as with ``--enable-deterministic-inference``."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     monkeypatch.setattr(RMSNorm, "forward_native", inspect.unwrap(RMSNorm.forward_native))
@@ -107,7 +108,7 @@ class Kernels:
             self.calls.append(kwargs["output"].untyped_storage().data_ptr())
             self.marked.append(hasattr(kwargs["output"], "_sglang_needs_allreduce_fusion"))
             self.at_entry()
-            kwargs["output"].fill_(float("nan"))  # code that still reads the old values answers NaN
+            kwargs["output"].fill_(float("nan"))  # code that still reads the old values then computes NaN
             return kernel(*args, **kwargs)
 
         return run
@@ -207,7 +208,7 @@ def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[
 
 
 def load_unquantized(patch: Any) -> None:
-    """Make the session's engine load models without quantization, until ``patch`` is undone."""
+    """Make the session's engine load models without quantization, until the patches of ``patch`` are undone."""
     from sglang.srt.configs.model_config import ModelConfig
 
     from_server_args = ModelConfig.from_server_args
@@ -225,7 +226,7 @@ def pad_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) 
 
     :param counts: number of tokens in each rank's batch.
     :param attn_tp: number of tensor-parallel ranks within each data-parallel rank.
-    :param extend: the batches are prefills.
+    :param extend: whether the batches are prefills. Otherwise they are decodes.
     :returns: number of tokens of each rank after padding.
     """
     from sglang.srt.batch_overlap import two_batch_overlap

@@ -44,7 +44,7 @@ ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
 QUESTION_COUNT, MAX_ANSWER_TOKENS = 24, 64
-"""Number of questions, and largest number of tokens in an answer. The tests use the questions with the shortest
+"""Number of questions, and maximum number of tokens of an answer. The tests use the questions with the shortest
 answers, because each token costs a forward pass."""
 REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
@@ -57,7 +57,7 @@ PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for 
 
 
 def _has_native_buffer() -> bool:
-    """Return whether this engine has an output buffer of its own. The engine is not imported."""
+    """Return whether the installed engine has an output buffer of its own, without importing the engine."""
     where = util.find_spec("sglang")
     (root,) = where.submodule_search_locations
     return "moe_output_buffer_ctx" in (Path(root) / "srt/layers/moe/moe_runner/base.py").read_text()
@@ -95,8 +95,8 @@ def regress(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def make_server(
     name: str, model: Path, folder: Path, *arguments: str, backend: str = ROUTED, **variables: str
 ) -> Server:
-    """Make a server without starting it. It records what it uses in ``folder / name``, and its log is ``folder /
-    name.log``.
+    """Make a server without starting it. The server writes observations of itself to ``folder / name``, and its log is
+    ``folder / name.log``.
     """
     (folder / name).mkdir()
     # Several servers start at once, also those of another worker, so each server needs a port of its own.
@@ -150,8 +150,8 @@ def read_observations(server: Server) -> events.Process:
 def check_figures(stock: events.Process, patched: events.Process, moe_layers: int, backend: str = ROUTED) -> None:
     """Check the output buffers of a stock and of a patched server.
 
-    The stock server uses one buffer per layer, or a single one if the engine has a buffer of its own. The patched
-    server always uses a single one.
+    The stock server uses one buffer per layer, or a single buffer if the engine has an output buffer of its own. The
+    patched server always uses a single buffer.
     """
     stock_buffers = 1 if NATIVE_BUFFER else moe_layers
     assert (stock.memory.moe_layers, stock.memory.output_buffers) == (moe_layers, stock_buffers)
@@ -171,7 +171,9 @@ def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTE
     assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     inputs = (counts.OFFERED, counts.AS_OUTPUT)
     offered, taken = ({act.layer for act in acts_of(patched.acted, count.name)} for count in inputs)
-    assert offered == set(patched.acted.layers) - {0}  # the input of the model's first layer becomes the residual
+    assert offered == set(patched.acted.layers) - {
+        0
+    }  # the input of the first layer becomes the residual, so it is not dead
     assert taken == (offered if not NATIVE_BUFFER or backend == "flashinfer_cutedsl" else set())  # else by the engine
     assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
 
@@ -182,9 +184,9 @@ COUNTS_BY_EFFECT = {
     COLUMNS: moe_workspace.COLUMNS,
     SHARED_BUFFERS: cutedsl_sizing.CHANGE.counts[0],
 }
-"""Counter of an observed server for each effect that doctor names."""
+"""Name of the counter in a server's observations, by the name of the effect in doctor's report."""
 NEED_CUDA = ("activation-segments", "moe-workspace")
-"""Changes that need a GPU."""
+"""Names of changes that apply only on a GPU."""
 
 
 def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> None:
@@ -201,7 +203,7 @@ def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> N
             assert rows[name]["status"] == status, rows[name]
     said = "; ".join(row["does"] for row in rows.values() if row["acts"])
     if "the engine itself runs the shared experts last here" in rows[deferred_shared_experts.CHANGE.name]["reason"]:
-        said += SHARED_LAST  # the counter does not distinguish the engine's deferral from ours
+        said += SHARED_LAST  # the counter counts shared experts that run last, by the engine or by this package
     is_ours = (
         not NATIVE_BUFFER or backend == "flashinfer_cutedsl"
     )  # otherwise the engine itself takes the offered buffer
@@ -214,7 +216,7 @@ def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> N
 
 
 class _Arguments(SimpleNamespace):
-    """Arguments of a server. An argument that is not set is ``None``."""
+    """Arguments of a server. An argument that was not set has the value ``None``."""
 
     def __getattr__(self, name: str) -> None:
         return None

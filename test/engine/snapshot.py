@@ -8,7 +8,7 @@ from typing import Any
 
 PACKAGES = ("sglang", "flashinfer")
 Snapshot = dict[str, tuple[Any, dict[str, Any]]]
-"""A snapshot: each dotted name maps to a module or class, and to a copy of its attributes."""
+"""Snapshot of modules and classes. For each dotted name, it has the module or class, and a copy of its attributes."""
 
 
 def take_snapshot() -> Snapshot:
@@ -29,7 +29,7 @@ def take_snapshot() -> Snapshot:
 def find_differences(before: Snapshot) -> list[str]:
     """Return the dotted names of all attributes that were changed, added or removed since a snapshot.
 
-    An attribute that a later import has added, a submodule, does not count.
+    If a later import has added a submodule to its package, this is no difference.
     """
     absent, found = object(), []
     for place, (owner, attributes) in before.items():

@@ -1,9 +1,9 @@
 """Install engine releases, record the status of every change on each, run the compatibility tests, and write the pages.
 
-    python test/tools/compatibility.py  # all releases in turn: half an hour, 10 GB of disk at a time python
-    test/tools/compatibility.py 0.5.23 0.5.24      # some releases; the records of the others are kept python
-    test/tools/compatibility.py --doctor           # only doctor; the recorded test results are kept python
-    test/tools/compatibility.py --record build     # record the results of `make test-all` from the logs in build/
+    python test/tools/compatibility.py                 # all releases in turn: half an hour, 10 GB of disk at a time
+    python test/tools/compatibility.py 0.5.23 0.5.24   # only these releases; other records are kept
+    python test/tools/compatibility.py --doctor        # only doctor; the recorded test results are kept
+    python test/tools/compatibility.py --record build  # record the results of `make test-all` from the logs in build/
 
 `make env` installs the environments. An environment that did not exist before is removed again. The records are in
 docs/compatibility.json. For each release, the differences from the release before it are printed.

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import processor_time
 import pytest
 
-if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":  # if it is 1, engine tests run in this session
+# With the value 1, engine tests run in the same session, and they need the variables of this shell.
+if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":
     for variable in [name for name in os.environ if name.startswith("SGLANG")]:
-        del os.environ[variable]  # each test sets the variables that it needs
+        del os.environ[variable]  # a unit test sets the variables that it needs
 
 EVERY_RELEASE = (
     "test_deferred_shared_experts.py",
@@ -25,8 +26,9 @@ EVERY_RELEASE = (
 """Test files that run on every engine release. They inspect functions of the engine or FlashInfer, or compile with
 the release's torch. In other files the mark ``every_release`` is on the module or on single tests."""
 ONCE = ("test_the_triton_kernels_work_in_the_interpreter",)
-"""Tests of the files in ``EVERY_RELEASE`` that nevertheless run on the default release alone. They take half a minute,
-and run only this package's own kernels."""
+"""Tests in the files of ``EVERY_RELEASE`` that run only on the default release. They take half a minute, and run only
+this package's own kernels.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,7 +29,7 @@ def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_version():
+def test_the_version_option_prints_the_version():
     assert run("--version").stdout.strip() == __version__
 
 
@@ -59,7 +59,7 @@ def data(tmp_path):
 
 
 def refused(result, *words, code=2):
-    """Check that a command printed one line with these words, on standard error alone, and exited with ``code``."""
+    """Check that a command printed only one line, on standard error, with these words, and exited with ``code``."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
@@ -127,7 +127,7 @@ def test_a_malformed_question_file_is_named_with_its_line(tmp_path, model, line)
     refused(run("regress", "--model", model, "--data-path", str(path), "--num-questions", "2"), f"{path}:2", "####")
 
 
-def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, model):
+def test_a_criterion_that_needs_too_many_questions_is_refused_before_a_server_starts(tmp_path, model):
     many = tmp_path / "many.jsonl"
     many.write_text(f"{GOOD_LINE}\n" * 1319)
     for source in (["--data-path", str(many)], []):
@@ -149,7 +149,7 @@ def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch)
     refused(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--device")
 
 
-def test_a_port_in_use(regress_of):
+def test_a_port_that_is_in_use_is_refused(regress_of):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -180,7 +180,7 @@ def test_a_port_in_use(regress_of):
         (["--host=0.0.0.0"], ["--host", "127.0.0.1"]),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(regress_of, tmp_path, arguments, words):
+def test_server_arguments_that_regress_cannot_serve_are_refused_at_once(regress_of, tmp_path, arguments, words):
     (tmp_path / "server.yaml").write_text("tp: 2\nhost: 0.0.0.0\nssl_keyfile: key.pem\n")
     given = [str(tmp_path / "server.yaml") if argument == "CONFIG" else argument for argument in arguments]
     result = regress_of({"--port": "1"}, *given)
@@ -191,12 +191,14 @@ def test_what_cannot_be_served_is_refused_at_once(regress_of, tmp_path, argument
 @pytest.mark.parametrize(
     "given", [["--nnodes", "1"], ["--disaggregation-mode", "null"], ["--tp", "4"], ["--config", "no"]]
 )
-def test_what_can_be_served_is_not_refused(given):
+def test_server_arguments_that_regress_can_serve_are_not_refused(given):
     refusals.check_server_arguments(given)
 
 
 def test_a_setting_in_a_config_file_is_ignored_if_the_command_sets_it_itself(tmp_path):
-    """The engine prefers its command line to its ``--config`` file. ``ours``: the command line sets the argument."""
+    """The engine prefers its command line to its ``--config`` file. ``Refusal.ours`` means that ``regress`` itself sets
+    the argument on the command line.
+    """
     file = tmp_path / "server.yaml"
     file.write_text("seed: 1\nport: 30000\n")
     given = ["--config", str(file)]
@@ -214,7 +216,7 @@ def test_a_model_name_that_is_no_path_is_left_to_the_engine(name):
 
 
 @pytest.mark.parametrize("name", ["/no/where", "./model", "~/nowhere", "a/b/c", "no such name", ""])
-def test_models_that_are_nowhere_are_refused(name):
+def test_paths_without_a_model_are_refused(name):
     with pytest.raises(ValueError, match="no checkpoint found"):
         refusals.check_model(name)
 
@@ -248,7 +250,7 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
         ),
     ],
 )
-def test_a_server_that_is_not_named_or_not_there_is_refused(arguments, words, data):
+def test_missing_or_wrong_models_gpus_and_urls_are_refused(arguments, words, data):
     refused(run(*(data if word == "DATA" else word for word in arguments)), *words)
 
 
@@ -273,7 +275,7 @@ def test_a_refusal_is_json_for_programs():
 
 
 def test_a_home_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatch):
-    """A file takes the place of the folder, because root may write into any folder."""
+    """The home is a file instead of a folder, because root could write into any folder."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(without_gpu.machine, "has_gpu", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -321,7 +323,7 @@ if "sglang_moe_patches.cli" in sys.orig_argv:  # not the engine's processes: the
 """
 
 
-def test_every_module_of_an_extra_is_asked_for():
+def test_the_command_checks_for_every_package_of_the_extra_regress():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {re.split(r"[^\w-]", each)[0] for each in project["optional-dependencies"]["regress"]}
     assert set(cli.REGRESS_EXTRA) == brought
@@ -351,7 +353,7 @@ def command(*arguments, **variables):
     )
 
 
-def test_a_terminal_and_a_locale_without_unicode_lose_letters_and_nothing_else():
+def test_a_locale_without_unicode_only_replaces_letters_of_the_output():
     """Python uses ASCII in the C locale if its UTF-8 mode and locale coercion are off."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     done = command("regress", "--help", **ascii_only)
@@ -386,7 +388,7 @@ def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):
-    """``doctor`` also lists variables that belong to no change, and those that ``regress`` sets for its servers.
+    """``doctor`` also lists variables that belong to no change, and variables that ``regress`` sets for its servers.
 
     ``doctor`` runs here without the packages of the extra ``regress``.
     """
@@ -438,9 +440,10 @@ fork, so that the engine is imported only once."""
 
 @pytest.mark.every_release
 def test_doctor_says_what_a_server_of_this_environment_says():
-    """``doctor`` reports two statuses of a change. One is that on a server in this environment. The other, under the
-    key ``engine``, is that on this engine release with any environment. ``SGLANG_PLUGINS`` may leave out this package's
-    plugin."""
+    """``doctor`` reports two statuses of a change. One is the status on a server in this environment. The other,
+    under the key ``engine``, is the status on this engine release with any environment. ``SGLANG_PLUGINS`` may leave
+    out this package's plugin.
+    """
     names = ["mori-input-truncation", "cutedsl-sizing"]
     here = ["not needed here", "as the engine has it"]
     expected = {"": here, "another": ["not selected", "not selected"], "another, moe_patches": here}
@@ -476,7 +479,7 @@ def test_a_value_that_a_server_with_mori_refuses_is_named(monkeypatch):
         *((kind, engine_query.GPUS[kind].name, engine_query.GPUS[kind].memory) for kind in ("h800", "gb300", "l40s")),
     ],
 )
-def test_a_gpu_is_found_in_any_case_and_with_any_memory(text, name, memory):
+def test_a_gpu_name_may_have_any_case_and_a_size_of_memory(text, name, memory):
     found = engine_query.find_gpu(text)
     assert (found.name, found.memory) == (name, memory)
 
@@ -497,7 +500,7 @@ def test_a_gpu_is_found_in_any_case_and_with_any_memory(text, name, memory):
         ({"cpu_offload_gb": -2}, "--cpu-offload-gb -2"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_in_one_line(arguments, said):
+def test_an_impossible_value_of_a_server_argument_is_refused_in_one_line(arguments, said):
     problem = engine_query.find_wrong_value(arguments)
     assert (said in problem) if said else problem == ""
     assert "\n" not in problem

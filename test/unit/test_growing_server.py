@@ -1,5 +1,6 @@
-"""Tests of the command ``growing_server.py``. It fails unless the KV cache grew according to both ``/metrics`` and the
-server's info."""
+"""Tests of the command ``growing_server.py``. The command fails unless the KV cache grew according to both ``/metrics``
+and the server's info.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the package's layers, called floors: no file imports from a higher floor, and no imports are circular."""
+"""Tests of the layers of the package, called floors: no file imports from a higher floor, and no imports are circular."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _imported(path: Path, modules: set[str]) -> Iterator[str]:
             wholes = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            # A name imported from a package may be a module.
+            # In ``from package import name``, the name may be a module.
             wholes = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue

@@ -65,7 +65,7 @@ def test_an_invalid_variable_ends_the_process_although_the_engine_swallows_excep
     variable, value, message, monkeypatch
 ):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(SystemExit) as ended:  # the engine catches only Exception, and SystemExit is none
+    with pytest.raises(SystemExit) as ended:  # the engine catches Exception, but not SystemExit
         plugin.register()
     assert message in str(ended.value)
     assert "\n" not in str(ended.value)
@@ -90,7 +90,7 @@ for missing in sys.argv[1:]:
             os._exit(0)
         os.wait()
 """
-"""Program that loads the engine's plugins while one module is missing. It prints the result without and with
+"""Program that loads the engine's plugins while one module is missing. It prints the result twice: without and with
 ``SGLANG_MOE_PATCHES_STRICT=1``. It tries each module in a fork, so that the engine is imported only once."""
 
 

@@ -77,5 +77,5 @@ def test_with_all_random_cases_there_is_no_limit(tmp_path):
     assert run(tmp_path, ALL_CASES="1") == set()
 
 
-def test_these_tests_are_watched(request: pytest.FixtureRequest):
+def test_this_session_has_the_limit_on_processor_time(request: pytest.FixtureRequest):
     assert request.config.pluginmanager.has_plugin(processor_time.NAME) != bool(os.environ.get(ALL_CASES))

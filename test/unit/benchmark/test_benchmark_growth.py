@@ -1,5 +1,5 @@
-"""Tests of ``common.growth``, which reads how kv-sizing resized the KV cache, from a server's ``/metrics`` and its
-log."""
+"""Tests of ``common.growth``, which reads how kv-sizing resized the KV cache. Its sources are a
+server's ``/metrics`` and log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_gauge_has_its_smallest_value_on_any_rank():
         pytest.param("", None, id="stock server"),
     ],
 )
-def test_growth_is_read_from_the_metrics(metrics, sizing):
+def test_the_growth_of_the_kv_cache_is_read_from_the_metrics(metrics, sizing):
     assert growth.read_growth(metrics) == sizing
 
 

@@ -1,5 +1,6 @@
-"""Tests of ``common.neighbour``, which lets another process take GPU memory from a running server. They check how much
-memory it takes, and when the server answers the questions again."""
+"""Tests of ``common.neighbour``, which starts another process that allocates GPU memory beside a server. They check how
+much memory it takes, and when the server answers the questions again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ sglang_moe_patches:given_back_bytes{gpu="1",rank="1"} 5e+06
 """
 
 
-def test_a_neighbour_leaves_less_than_half_the_margin_while_questions_are_asked(tmp_path, monkeypatch):
+def test_a_neighbour_leaves_less_than_half_of_the_margin_free_until_the_questions_are_answered(tmp_path, monkeypatch):
     file, observed = tmp_path / "short", []
 
     def send_mixed(server, info, vocabulary, seconds):

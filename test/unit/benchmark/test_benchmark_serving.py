@@ -162,7 +162,7 @@ def test_each_server_has_its_own_home_and_all_share_the_compiled_kernels(monkeyp
     assert {environments[name][serving.KV_SIZING.name] for name in growing} == {"auto"}
 
 
-def test_the_fraction_in_force_is_that_of_the_scheduler():
+def test_the_memory_fraction_is_read_from_the_scheduler():
     assert serving.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
     info = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
     assert serving.fraction_in_force(info) == 0.9
@@ -263,7 +263,7 @@ def test_further_loads_have_rows_of_their_own():
     ]
 
 
-def test_questions_need_an_empty_cache_and_files_of_this_package_in_the_home_are_an_error(monkeypatch, tmp_path):
+def test_questions_flush_the_radix_cache_and_a_file_left_in_the_home_is_an_error(monkeypatch, tmp_path):
     class StartedServer:
         def __init__(self, name, arguments, environment, log, **more):
             self.environment, self.startup_s, self.url, self.name = environment, 1.0, "http://here", name

@@ -19,7 +19,7 @@ TEXT = "SGLang 0.5.12.post1, 2026-11-21: 1,315.3 MB, -0.0 (+3 %), 18.3x; d=L 173
         ("-0.0", "0.0"),
     ],
 )
-def test_last_bits_of_unrounded_numbers_do_not_count(before: str, now: str):
+def test_unrounded_numbers_may_differ_in_their_last_bits(before: str, now: str):
     assert equality.is_same_text(TEXT, TEXT.replace(before, now))
     assert equality.is_same_text(TEXT.replace(before, now), TEXT)
 
@@ -39,12 +39,12 @@ def test_last_bits_of_unrounded_numbers_do_not_count(before: str, now: str):
         (", 18.3x", ""),
     ],
 )
-def test_a_changed_figure_version_date_or_label_counts(before: str, now: str):
+def test_a_changed_figure_version_date_or_label_is_a_difference(before: str, now: str):
     assert not equality.is_same_text(TEXT, TEXT.replace(before, now))
     assert not equality.is_same_text(TEXT.replace(before, now), TEXT)
 
 
-def test_another_rounding_counts_as_equal_only_if_nudged_inputs_give_it():
+def test_another_rounding_is_equal_only_if_nudged_inputs_are_rounded_to_it():
     def make_text(*figures: float) -> str:
         return " ".join(f"{figure:,.1f}" for figure in figures)
 

@@ -57,7 +57,9 @@ def test_no_test_problem_is_a_training_problem_with_other_names():
 
 
 def test_training_rows_have_the_format_of_the_engines_evaluation():
-    """The loss counts only the tokens of answers. The target after each answer is the end token."""
+    """Each row has solved problems in the engine's format. The loss counts only the tokens of answers. The target after
+    each answer is the end token.
+    """
     from sglang.test.few_shot_gsm8k import get_few_shot_examples, get_one_example
     from tokenizers import Tokenizer
 
@@ -125,7 +127,9 @@ def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped):
 
 @pytest.mark.product
 def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped):
-    """A new calibration gives only nearly the same scales, because processors round sums of products differently."""
+    """A new calibration must give nearly the same scales. Exactly equal scales are not expected, because processors
+    round sums of products differently.
+    """
     made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
     for name in (name for name in shipped if name.endswith(".input_scale")):
         torch.testing.assert_close(made[name], shipped[name], rtol=1e-4, atol=0)

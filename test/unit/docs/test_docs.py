@@ -13,11 +13,11 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
 MAX_PROSE_WORDS = 1_500
-"""Largest allowed number of words on a page, without tables, code and generated parts. Nobody reads longer pages."""
+"""Largest allowed number of words on a page, not counting tables, code and generated parts."""
 MAX_README_WORDS = 1_100
-"""Largest allowed number of words in README.md, without tables, code and generated parts."""
+"""Largest allowed number of words in README.md, not counting tables, code and generated parts."""
 MAX_FIRST_SCREEN_WORDS = 250
-"""Largest allowed number of words in README.md before its first section, with tables and code."""
+"""Largest allowed number of words in README.md before its first section, counting tables and code, too."""
 MAX_COLUMNS = 6
 """Largest allowed number of columns in a table. Wider tables belong in benchmark/results."""
 

@@ -30,7 +30,9 @@ OUR_FOLDERS = {path.split("/")[0] for path in TRACKED if "/" in path} | {
     folder for path in TRACKED if path.startswith("python/") for folder in Path(path).parts[:-1]
 }
 ENGINES = {"test/registered", "benchmark/one_batch.py"}
-"""Paths in the engine's repository. Their first folder has the name of a folder of this project."""
+"""Known paths in the engine's repository that look like paths of this project, because their first folder has the same
+name as a folder of this project.
+"""
 
 
 @functools.cache

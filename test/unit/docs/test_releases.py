@@ -33,7 +33,7 @@ def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], compl
 
 
 def test_pip_installs_a_supported_engine():
-    """pip cannot read releases.toml, so pyproject.toml states the oldest release again."""
+    """The lower bound in pyproject.toml is the oldest release of releases.toml, which pip cannot read."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["engine"] == [f"sglang>={releases.ALL[0]}"]
 

@@ -47,7 +47,7 @@ def test_make_model_names_the_bad_value(tmp_path, option, value):
     assert not (tmp_path / "m").exists()
 
 
-def test_make_model_writes_the_family_that_is_named(tmp_path):
+def test_make_model_writes_a_model_of_the_named_family(tmp_path):
     options = ["--family", "qwen3-moe", "--layers", "1", "--experts", "2", "--bf16"]
     assert run("make-model", str(tmp_path / "m"), *options).exit_code == 0
     config = json.loads((tmp_path / "m" / "config.json").read_text())
@@ -55,7 +55,7 @@ def test_make_model_writes_the_family_that_is_named(tmp_path):
     assert "quantization_config" not in config
 
 
-def test_make_model_does_not_overwrite(tmp_path):
+def test_make_model_does_not_overwrite_other_files(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     refused(run("make-model", str(tmp_path)), str(tmp_path))
     assert (tmp_path / "mine.txt").read_text() == "mine"
@@ -69,13 +69,13 @@ def test_a_locale_without_unicode_changes_no_file(tmp_path):
     assert (tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
 
 
-def test_exec_passes_arguments_and_exit_code_on_and_sets_the_variable():
+def test_exec_runs_the_command_with_the_variable_and_returns_its_exit_code():
     code = f"import os, sys; print(sys.argv[1:], os.environ['{environment.SWITCH}']); sys.exit(7)"
     done = command("exec", "--", sys.executable, "-c", code, "--flag", "-x")
     assert (done.returncode, done.stdout.strip()) == (7, "['--flag', '-x'] 1"), done.stderr
 
 
-def test_exec_refuses_a_plugin_list_without_its_own():
+def test_exec_refuses_a_plugin_list_without_its_own_plugin():
     done = command("exec", "--", "true", SGLANG_PLUGINS=machine.PLUGIN_NAME)
     assert done.returncode == 2
     assert f"add {environment.PLUGIN_NAME}" in done.stderr

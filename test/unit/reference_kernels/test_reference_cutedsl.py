@@ -97,7 +97,7 @@ SIZES: list[dict[str, Any]] = [{}, {"experts": 3, "hidden": 384, "intermediate":
 @pytest.mark.parametrize("preallocated", [True, False])
 # Each of 300 tokens goes to one expert. Some expert then has several tiles of tokens, and the last tile is not full.
 @pytest.mark.parametrize(("n", "top_k"), [(33, 3), (300, 1)])
-def test_dense(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) -> None:
+def test_the_result_equals_the_dense_computation(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) -> None:
     layer = Layer(**sizes)
     tokens, (ids, scales) = layer.tokens(n), routing(n, layer.experts, top_k)
     wrapper = make_wrapper(layer, top_k, use_cuda_graph=preallocated)
@@ -117,7 +117,7 @@ def test_the_sum_over_experts_may_be_a_separate_step() -> None:
 
 
 @pytest.mark.parametrize("tile", [128, 256])
-def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
+def test_both_tile_sizes_give_the_same_result(tile: int) -> None:
     layer = Layer(experts=2)
     tokens, (ids, scales) = layer.tokens(300), routing(300, 2, 2)
     weights = prepare(layer)
@@ -129,7 +129,7 @@ def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
     assert torch.equal(run(wrapper, weights, **inputs), expected)
 
 
-def test_expert_parallel() -> None:
+def test_two_expert_parallel_ranks_compute_their_own_experts() -> None:
     """Two ranks have four of eight experts each. Expert ids count over all ranks."""
     tokens = Layer().tokens(12)
     ids, scales = routing(12, 8, 3)
@@ -153,7 +153,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert torch.equal(run(wrapper, weights, part, ids[rows], scales[rows]), whole[rows])
 
 
-def test_no_tokens() -> None:
+def test_a_batch_without_tokens_has_an_empty_result() -> None:
     layer = Layer()
     assert run(make_wrapper(layer, 2), prepare(layer), layer.tokens(0), *routing(0, 4, 2)).shape == (0, 256)
 
@@ -193,7 +193,7 @@ def test_an_output_that_is_not_zeroed_changes_the_result(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("target", KERNELS)
-def test_signatures(target: str) -> None:
+def test_a_stand_in_has_the_parameters_of_flashinfers_function(target: str) -> None:
     """A stand-in has the parameters of FlashInfer's function, with the same names, order and defaults. It may take
     keyword-only parameters as ``**options`` instead."""
     stand_in = inspect.signature(KERNELS[target]).parameters
@@ -215,7 +215,7 @@ REFUSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("option", REFUSED, ids=lambda option: next(iter(option)))
-def test_refuses_what_it_does_not_do(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_are_refused_by_name(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     monkeypatch.setattr(GATHER, lambda **arguments: KERNELS[GATHER](**{**arguments, **option}))
     with pytest.raises(NotImplementedError, match=next(iter(option))):

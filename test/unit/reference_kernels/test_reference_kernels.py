@@ -221,13 +221,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 class TestRouted:
     @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
     @pytest.mark.parametrize(("n", "top_k"), [(1, 1), (33, 3)])
-    def test_dense(self, sizes: dict[str, Any], n: int, top_k: int) -> None:
+    def test_the_result_equals_the_dense_computation(self, sizes: dict[str, Any], n: int, top_k: int) -> None:
         layer = Layer(**sizes)
         tokens = layer.tokens(n)
         ids, weights = routing(n, layer.experts, top_k)
         assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
 
-    def test_expert_parallel(self) -> None:
+    def test_two_expert_parallel_ranks_compute_their_own_experts(self) -> None:
         """Two ranks have four of eight experts each. Expert ids count over all ranks."""
         tokens = Layer().tokens(12)
         ids, weights = routing(12, 8, 3)
@@ -246,7 +246,8 @@ def route_by_loops(
     logits: np.ndarray, bias: np.ndarray, top_k: int, method: int, groups: int, keep: int, factor: float
 ) -> tuple[list[int], list[float]]:
     """Choose one token's experts and their weights from sigmoid scores, with plain loops. ``test_reference_oracle.py``
-    tests other routing methods against FlashInfer's own reference (``test_routing``)."""
+    tests other routing methods against FlashInfer's own reference (``test_every_routing_method_equals_the_reference``).
+    """
     experts = range(len(logits))
     sigmoid = 1 / (1 + np.exp(-logits))
     score = sigmoid + bias
@@ -271,7 +272,7 @@ class TestSelfRouting:
             (8, False, None, None, None),
         ],
     )
-    def test_dense(
+    def test_the_result_equals_the_dense_computation(
         self, method: int, biased: bool, n_group: int | None, topk_group: int | None, factor: float | None
     ) -> None:
         layer = Layer()  # has four of the eight experts
@@ -361,7 +362,7 @@ class TestLeftToBeFinalized:
         rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
         assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
 
-    def test_routing_of_its_own(self) -> None:
+    def test_finalizing_by_hand_works_if_the_kernel_chooses_the_experts(self) -> None:
         layer = Layer(experts=8)
         tokens = layer.tokens(12)
         logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)) * 2
@@ -384,7 +385,7 @@ class TestBatchInvariance:
         torch.set_num_threads(before)
 
     @pytest.mark.parametrize("gated", [True, False])
-    def test_any_number_of_rows(self, gated: bool, threads: None) -> None:
+    def test_a_row_has_the_same_bits_with_any_number_of_rows_and_threads(self, gated: bool, threads: None) -> None:
         layer = Layer(experts=4, hidden=512, intermediate=128, gated=gated)
         tokens = layer.tokens(70)
         logits = torch.randn(70, 4, generator=torch.Generator().manual_seed(8))
@@ -402,7 +403,7 @@ class TestBatchInvariance:
         torch.set_num_threads(1)
         assert torch.equal(some(slice(0, 70)), together)
 
-    def test_exact_before_any_rounding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_float32_values_before_quantization_have_the_same_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Rounding to FP4 and bfloat16 hides nearly every difference in the last bit. The test therefore compares the
         float32 values before they are quantized."""
         layer = Layer(hidden=1024)
@@ -434,7 +435,7 @@ class TestBatchInvariance:
         assert got[2:].isnan().all()
 
 
-def test_no_tokens() -> None:
+def test_a_batch_without_tokens_has_an_empty_result() -> None:
     layer = Layer()
     tokens, topk = layer.tokens(0), pack(*routing(0, 4, 2))
     for method in (0, 1, 2):
@@ -473,7 +474,7 @@ def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("name", SERVED)
-def test_every_other_parameter_of_this_flashinfer_is_refused_by_name(name: str) -> None:
+def test_every_unknown_parameter_of_flashinfer_is_refused_by_name(name: str) -> None:
     home = flashinfer.fused_moe if name.startswith("trtllm") else flashinfer
     parameters = inspect.signature(getattr(home, name)).parameters
     for other in parameters.keys() - SERVED[name] - OF_ANY:
@@ -519,7 +520,7 @@ def test_inconsistent_arguments_are_refused(given: dict[str, Any]) -> None:
 
 class TestInterleave:
     @pytest.mark.parametrize("shape", [(256, 12), (3, 128, 8), (130, 6), (2, 1, 1)])
-    def test_every_byte(self, shape: tuple[int, ...]) -> None:
+    def test_every_byte_has_the_position_of_the_swizzled_layout(self, shape: tuple[int, ...]) -> None:
         generator = torch.Generator().manual_seed(0)
         scales = torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
         got = kernels.nvfp4_block_scale_interleave(scales)
@@ -535,7 +536,7 @@ class TestInterleave:
 
 class TestQuantize:
     @pytest.mark.parametrize("layout", [0, 2])
-    def test_layouts(self, layout: int) -> None:
+    def test_both_layouts_of_block_scales_have_the_same_values(self, layout: int) -> None:
         x = torch.randn(130, 96).bfloat16()
         multiplier = nvfp4.global_scale_for(x)
         expected, expected_scale = nvfp4.quantize(x, multiplier)
@@ -555,7 +556,9 @@ class TestQuantize:
         ("given", "multiplier"),
         [({}, 1.0), ({"global_scale": torch.tensor([0.25]), "is_global_scale_inversed": True}, 4.0)],
     )
-    def test_global_scale(self, given: dict[str, Any], multiplier: float) -> None:
+    def test_the_global_scale_is_one_by_default_and_may_be_given_inverted(
+        self, given: dict[str, Any], multiplier: float
+    ) -> None:
         for name in given:
             skip_without("flashinfer.fp4_quantize", name)
         x = torch.randn(4, 32).bfloat16()

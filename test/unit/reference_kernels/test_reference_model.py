@@ -53,7 +53,7 @@ def tokenizer(directory):
     return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
-def test_tokenizer_and_config_agree(tokenizer, directory, weights):
+def test_the_tokenizer_and_the_config_have_the_same_token_ids(tokenizer, directory, weights):
     config = json.loads((directory / "config.json").read_text())
     assert len(tokenizer) == config["vocab_size"] == weights["model.embed_tokens.weight"].shape[0]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
@@ -86,13 +86,13 @@ def test_checkpoint_weights_match_the_shipped_model():
     assert listed(found, "model.layers.4.") == listed(model.original_weights(SHIPPED), "model.layers.3.") | own
 
 
-def test_biases_are_not_their_weights():
+def test_a_bias_and_its_weight_are_drawn_independently():
     weights = model.original_weights(ModelSpec(family="glm4-moe", layers=1))
     bias, weight = (weights[f"model.layers.0.self_attn.q_proj.{part}"].float() for part in ("bias", "weight"))
     assert abs(torch.corrcoef(torch.stack((bias, weight.flatten()[: len(bias)])))[0, 1]) < 0.2
 
 
-def test_experts_stand_for_the_original_weights(spec, weights):
+def test_quantized_experts_are_close_to_the_original_weights(spec, weights):
     original = model.original_weights(spec)
     names = [name.removesuffix(".weight_scale_2") for name in weights if name.endswith(".weight_scale_2")]
     assert len(names) == 2 * spec.experts * 3
@@ -118,7 +118,7 @@ def test_experts_stand_for_the_original_weights(spec, weights):
             )  # gate and up share a scale that is large enough for both
 
 
-def test_input_scales_cover_what_the_experts_see(spec, weights):
+def test_input_scales_cover_the_activations_of_the_experts(spec, weights):
     original = model.original_weights(spec)
     x = torch.randn(512, spec.hidden, generator=torch.Generator().manual_seed(1))
     prefix = "model.layers.1.mlp.experts.0"
@@ -135,7 +135,7 @@ def test_the_correction_bias_is_the_same_in_bfloat16(weights):
     assert bias.unique().numel() > 1
 
 
-def test_unprintable_tokens_cannot_win(weights, tokenizer):
+def test_unprintable_tokens_are_never_generated(weights, tokenizer):
     silent = (weights["lm_head.weight"] == 0).all(-1).nonzero().flatten().tolist()
     assert tokenizer.bos_token_id in silent
     assert tokenizer.eos_token_id not in silent
@@ -199,14 +199,14 @@ def test_the_same_seed_writes_the_same_bytes_over_an_older_model(tmp_path):
         ({"q_lora_rank": 0}, "q_lora_rank", "at least 1"),
     ],
 )
-def test_bad_specs_are_refused(changes, field, rule):
+def test_a_bad_model_spec_is_refused(changes, field, rule):
     with pytest.raises(ValueError, match=rf"^{field} must be .*") as error:
         ModelSpec(**changes)
     assert rule in str(error.value)
 
 
 @given(experts=st.integers(2, 64), data=st.data())
-def test_groups_can_hold_top_k(experts, data):
+def test_the_chosen_expert_groups_have_at_least_top_k_experts(experts, data):
     top_k = data.draw(st.integers(1, experts))
     groups, chosen = ModelSpec(experts=experts, top_k=top_k).expert_groups
     assert experts % groups == 0
@@ -224,7 +224,7 @@ def test_groups_can_hold_top_k(experts, data):
     ],
     ids=["another folder", "somebody's model", "foreign files beside a model of ours"],
 )
-def test_leaves_other_directories_alone(tmp_path, files, words):
+def test_make_model_does_not_write_into_other_directories(tmp_path, files, words):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(FileExistsError, match=words) as error:

@@ -33,7 +33,7 @@ moderate = st.floats(min_value=-3000, max_value=3000, width=32)
 
 
 class TestEncode:
-    def test_every_bfloat16(self) -> None:
+    def test_every_bfloat16_number_gets_the_nearest_code(self) -> None:
         x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         x = x[~x.isnan()]
         expected = torch.tensor([nearest_code(v) for v in x.clamp(-6, 6).tolist()], dtype=torch.uint8)
@@ -41,7 +41,7 @@ class TestEncode:
 
     @pytest.mark.parametrize("sign", [1, -1])
     @pytest.mark.parametrize("code", range(7))
-    def test_ties_and_their_neighbours(self, code: int, sign: int) -> None:
+    def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(self, code: int, sign: int) -> None:
         tie = torch.tensor((VALUES[code] + VALUES[code + 1]) / 2)
         up, down = torch.nextafter(tie, torch.tensor(9.0)), torch.nextafter(tie, torch.tensor(0.0))
         got = nvfp4.encode_e2m1(sign * torch.stack((down, tie, up)))
@@ -54,9 +54,11 @@ class TestQuantize:
         st.lists(moderate, min_size=32, max_size=32),
         st.floats(min_value=2.0**-10, max_value=2.0**10, width=32),
     )
-    def test_definition(self, xs: list[float], global_scale: float) -> None:
-        """Each scale and code must be the one nearest to the value that the definition gives in float64. A value almost
-        halfway between two may be rounded either way, because the code computes in float32."""
+    def test_scales_and_codes_follow_the_definition_of_nvfp4(self, xs: list[float], global_scale: float) -> None:
+        """The definition of NVFP4, computed in float64, gives a value for each scale and code. The scale or code must
+        be the nearest representable number. A value almost halfway between two numbers may be rounded to either number,
+        because the tested code computes in float32.
+        """
         packed, block_scale = nvfp4.quantize(torch.tensor(xs), global_scale)
         assert packed.shape == (16,)
         assert packed.dtype == torch.uint8
@@ -91,7 +93,7 @@ class TestQuantize:
 
 
 class TestDequantize:
-    def test_every_byte_and_scale(self) -> None:
+    def test_every_byte_and_scale_is_dequantized(self) -> None:
         packed = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
         block_scale = torch.tensor(E4M3[-32:], dtype=torch.float32).to(torch.float8_e4m3fn).unsqueeze(-1)
         got = nvfp4.dequantize(packed, block_scale, 0.5)
@@ -102,7 +104,7 @@ class TestDequantize:
 
 class TestGlobalScale:
     @given(st.lists(moderate, min_size=1, max_size=20))
-    def test_largest_block_scale_is_the_largest_number(self, xs: list[float]) -> None:
+    def test_the_global_scale_maps_the_largest_block_scale_to_the_largest_number(self, xs: list[float]) -> None:
         x = torch.tensor(xs)
         got = nvfp4.global_scale_for(x)
         assert got.shape == ()

@@ -27,8 +27,9 @@ pytestmark = pytest.mark.every_release
 
 
 class PlainLayer(Layer):
-    """Layer that the references can compute. They apply only block scales, so the output scales are 1 and the weights
-    about 1."""
+    """Layer that FlashInfer's references can compute. The references apply only block scales. So the output scales are
+    1, and the weights are about 1.
+    """
 
     multiplier_of_tokens: ClassVar = 1.0
 
@@ -40,7 +41,7 @@ class PlainLayer(Layer):
         self.prepared = self.prepared_weights() | dict.fromkeys(scales, torch.ones(self.experts))
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
-        """Run the stand-in without quantizing the activation's output."""
+        """Run the stand-in without quantizing the output of the activation function."""
         decode = nvfp4.decode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nvfp4, "quantize", lambda x, scale: (x, None))
@@ -78,7 +79,7 @@ ROUTINGS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "method", "options"), ROUTINGS)
-def test_routing(name: str, method: int, options: dict[str, Any]) -> None:
+def test_every_routing_method_equals_the_reference(name: str, method: int, options: dict[str, Any]) -> None:
     reference: Callable[..., torch.Tensor] = getattr(templates, f"_trtllm_fp4_block_scale_moe_{name}_routing_reference")
     layer = PlainLayer(experts=8)
     tokens = layer.tokens(40)
@@ -91,7 +92,7 @@ def test_routing(name: str, method: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("multiplier", [None, 1.0, 300.0])
-def test_fp4_quantize(multiplier: float | None) -> None:
+def test_quantization_equals_the_reference_except_for_ties(multiplier: float | None) -> None:
     if multiplier not in (None, 1.0) and Version(flashinfer.__version__) < Version("0.6.12"):
         pytest.skip("the reference of FlashInfer before 0.6.12 (SGLang 0.5.13) leaves the multiplier out of the values")
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -99,7 +100,7 @@ def test_fp4_quantize(multiplier: float | None) -> None:
     scale = None if multiplier is None else torch.tensor([multiplier])
     packed, scales = kernels.fp4_quantize(x, scale, is_sf_swizzled_layout=False)
     expected, expected_scales = quantization._fp4_quantize_reference(x, scale)
-    # No value is so large that a block scale saturates. The reference would overflow then.
+    # Block scales do not saturate, because no value is large enough. With saturated scales, the reference overflows.
     assert expected_scales.float().max() < nvfp4.E4M3_MAX
     assert torch.equal(scales.view(torch.float8_e4m3fn).float(), expected_scales.float())
     different = packed != expected
