@@ -186,12 +186,21 @@ def main() -> None:
         "--chunked-prefill-size",
         type=int,
         default=16384,
-        help="value of the stock server (%(default)s, as on a B200); -1: off",
+        help="--chunked-prefill-size of the stock server (%(default)s, as on a B200); -1: no chunks",
     )
     parser.add_argument(
-        "--cuda-graph-max-bs", type=int, default=512, help="value of the stock server (%(default)s, as on a B200)"
+        "--cuda-graph-max-bs",
+        type=int,
+        default=512,
+        help="--cuda-graph-max-bs of the stock server (%(default)s, as on a B200)",
     )
-    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
+    parser.add_argument(
+        "--models",
+        type=output.choice_of(MODELS),
+        default=list(NVFP4_MODELS),
+        metavar="NAME,...",
+        help=f"models (default: {','.join(NVFP4_MODELS)}): {', '.join(MODELS)}",
+    )
     options = output.parse(parser)
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")

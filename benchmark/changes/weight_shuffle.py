@@ -253,19 +253,31 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     quick = {"models": ["qwen3-235b"], "shards": ["tp8"], "repeats": 5, "layers": 0}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
-    parser.add_argument("--shards", type=output.choice_of(SHARDS), default=list(SHARDS), metavar="SHARD,...")
+    parser.add_argument(
+        "--models",
+        type=output.choice_of(MODELS),
+        default=list(NVFP4_MODELS),
+        metavar="NAME,...",
+        help=f"models (default: {','.join(NVFP4_MODELS)}): {', '.join(MODELS)}",
+    )
+    parser.add_argument(
+        "--shards",
+        type=output.choice_of(SHARDS),
+        default=list(SHARDS),
+        metavar="SHARD,...",
+        help=f"parallel layouts (default: all): {', '.join(SHARDS)}",
+    )
     parser.add_argument(
         "--repeats",
         type=int,
         default=50,
-        help="timed runs of our function; the engine's gets a fifth of them (%(default)s)",
+        help="timed runs of this package's function; the engine's function runs a fifth as often (%(default)s)",
     )
     parser.add_argument(
         "--layers",
         type=int,
         default=60,
-        help="layers of the loaded model for the memory that the allocator keeps; 0: leave it out (%(default)s)",
+        help="layers of the loaded model for the memory that the allocator keeps; 0: load no model (%(default)s)",
     )
     options = output.parse(parser)
     try:

@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     ``--quick`` serves a tiny model instead.
     """
-    parser.add_argument("--model", choices=VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--model", choices=VOCABULARY, default="kimi-k2.5", help="model to serve (%(default)s)")
     sizes = "give the model the sizes of one rank of this many tensor-parallel ranks (%(default)s)"
     parser.add_argument("--shard", type=int, default=4, help=sizes)
     parser.add_argument("--layers", type=int, default=14, help="number of layers (%(default)s)")
@@ -36,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_options(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Values of some options for a result. ``--quick`` overrides the model and its sizes.
+    """Return the values of some options, for a result. With ``--quick``, the model and its sizes are those of the tiny
+    model.
 
     :param names: names of the options.
     """

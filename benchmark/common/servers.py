@@ -142,10 +142,17 @@ class Setup:
 
 def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add options for the model and for the lengths of prompts and answers."""
-    parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
-    parser.add_argument("--shard", type=int, default=1, help="serve the sizes of one rank of so many (%(default)s)")
-    parser.add_argument("--dense-layers", type=int, default=1, help="%(default)s")
-    parser.add_argument("--moe-layers", type=int, default=3, help="%(default)s")
+    parser.add_argument(
+        "--model", choices=weights.SERVABLE, default="kimi-k2.5", help="model with its layer sizes (%(default)s)"
+    )
+    parser.add_argument(
+        "--shard",
+        type=int,
+        default=1,
+        help="give the model the sizes of one rank of this many tensor-parallel ranks (%(default)s)",
+    )
+    parser.add_argument("--dense-layers", type=int, default=1, help="number of dense layers (%(default)s)")
+    parser.add_argument("--moe-layers", type=int, default=3, help="number of MoE layers (%(default)s)")
     parser.add_argument(
         "--tokens",
         type=int,

@@ -182,7 +182,9 @@ def main() -> int:
     parser.add_argument(
         "--servers", default="stock,grown", help="servers of each row: --servers of memory/serving (%(default)s)"
     )
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep models and compiled kernels there")
+    parser.add_argument(
+        "--work", type=Path, metavar="FOLDER", help="keep models and compiled kernels in this folder, for later runs"
+    )
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="folder of the result files and logs")
     parser.add_argument("--list", action="store_true", help="print the rows and their commands, run nothing")
     options = output.parse(parser)

@@ -235,12 +235,24 @@ def main() -> None:
     dummy_servers.add_options(parser)
     parser.set_defaults(model="gpt-oss-120b-mxfp4", shard=1, layers=36, context=131_072, chunk=8192, requests=0)
     parser.add_argument(
-        "--leave-free", type=int, default=0, metavar="MIB", help="another process leaves this much of each GPU free"
+        "--leave-free",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="another process allocates GPU memory until only MIB MiB are free",
     )
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest question")
-    parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there")
-    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    parser.add_argument(
+        "--servers",
+        type=output.choice_of(SERVERS),
+        default=list(DEFAULT),
+        metavar="NAME,...",
+        help=f"servers to measure (default: {','.join(DEFAULT)}): {', '.join(SERVERS)}",
+    )
+    parser.add_argument(
+        "--work", type=Path, metavar="FOLDER", help="keep the model and compiled kernels in this folder, for later runs"
+    )
+    parser.add_argument("arguments", nargs="*", help="further server arguments, after `--`")
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("loading", "--quick runs without one")

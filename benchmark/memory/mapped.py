@@ -191,7 +191,7 @@ def main() -> None:
         metavar="MIB,...",
         help="sizes of the mapped pieces in MiB, multiples of 2",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (%(default)s)")
     options = output.parse(parser)
     machine.require_gpu("mapped")
     size = options.gigabytes * 10**9 // (BUFFERS << 26) * (BUFFERS << 26)

@@ -276,12 +276,21 @@ def main() -> None:
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "patched"]}, logs=True)
     dummy_servers.add_options(parser)
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="duration of the prompts of random lengths (%(default)s)"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="seconds in which clients send prompts of random lengths (%(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each time (%(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a request (%(default)s)")
     parser.add_argument("--mixed", type=int, default=MIXED, help="number of mixed requests (%(default)s)")
-    parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument(
+        "--servers",
+        type=output.choice_of(SERVERS),
+        default=list(DEFAULT),
+        metavar="NAME,...",
+        help=f"servers to measure (default: {','.join(DEFAULT)}): {', '.join(SERVERS)}",
+    )
     parser.add_argument(
         "--gpus",
         default="",

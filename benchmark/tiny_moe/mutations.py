@@ -219,7 +219,9 @@ def main() -> None:
     questions = bound.questions_for(MAX_DROP / 100, 0.05)
     parser.add_argument("--questions", type=int, default=questions, help="number of questions (%(default)s)")
     parser.add_argument("--backend", default="flashinfer_trtllm_routed", help="--moe-runner-backend (%(default)s)")
-    parser.add_argument("--only", choices=list(MUTATIONS), nargs="*", default=list(MUTATIONS))
+    parser.add_argument(
+        "--only", choices=list(MUTATIONS), nargs="*", default=list(MUTATIONS), help="mutations to serve (default: all)"
+    )
     options = output.parse(parser)
     evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, SHOTS, 128, 64)
     arguments = ["--model-path", str(SHIPPED / "model"), "--quantization", "modelopt_fp4"]

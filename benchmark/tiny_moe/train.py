@@ -89,8 +89,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=48, help="rows per step (%(default)s)")
     parser.add_argument("--length", type=int, default=768, help="tokens per row (%(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and problems (%(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="PyTorch device (%(default)s)"
+    )
     options = parser.parse_args()
 
     started = time.monotonic()

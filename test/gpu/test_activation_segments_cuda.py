@@ -126,7 +126,7 @@ assert {True} in pools().values(), "without the guard, a graph must use expandab
 """)
 
 
-def test_a_capture_that_fails_leaves_it_on() -> None:
+def test_a_failed_graph_capture_leaves_expandable_segments_on() -> None:
     run("""
 start()
 graph = torch.cuda.CUDAGraph()
@@ -174,7 +174,7 @@ assert torch.cuda.memory_reserved() == before, "unmapped again"
 """)
 
 
-def test_many_lengths_keep_less_memory() -> None:
+def test_expandable_segments_reserve_less_memory_for_many_lengths() -> None:
     """Expandable segments reserve less memory than ordinary ones for tensors of rising and of random sizes."""
     run("""
 import random

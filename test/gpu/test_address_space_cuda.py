@@ -46,7 +46,7 @@ def test_mapped_memory_is_zero_and_is_freed_by_unmapping(shape, axis, memory):
     assert torch.cuda.mem_get_info()[0] >= free
 
 
-def test_more_than_there_is_changes_nothing(memory):
+def test_mapping_more_memory_than_is_free_fails_and_changes_nothing(memory):
     free = torch.cuda.mem_get_info()[0]
     buffer = ElasticBuffer((2 * free // MB, MB), torch.uint8, 0, memory)
     buffer.map_rows(100)

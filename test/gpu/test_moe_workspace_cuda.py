@@ -662,7 +662,7 @@ def hooks():
         pytest.param({"kind": "w4a16-zero-points"}, True, id="zero points"),
     ],
 )
-def test_some_calls_stay_uncut(modules, ran, monkeypatch, more, reached):
+def test_small_and_unsupported_calls_do_not_run_in_slices(modules, ran, monkeypatch, more, reached):
     if more.get("tokens") == 32:  # the engine compiles this sum, which then adds in another order
         monkeypatch.setattr(
             modules.sequence, "moe_sum_reduce_torch_compile", lambda x, out, scale: moe_sum.moe_sum_torch(x, out, scale)

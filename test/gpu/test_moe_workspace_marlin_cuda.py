@@ -283,7 +283,7 @@ def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, 
 
 
 @pytest.mark.parametrize("given_map", [False, True])
-def test_experts_elsewhere_add_nothing(module, ran, given_map):
+def test_experts_of_other_ranks_add_nothing_to_the_sum(module, ran, given_map):
     """The GEMM does not write rows whose experts are on other ranks. The memory of these rows then has values of the
     previous slice, which must not be added.
     """
@@ -395,7 +395,7 @@ def reordered():
         pytest.param({"beside": True, "inplace": True}, "another stream", id="beside in place"),
     ],
 )
-def test_some_calls_stay_uncut(module, ran, monkeypatch, caplog, more, reason):
+def test_small_and_unsupported_calls_do_not_run_in_slices(module, ran, monkeypatch, caplog, more, reason):
     if "no_combine" in more and not takes(module, "no_combine"):
         pytest.skip("not in this release")
     monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
@@ -426,7 +426,7 @@ def test_the_engines_own_operator_runs(module, ran, monkeypatch, why):
     assert same(stock, ours)
 
 
-def test_arguments_by_their_place(module, ran):
+def test_a_call_with_positional_arguments_runs_in_slices(module, ran):
     given = layer()
     stock = run(module, given)
     first = [given.pop(name) for name in marlin._PARAMETERS]

@@ -86,7 +86,7 @@ def test_kernels_and_the_plain_path_agree_with_the_engine(engine, monkeypatch, e
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 512), (7168, 2048), (4096, 192)])
-def test_no_thread_overtakes_another(hidden, intermediate):
+def test_kernels_that_work_in_place_have_no_race(hidden, intermediate):
     """The kernels work in place, so a missing barrier between threads would be a race. Many programs run many times,
     and their results must equal an out-of-place gather.
     """
@@ -102,7 +102,7 @@ def test_no_thread_overtakes_another(hidden, intermediate):
         assert torch.equal(s13.view(torch.uint8), blocks.reshape(gathered.shape))
 
 
-def test_a_tensor_of_more_than_four_gib():
+def test_a_tensor_of_more_than_four_gib_is_permuted_correctly():
     experts, rows, row_bytes = 384, 4096, 3584
     if torch.cuda.mem_get_info()[0] < 8 << 30:
         pytest.skip("needs 8 GiB of free device memory")
@@ -118,7 +118,7 @@ def test_a_tensor_of_more_than_four_gib():
     assert not matrices[1].any()
 
 
-def test_unaligned_storage_takes_the_plain_path():
+def test_unaligned_tensors_are_prepared_by_plain_pytorch():
     experts, hidden, intermediate = 2, 256, 128
     layer = random_layer(experts, hidden, intermediate)
     expected = shuffle.prepare_static_weights_for_trtllm_fp4_moe(
@@ -149,7 +149,7 @@ class _Used:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_limits_of_one_kimi_layer(monkeypatch, kernels):
+def test_preparing_one_kimi_layer_stays_below_limits_of_memory_and_allocations(monkeypatch, kernels):
     experts, hidden, intermediate = KIMI_TP4
     layer = random_layer(experts, hidden, intermediate)
     monkeypatch.setattr(shuffle, "uses_triton", lambda device: kernels)
@@ -160,7 +160,7 @@ def test_limits_of_one_kimi_layer(monkeypatch, kernels):
     assert not kernels or used.allocations <= 16
 
 
-def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
+def test_processing_loaded_weights_makes_no_second_copy_of_them(engine, monkeypatch):
     """The engine's own method prepares a Kimi-K2.5 layer at TP=4. It makes no second copy of the weights, and
     allocates only small placeholders.
     """
@@ -200,7 +200,7 @@ def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_a_layer_on_another_than_the_current_device_works():
+def test_a_layer_may_be_on_a_device_that_is_not_current():
     layer = tuple(t.to("cuda:1") for t in random_layer(4, 256, 128))
     expected = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*(t.cpu() for t in layer), 256, 128, 4)
     with torch.cuda.device(0):

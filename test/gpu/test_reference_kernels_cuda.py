@@ -91,7 +91,7 @@ def awkward(rows, columns, seed=0):
         pytest.param(1000, 7168, 3.0, marks=ON_GPU),
     ],
 )
-def test_quantize_equals_the_plain_one_to_the_bit(rows, columns, multiplier):
+def test_quantize_has_the_bits_of_the_plain_pytorch_function(rows, columns, multiplier):
     x = awkward(rows, columns)
     multiplier = torch.tensor([multiplier], device=DEVICE)
     packed, scale = nvfp4_triton.quantize(x, multiplier)
@@ -129,7 +129,9 @@ def assert_close(got, expected):
 @pytest.mark.parametrize(
     ("experts", "hidden", "intermediate", "gated", "tokens", "top_k"), SMALL if DEVICE == "cpu" else GRID
 )
-def test_routed_experts_against_the_plain_kernel(monkeypatch, experts, hidden, intermediate, gated, tokens, top_k):
+def test_routed_experts_equal_the_kernel_in_plain_pytorch(
+    monkeypatch, experts, hidden, intermediate, gated, tokens, top_k
+):
     arguments = {
         **layer(experts, hidden, intermediate, gated, DEVICE),
         **batch(tokens, experts, hidden, top_k, DEVICE),
@@ -137,7 +139,7 @@ def test_routed_experts_against_the_plain_kernel(monkeypatch, experts, hidden, i
     assert_close(in_triton(**arguments), plain(monkeypatch, run_routed, **arguments))
 
 
-def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
+def test_an_expert_of_another_rank_adds_nothing_to_the_result(monkeypatch):
     arguments = {**layer(4, 128, 64, device=DEVICE), **batch(40, 8, 128, 3, DEVICE)}
     arguments |= {"num_experts": 8, "local_expert_offset": 2, "local_num_experts": 4}
     ids, _ = kernels._unpack_topk(arguments["topk_ids"])
@@ -170,7 +172,7 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_passes_and_strips_change_nothing(monkeypatch):
+def test_computing_in_passes_and_strips_gives_the_same_bits(monkeypatch):
     tokens, hidden = (200, 384) if DEVICE == "cuda" else (130, 128)  # the minimum: 128 tokens and 64 columns at a time
     shared, arguments = layer(2, hidden, 64, device=DEVICE), batch(tokens, 2, hidden, 1, DEVICE)
     expected = in_triton(**shared, **arguments)
@@ -180,7 +182,7 @@ def test_passes_and_strips_change_nothing(monkeypatch):
 
 
 @ON_GPU
-def test_can_be_captured_and_replayed_with_other_routing():
+def test_a_captured_kernel_can_be_replayed_with_another_routing():
     """The test covers the kernel with the final sum and without it (``do_finalize``)."""
     shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
     buffers: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
@@ -219,7 +221,7 @@ def test_scratch_is_bounded_and_no_weights_are_decoded():
 
 
 @ON_GPU
-def test_workspace_of_a_stated_size(monkeypatch):
+def test_the_kernel_allocates_a_workspace_of_the_given_size(monkeypatch):
     monkeypatch.setenv(WORKSPACE_MB.name, "96")
     shared, arguments, before = layer(4, 256, 64), batch(4, 4, 256, 2), torch.cuda.memory_allocated()
     assert peak_bytes(lambda: run_routed(**shared, **arguments)) >= 96 * MIB
@@ -245,7 +247,7 @@ def test_interleave_equals_flashinfers_kernel(shape):
     reason="FlashInfer's fp4_quantize returns garbage below compute capability 10.0 (no FP4 conversions)",
 )
 @pytest.mark.parametrize("swizzled", [False, True])
-def test_quantize_against_flashinfers_kernel(swizzled):
+def test_quantize_nearly_equals_flashinfers_kernel(swizzled):
     import flashinfer
 
     x = torch.randn(512, 2048, device="cuda").bfloat16()

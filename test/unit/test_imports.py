@@ -1,4 +1,6 @@
-"""Tests of the layers of the package, called floors: no file imports from a higher floor, and no imports are circular."""
+"""Tests of the layers of the package, called floors. No file may import from a higher floor, and no imports may be
+circular.
+"""
 
 from __future__ import annotations
 
