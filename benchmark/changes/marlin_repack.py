@@ -44,7 +44,9 @@ class Layer(NamedTuple):
 
     @property
     def function(self) -> str:
-        """Name of the engine's function that prepares the layer. A release without it cannot run it with Marlin."""
+        """Name of the engine's function that prepares the layer. A release without this function cannot run such a
+        layer with Marlin.
+        """
         return f"prepare_moe_{self.format}_layer_for_marlin"
 
 

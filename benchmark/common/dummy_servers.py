@@ -59,7 +59,7 @@ def write_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def server_arguments(options: argparse.Namespace) -> list[str]:
-    """Server arguments that the options choose, without ``--model-path``."""
+    """Return the server arguments that the options choose, without ``--model-path``."""
     arguments = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
     if not options.quick:
         arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
@@ -74,7 +74,7 @@ def run_label(result: dict[str, Any]) -> str:
     """Label of a run in a table: model, sizes, GPUs, backends that are not the benchmark's default, and release."""
     figures = result["figures"]
     words = figures.get("arguments", [])
-    values = dict(zip(words, [*words[1:], ""], strict=False))  # word that follows each argument
+    values = dict(zip(words, [*words[1:], ""], strict=False))  # for each argument, the next one, usually its value
     parts = [figures["model"]]
     if (sizes := figures["shard"] * figures["tp"]) > 1:
         parts.append(f"TP={sizes}'s sizes")

@@ -69,7 +69,7 @@ class Setup:
     changes: str = "all"
 
     def server_arguments(self) -> list[str]:
-        """Server arguments with the model, without host and port."""
+        """Return the server arguments, with the path of the model, and without host and port."""
         arguments = ["--model-path", str(self.work / "model"), *RUNNER_ARGUMENTS[self.served.runner]]
         arguments += ["--tp", str(self.tp), "--disable-radix-cache"]
         arguments += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
@@ -85,7 +85,7 @@ class Setup:
         return environment.server_arguments(arguments)
 
     def environment(self, name: str) -> dict[str, str]:
-        """Environment of a server.
+        """Return the environment variables of a server.
 
         :param name: name of the server. A stock server's name begins with ``stock``.
         """

@@ -99,7 +99,9 @@ def config(served: ServedModel) -> dict[str, Any]:
 
 
 def int4_config() -> dict[str, Any]:
-    """Quantization of Kimi-K2.5's own checkpoint: only the routed experts, with four bits and without zero points."""
+    """Return the ``quantization_config`` of Kimi-K2.5's own checkpoint. Only the routed experts are quantized, to four
+    bits without zero points.
+    """
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
     groups = {"group_0": {"weights": scheme | {"dynamic": False}, "targets": ["Linear"]}}
     kept = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
@@ -157,7 +159,7 @@ def named_generator(name: str, device: Any) -> Any:
 
 
 def draw_int4(packed: Any, generator: Any) -> None:
-    """Draw INT4 weights from -7 to 7, 8 in each int32.
+    """Draw INT4 weights from -7 to 7, packed as eight weights per int32.
 
     Uniform weights from -8 to 7 would have a mean of -0.5. After a few layers, the hidden states of all tokens would be
     alike, and nearly every token would go to the same experts.

@@ -8,8 +8,8 @@ calibrated on training problems. ``experts.safetensors`` has the experts before 
 held-out questions. ``bf16`` writes the same model with the experts before quantization.
 
 Before quantization, the bfloat16 experts are rounded to E4M3 times a power of two per matrix. Such numbers are also
-bfloat16 numbers, and need half the space in the repository. The rounded model is then
-quantized, and its answers are compared with the answers of the quantized model.
+bfloat16 numbers, and need half the space in the repository. The rounded model is then quantized, and its answers are
+compared with the answers of the quantized model.
 """
 
 from __future__ import annotations

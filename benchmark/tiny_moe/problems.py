@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEST_SHARE = 10
-"""One of so many combinations of a template and numbers is a test problem. All others are training problems."""
+"""A combination of a template and numbers is a test problem with the probability 1 / ``TEST_SHARE``. Otherwise it is a
+training problem.
+"""
 
 NAMES = {
     "he": ("Tom", "Ben", "Sam", "Max", "Leo", "Dan"),

@@ -104,8 +104,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def installed(*changes: Any) -> Iterator[None]:
     """Install ``changes`` in the engine within the block. A change that does not apply to this release is left out.
 
-    No change may be *unsupported*. Otherwise a test that has wrapped a hook point itself would compare stock with
-    stock.
+    If a change is *unsupported*, the test fails. This happens, for example, if the test itself has wrapped a hook point
+    before. The test would then compare stock with stock.
     """
     from sglang_moe_patches.core.patch import Status, probe
 
@@ -120,8 +120,9 @@ def installed(*changes: Any) -> Iterator[None]:
 
 @contextmanager
 def without_buffer() -> Iterator[None]:
-    """Run the stock engine without the output buffer of its own that newer releases have. Tests compare answers with
-    the answers of this engine.
+    """Within the block, switch off the output buffer that newer releases of the engine have themselves.
+
+    All tests compare answers with the answers of a stock engine without output buffer.
     """
     from sglang.srt.layers.moe.moe_runner import base
 

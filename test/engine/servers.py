@@ -48,7 +48,7 @@ QUESTION_COUNT, MAX_ANSWER_TOKENS = 24, 64
 answers, because each token costs a forward pass."""
 REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
-"""Timeout of a request or a start in seconds. It is large enough for a machine ten times slower than ours."""
+"""Timeout of a request or a start in seconds. It is long enough for a machine that is ten times slower than usual."""
 PORTS: list[int] = []
 PRELOADED = str(ROOT / "test/standins/preloaded")
 TOKENS = 8

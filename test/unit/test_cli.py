@@ -58,7 +58,7 @@ def data(tmp_path):
     return str(path)
 
 
-def refused(result, *words, code=2):
+def check_refusal(result, *words, code=2):
     """Check that a command printed only one line, on standard error, with these words, and exited with ``code``."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
@@ -102,12 +102,12 @@ def regress_of(tmp_path, model, data):
     ],
 )
 def test_a_bad_value_is_named(regress_of, tmp_path, more, words):
-    refused(regress_of(more), *(word.replace("TMP", str(tmp_path)) for word in words))
+    check_refusal(regress_of(more), *(word.replace("TMP", str(tmp_path)) for word in words))
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_a_server_starts(regress_of, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    refused(regress_of({"--output": "TMP/new"}), f"{tmp_path} cannot be written")
+    check_refusal(regress_of({"--output": "TMP/new"}), f"{tmp_path} cannot be written")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,9 @@ def test_a_folder_that_cannot_be_written_is_named_before_a_server_starts(regress
 def test_a_malformed_question_file_is_named_with_its_line(tmp_path, model, line):
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{GOOD_LINE}\n{line}\n")
-    refused(run("regress", "--model", model, "--data-path", str(path), "--num-questions", "2"), f"{path}:2", "####")
+    check_refusal(
+        run("regress", "--model", model, "--data-path", str(path), "--num-questions", "2"), f"{path}:2", "####"
+    )
 
 
 def test_a_criterion_that_needs_too_many_questions_is_refused_before_a_server_starts(tmp_path, model):
@@ -132,7 +134,7 @@ def test_a_criterion_that_needs_too_many_questions_is_refused_before_a_server_st
     many.write_text(f"{GOOD_LINE}\n" * 1319)
     for source in (["--data-path", str(many)], []):
         base = ["regress", "--model", model, "--port", "1", *source]
-        refused(
+        check_refusal(
             run(*base, "--max-drop", "1"),
             "--max-drop 1 at --alpha 0.05 needs 1,971 questions",
             "only 1,319 are available",
@@ -146,7 +148,7 @@ def test_a_criterion_that_needs_too_many_questions_is_refused_before_a_server_st
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch):
     monkeypatch.setattr(regress, "has_gpu", lambda: False)
-    refused(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--device")
+    check_refusal(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--device")
 
 
 def test_a_port_that_is_in_use_is_refused(regress_of):
@@ -154,7 +156,7 @@ def test_a_port_that_is_in_use_is_refused(regress_of):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        refused(regress_of({"--port": port}), f"port {port} is in use")
+        check_refusal(regress_of({"--port": port}), f"port {port} is in use")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_server_arguments_that_regress_cannot_serve_are_refused_at_once(regress_
     (tmp_path / "server.yaml").write_text("tp: 2\nhost: 0.0.0.0\nssl_keyfile: key.pem\n")
     given = [str(tmp_path / "server.yaml") if argument == "CONFIG" else argument for argument in arguments]
     result = regress_of({"--port": "1"}, *given)
-    refused(result, *words)
+    check_refusal(result, *words)
     assert "secret" not in result.stderr
 
 
@@ -251,7 +253,7 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
     ],
 )
 def test_missing_or_wrong_models_gpus_and_urls_are_refused(arguments, words, data):
-    refused(run(*(data if word == "DATA" else word for word in arguments)), *words)
+    check_refusal(run(*(data if word == "DATA" else word for word in arguments)), *words)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +262,12 @@ def test_missing_or_wrong_models_gpus_and_urls_are_refused(arguments, words, dat
 def test_a_config_without_a_class_is_named_with_the_missing_key(missing, words, tmp_path):
     content, _ = config.load_model(QWEN)
     (tmp_path / "config.json").write_text(json.dumps({name: content[name] for name in content if name != missing}))
-    refused(run("doctor", "--model", str(tmp_path)), str(tmp_path), f"config.json has no {missing} ({words})")
+    check_refusal(run("doctor", "--model", str(tmp_path)), str(tmp_path), f"config.json has no {missing} ({words})")
 
 
 def test_a_folder_of_gguf_files_is_named(tmp_path):
     (tmp_path / "model.gguf").touch()
-    refused(run("doctor", "--model", str(tmp_path)), "GGUF files and no config.json")
+    check_refusal(run("doctor", "--model", str(tmp_path)), "GGUF files and no config.json")
 
 
 def test_a_refusal_is_json_for_programs():
@@ -279,7 +281,7 @@ def test_a_home_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatc
     (tmp_path / "file").touch()
     monkeypatch.setattr(without_gpu.machine, "has_gpu", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused(run("doctor"), str(tmp_path / "file"), "cannot be written", "XDG_CACHE_HOME", code=1)
+    check_refusal(run("doctor"), str(tmp_path / "file"), "cannot be written", "XDG_CACHE_HOME", code=1)
 
 
 def test_a_gpu_without_a_model_has_no_effect_and_doctor_says_so(monkeypatch):
@@ -298,7 +300,7 @@ def test_a_gpu_without_a_model_has_no_effect_and_doctor_says_so(monkeypatch):
 )
 def test_a_variable_with_which_no_patched_server_starts_is_refused(regress_of, monkeypatch, variable, value, said):
     monkeypatch.setenv(variable, value)
-    refused(regress_of(), said)
+    check_refusal(regress_of(), said)
 
 
 def test_an_unexpected_exception_ends_with_exit_code_2(model, data, monkeypatch, capsys):
@@ -384,7 +386,7 @@ def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
     monkeypatch.setenv("SGLANG_MOE_PATCHES_SEGMENTS", "1")
     with pytest.raises(SystemExit) as start:
         plugin.register()
-    refused(run("doctor"), str(start.value), "SGLANG_MOE_PATCHES_SEGMENTS: ")
+    check_refusal(run("doctor"), str(start.value), "SGLANG_MOE_PATCHES_SEGMENTS: ")
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):

@@ -70,7 +70,7 @@ def floor(module: str) -> tuple[int, int]:
     return number, next(number for number, names in enumerate(ROOMS) if rest.split(".")[0] in names)
 
 
-def upward(found: Imports) -> list[str]:
+def find_forbidden_imports(found: Imports) -> list[str]:
     """Return the forbidden imports: from a higher floor, or from a subpackage in ``APART``."""
     wrong = []
     for module, others in found.items():
@@ -91,7 +91,7 @@ def test_every_module_has_a_floor(found: Imports) -> None:
 
 
 def test_no_import_goes_up_a_floor(found: Imports) -> None:
-    assert upward(found) == []
+    assert find_forbidden_imports(found) == []
 
 
 def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
@@ -112,7 +112,7 @@ def test_upward_and_circular_imports_are_found(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
     found = imports(tmp_path)
-    assert upward(found) == [
+    assert find_forbidden_imports(found) == [
         "changes.a imports memory",
         "core.engine imports lab.servers.client",
         "lab.servers.client imports lab.doctor",

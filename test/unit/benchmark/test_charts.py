@@ -17,12 +17,12 @@ GROUPS = [
 ]
 
 
-def drawn() -> ElementTree.Element:
+def draw_chart() -> ElementTree.Element:
     return ElementTree.fromstring(charts.bar_chart("KV cache", ["stock", "patched"], GROUPS, "relative to stock's"))
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    bars = [rect for rect in drawn().iter(f"{SVG}rect") if float(rect.get("height")) == charts.BAR_HEIGHT]
+    bars = [rect for rect in draw_chart().iter(f"{SVG}rect") if float(rect.get("height")) == charts.BAR_HEIGHT]
     widths = [float(rect.get("width")) for rect in bars]
 
     assert [round(width / widths[0], 2) for width in widths] == [1, 2, 1.5], "a bar without length is not drawn"
@@ -30,7 +30,7 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 
 def test_nothing_lies_outside_the_drawing_and_no_texts_overlap() -> None:
-    svg = drawn()
+    svg = draw_chart()
     _, _, width, height = map(float, svg.get("viewBox").split())
     texts = [(float(t.get("x")), float(t.get("y")), t.text) for t in svg.iter(f"{SVG}text")]
 
@@ -41,7 +41,7 @@ def test_nothing_lies_outside_the_drawing_and_no_texts_overlap() -> None:
 
 
 def test_a_chart_has_colours_for_light_and_dark_themes() -> None:
-    style = next(drawn().iter(f"{SVG}style")).text
+    style = next(draw_chart().iter(f"{SVG}style")).text
     light, dark = style.split("@media (prefers-color-scheme: dark)")
 
     def colours(text: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
 
 
 @pytest.fixture
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copied_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy the results, a page and two plots to a folder in which the test may write."""
     docs, page = tmp_path / "docs", "benchmarks/overheads-and-checks.md"
     shutil.copytree(output.RESULTS, tmp_path / "results")
@@ -53,8 +53,11 @@ def outdated() -> list[str]:
     return [path.name for path in render.find_outdated()]
 
 
-def test_an_outdated_result_page_or_plot_is_reported(apart: Path):
-    result, page = apart / "results/mori-rows/rows.json", apart / "docs/benchmarks/overheads-and-checks.md"
+def test_an_outdated_result_page_or_plot_is_reported(copied_results: Path):
+    result, page = (
+        copied_results / "results/mori-rows/rows.json",
+        copied_results / "docs/benchmarks/overheads-and-checks.md",
+    )
     before, rows = result.read_text(), json.loads(result.read_text())
     case = next(case for case in rows["figures"]["cases"] if (case["ep"], case["batch"]) == (8, 32))
     case["received"] *= 2

@@ -22,7 +22,7 @@ MAX_COLUMNS = 6
 """Largest allowed number of columns in a table. Wider tables belong in benchmark/results."""
 
 
-def prose(page: Path) -> str:
+def remove_code(page: Path) -> str:
     """Return a page without its code."""
     return re.sub(r"```.*?```|`[^`\n]*`", "`", page.read_text(), flags=re.DOTALL)
 
@@ -40,10 +40,10 @@ def prose_words(text: str) -> int:
     return sum(1 for line in lines for token in line.split() if re.search(r"[A-Za-z]", token))
 
 
-def broken(page: Path) -> list[str]:
+def broken_links(page: Path) -> list[str]:
     """Return the broken links of a page. Links to the web are not checked."""
     found = []
-    for link in LINK.findall(prose(page)):
+    for link in LINK.findall(remove_code(page)):
         place, _, anchor = link.partition("#")
         target = (page.parent / place).resolve() if place else page
         if "://" in link:
@@ -55,7 +55,7 @@ def broken(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str):
-    assert broken(pages.ROOT / name) == []
+    assert broken_links(pages.ROOT / name) == []
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])

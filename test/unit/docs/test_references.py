@@ -71,20 +71,20 @@ def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return found
 
 
-def has(body: list[ast.stmt], names: list[str]) -> bool:
+def has_member(body: list[ast.stmt], names: list[str]) -> bool:
     """Return whether a dotted name exists in the body of a module or class."""
     found = members(body).get(names[0])
     if found is None or len(names) == 1:
         return found is not None
-    return isinstance(found, ast.ImportFrom) or has(getattr(found, "body", []), names[1:])
+    return isinstance(found, ast.ImportFrom) or has_member(getattr(found, "body", []), names[1:])
 
 
-def exists(name: str) -> bool:
+def name_exists(name: str) -> bool:
     """Return whether a dotted name is a module or a member of a module. It may belong to another package."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         if path := source(".".join(parts[:end])):
-            return end == len(parts) or has(tree(path).body, parts[end:])
+            return end == len(parts) or has_member(tree(path).body, parts[end:])
     owner, _, attribute = name.rpartition(".")
     home = importlib.util.find_spec(parts[0])
     places = [Path(folder, *parts[1:]) for folder in (home and home.submodule_search_locations) or ()]
@@ -109,8 +109,8 @@ def unknown_names(path: Path) -> list[str]:
     def is_known(reference: str) -> bool:
         name = reference.lstrip(".")
         near = [name, *(f"{kind}.{name}" for kind in classes)]
-        anywhere = exists(f"{package}.{name}") if name != reference else exists(name)
-        return anywhere or any(has(tree(path).body, each.split(".")) for each in near)
+        anywhere = name_exists(f"{package}.{name}") if name != reference else name_exists(name)
+        return anywhere or any(has_member(tree(path).body, each.split(".")) for each in near)
 
     return [reference for reference in ROLE.findall(path.read_text()) if not is_known(reference)]
 
@@ -134,7 +134,9 @@ def unknown_members(path: Path) -> list[str]:
         f"{file}:{name}"
         for file, name in said
         if not any(
-            has(tree(pages.ROOT / ours).body, name.split(".")) for ours in TRACKED if f"/{ours}".endswith(f"/{file}")
+            has_member(tree(pages.ROOT / ours).body, name.split("."))
+            for ours in TRACKED
+            if f"/{ours}".endswith(f"/{file}")
         )
     ]
 

@@ -165,8 +165,9 @@ class Layer:
         return self.answer(tokens, **arguments)[0]
 
     def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
-        """Call a stand-in with keyword arguments, as the engine does. The arguments decide which one: with
-        ``routing_logits`` the kernel chooses the experts, otherwise ``topk_ids`` names them."""
+        """Call a stand-in with keyword arguments, as the engine does. With the argument ``routing_logits``, this is the
+        stand-in of the kernel that chooses the experts. Otherwise the argument ``topk_ids`` names the experts.
+        """
         nothing = ("routing_bias", "routed_scaling_factor", "gemm1_bias", "gemm1_alpha", "gemm1_beta")
         named: dict[str, Any] = {
             **dict.fromkeys((*nothing, "gemm1_clamp_limit", "gemm2_bias")),
@@ -459,7 +460,7 @@ OF_ANY = {"local_expert_offset", "do_finalize", "output", "enable_pdl", "tune_ma
 
 
 def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
-    """Call the stand-in ``name`` with valid arguments, of which ``more`` replaces some."""
+    """Call the stand-in ``name`` with valid arguments. ``more`` has arguments that replace valid arguments."""
     x, multiplier = torch.zeros(2, 32).bfloat16(), torch.tensor(1.0)
     if name == "fp4_quantize":
         kernels.fp4_quantize(**{"input": x, "global_scale": multiplier, **more})
