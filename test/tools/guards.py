@@ -143,11 +143,11 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts": [
             (
-                "        if self._moe_runner_backend.value in _MARLIN:\n            drop_swizzled_scales(layer)",
+                "        if self._moe_runner_backend.value in MARLIN:\n            drop_swizzled_scales(layer)",
                 "        pass",
             )
         ],
-        "test_what_another_kernel_reads_stays": [("if self._moe_runner_backend.value in _MARLIN:", "if True:")],
+        "test_what_another_kernel_reads_stays": [("if self._moe_runner_backend.value in MARLIN:", "if True:")],
         "test_where_a_hook_point_is_somebody_elses_it_does_nothing": [
             ("    engine.require_unpatched(utils, _REPACK)\n", "")
         ],
@@ -246,6 +246,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         SAID + "[graphs of prefills that are off by themselves]": [('None if settings["off"]', "None if False")],
         SAID + "[NVFP4 on TRT-LLM]": [('name.endswith("_blockscale_swizzled")', "False", SWIZZLED_UNTIL)],
+        SAID + "[MXFP4 experts, whose loading leaves pieces]": [("loading=found.kept, ", "")],
+        SAID + "[MXFP4 experts that the stock server cannot load]": [(", layout=found.transient", "")],
         SAID + "[a KV cache of another kind]": [("skip_reason or why_not_pools", "skip_reason")],
         SAID + "[a KV cache that the engine cannot be asked for]": [("fit.unknown if fit else unknown", '""')],
         SAID + "[out of place by the engine]": [('"in_place": runners.is_in_place(experts)', '"in_place": True')],
@@ -253,7 +255,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "lab/predict/model_report.py": {
         SAID + "[a chunk that is larger than the graphs of prefills]": [("and server.tokens <= graphs[1]", "")],
         SAID + "[prefill alone]": [('source = "the given --mem-fraction-static" if given else', "source =")],
-        "test_a_layer_that_could_not_be_built_is_not_known": [("(change.decide and decision is None)", "False")],
+        "test_a_layer_that_could_not_be_built_is_not_known": [("if change.decide and decision is None:", "if False:")],
         "test_what_acts_is_what_the_changes_decided": [
             ('or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family))', "")
         ],
@@ -264,8 +266,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         SAID + "[sliding windows]": [("_resolve_pools(maker, fit, fit.memory - fit.loaded)", "None")],
         SAID + "[four ranks on H200s]": [("HELD_BYTES = 1_200_000_000", "HELD_BYTES = 0")],
-        SAID + "[MXFP4 experts, whose loading leaves pieces]": [
-            ("return LOADING_SHARE if packed", "return 0.0 if packed")
+        "test_a_model_that_does_not_load_does_not_start_with_any_fraction": [
+            ("return self.loads and (", "return ("),
+            ("        if not self.loads:\n            return None\n", ""),
         ],
         SAID + "[a KV cache of another kind]": [(" or unknown_pool_reason(*_pool_classes(maker, config))", "")],
         SAID + "[a rule that leaves nothing, and a cache that is grown]": [

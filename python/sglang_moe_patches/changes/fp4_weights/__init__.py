@@ -74,7 +74,7 @@ _REPACK = "gptq_marlin_repack"
 _REPACK_EXPERTS = "_repack_moe_fp4_weight_for_marlin"
 _SWIZZLE = "swizzle_blockscale"
 _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
-_MARLIN = ("marlin", "lora_marlin")
+MARLIN = ("marlin", "lora_marlin")
 """Values of the engine's ``MoeRunnerBackend`` for a layer that runs on Marlin. Only newer releases have the second
 value."""
 
@@ -200,7 +200,7 @@ def put_zeros_behind_scales(method: Any) -> None:
 def _wrap_create_moe_runner(original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, layer, *args, **kwargs)
     with best_effort("the block scales of a layer that Marlin runs"):
-        if self._moe_runner_backend.value in _MARLIN:
+        if self._moe_runner_backend.value in MARLIN:
             drop_swizzled_scales(layer)
     return result
 
@@ -410,7 +410,7 @@ def _probe_layout() -> Install | None:
     )
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
-    has_room = _creates_only_zeros(create_weights)
+    has_room = creates_only_zeros(create_weights)
     in_parts.require_last_use(engine.require_unpatched(method, "process_weights_after_loading"), _SWIZZLE_MXFP4)
 
     def install(patcher: Patcher) -> None:
@@ -421,7 +421,7 @@ def _probe_layout() -> Install | None:
     return install
 
 
-def _creates_only_zeros(create_weights: Any) -> bool:
+def creates_only_zeros(create_weights: Any) -> bool:
     """Return whether ``create_weights`` creates every parameter as zeros.
 
     If it creates other values (0.5.23), the weights keep the engine's memory, without room for their layout, and the
@@ -491,7 +491,7 @@ CHANGE = Change(
     name="fp4-weights",
     summary="FP4 experts are laid out with little extra memory; scales that nothing reads are freed",
     plan=_plan,
-    skip=runners.skip_unless_runner(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
+    skip=runners.skip_unless_runner(*runners.TRTLLM, *MARLIN, TRITON_KERNELS),
     counts=(
         Count(
             "shuffled",

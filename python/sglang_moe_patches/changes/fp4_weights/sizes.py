@@ -16,6 +16,8 @@ _TEMPORARIES = 9
 the laid-out ``w13`` (allocator model)."""
 _PADDED_TO = 64
 """Number of bytes of which the rows and columns of a laid-out expert are multiples (0.5.12.post1 to 0.5.17)."""
+_SCALE_ROWS = 256
+"""Number of rows of which the laid-out scales of an expert have a multiple."""
 _STOCK_HOLES = 0.085
 """Holes in the allocator of a stock server, as a share of the laid-out experts: with gpt-oss-120b on one H200, 5,005 MB
 of 58.6 GB. Their size depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
@@ -34,25 +36,36 @@ class Loading(NamedTuple):
     :param unread: bytes of scales that stay allocated although no kernel reads them.
     :param holes: bytes that the allocator reserves for good, and that no large tensor fits into.
     :param transient: most bytes that one layer takes while it is laid out.
+    :param growth: bytes by which the laid-out experts are larger than the loaded ones.
     """
 
     unread: int = 0
     holes: int = 0
     transient: int = 0
+    growth: int = 0
 
     @property
     def kept(self) -> int:
         """Bytes that the KV cache cannot use after the model is loaded."""
-        return self.unread + self.holes
+        return self.growth + self.unread + self.holes
 
     @property
     def least(self) -> int:
         """Bytes that must be free in addition to all weights. With fewer free bytes the model does not load."""
-        return self.unread + self.holes + self.transient
+        return self.kept + self.transient
 
 
 def loading_bytes(
-    runner: str, method: str, *, layers: int, experts: int, hidden: int, intermediate: int, patched: bool
+    runner: str | None,
+    method: str,
+    *,
+    layers: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    patched: bool,
+    unread: int = 0,
+    in_place: bool = True,
 ) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
@@ -60,25 +73,31 @@ def loading_bytes(
     :attr:`Loading.least` is free in addition to the weights. The figures need runner and method: ``triton_kernel`` also
     runs BF16 experts, for which all figures are zero.
 
-    :param runner: the resolved ``--moe-runner-backend``.
+    :param runner: the resolved ``--moe-runner-backend``; ``None``: not known.
     :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``.
     :param layers: MoE layers of this rank.
     :param experts: routed experts of a layer on this rank.
     :param intermediate: intermediate size of an expert on this rank, as the engine pads it.
+    :param unread: bytes of one layer's scales that a stock server keeps although no kernel reads them.
+    :param in_place: whether fp4-weights can write the layout for ``triton_kernels`` over the loaded experts.
     """
     packed = experts * 3 * intermediate * hidden // 2
+    kept = 0 if patched else unread * layers
     if runner in _MARLIN_RUNNERS and ("mxfp4" in method.lower() or "nvfp4" in method.lower()):
-        return Loading(transient=int(packed * _MARLIN[patched]))
+        return Loading(kept, transient=int(packed * _MARLIN[patched]))
     if runner != "triton_kernel" or "mxfp4" not in method.lower():
         return Loading()
     w13 = experts * _padded(hidden // 2) * _padded(2 * intermediate)
     w2 = experts * _padded(intermediate // 2) * _padded(hidden)
     scales = packed // 16
+    rows_of_scales = _padded(2 * intermediate, _SCALE_ROWS) * hidden + _padded(hidden, _SCALE_ROWS) * intermediate
+    growth = layers * (w13 + w2 - packed + experts * rows_of_scales // 32 - scales)
     if patched:
         step = max(1, experts // PARTS)
-        return Loading(holes=_HOLES, transient=_TEMPORARIES * w13 * step // experts + scales)
-    return Loading(scales * layers, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13)
+        own = 0 if in_place else w13 + w2
+        return Loading(0, _HOLES, own + _TEMPORARIES * w13 * step // experts + scales, growth)
+    return Loading(kept, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13, growth)
 
 
-def _padded(size: int) -> int:
-    return -(-size // _PADDED_TO) * _PADDED_TO
+def _padded(size: int, multiple: int = _PADDED_TO) -> int:
+    return -(-size // multiple) * multiple

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import math
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +26,6 @@ HELD_BYTES = 1_200_000_000
 """Bytes of a GPU that CUDA and the engine's libraries hold before the engine makes its KV cache. They held this much on
 an H100 with one rank, and up to 2,800 MB on H200s. ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py``
 compares."""
-LOADING_SHARE = 0.15
-"""Bytes that loading MXFP4 experts for ``triton_kernels`` takes in addition to the weights, as a share of the weights.
-The layout pads rows, and PyTorch keeps pieces of the tensors before the conversion. Measured on an H100: 19, 14 and 12
-% with 8, 30 and 36 layers of gpt-oss-120b."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,8 @@ class Fit:
     :param memory: memory of the GPU, without :data:`HELD_BYTES`.
     :param weights: bytes of the weights on this rank.
     :param beside: weights that ``weights`` does not count, in words, or "".
-    :param loading: bytes that loading takes in addition to the weights (:func:`loading_share`).
+    :param loading: bytes that stay in use after loading, in addition to the weights.
+    :param layout: most bytes that one layer's experts take in addition to all these while they are laid out.
     :param fraction: ``--mem-fraction-static`` in force.
     :param given: whether the user gave the fraction.
     :param refusal: reason why the engine makes no KV cache, in the engine's own words; "": it makes one.
@@ -60,6 +56,7 @@ class Fit:
     given: bool
     beside: str = ""
     loading: int = 0
+    layout: int = 0
     refusal: str = ""
     tokens: int | None = None
     token_bytes: float | None = None
@@ -75,13 +72,26 @@ class Fit:
         return self.weights + self.loading
 
     @property
+    def least_memory(self) -> int:
+        """Least bytes that must be free for loading to succeed."""
+        return self.loaded + self.layout
+
+    @property
+    def loads(self) -> bool:
+        """Whether the model loads. The fraction has no effect on loading."""
+        return self.least_memory <= self.memory
+
+    @property
     def starts(self) -> bool:
-        """Whether the server's fraction has room for the weights and a KV cache."""
-        return self.begins_with is not None or not (self.refusal or self.memory * self.fraction <= self.loaded)
+        """Whether the model loads, and the server's fraction has room for the weights and a KV cache."""
+        has_cache = not (self.refusal or self.memory * self.fraction <= self.loaded)
+        return self.loads and (self.begins_with is not None or has_cache)
 
     @property
     def least_fraction(self) -> float | None:
-        """Least fraction with which the weights fit; ``None``: they fit with no fraction."""
+        """Least fraction with which the weights fit; ``None``: the model does not load, or fits with no fraction."""
+        if not self.loads:
+            return None
         least = math.ceil(self.loaded / self.memory / FRACTION_STEP) * FRACTION_STEP
         return round(least, 2) if least < 1 else None
 
@@ -98,20 +108,10 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {words or f'in {place.name}, {Path(place.filename).name}:{place.lineno}'}"
 
 
-def loading_share(layer: Mapping[str, Any] | None) -> float:
-    """Return the bytes that loading takes in addition to the weights, as a share of the weights.
-
-    The format of the weights decides, because the same runner also runs BF16 experts, which take none.
-
-    :param layer: description of a MoE layer, by :mod:`.engine_query`; ``None``: there is none.
-    """
-    packed = layer and layer["runner"] == "triton_kernel" and "mxfp4" in layer["method"].lower()
-    return LOADING_SHARE if packed else 0.0
-
-
 def describe(fit: Fit) -> dict[str, Any]:
     """Return the fields of a fit and its properties as a dictionary for JSON."""
-    return asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction}
+    derived = {name: getattr(fit, name) for name in ("starts", "loads", "least_memory", "least_fraction")}
+    return asdict(fit) | derived
 
 
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_moe_patches.changes.fp4_weights.loading import loading_of
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT
@@ -328,12 +329,24 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             view.mem_fraction_static,
             given,
             beside,
-            loading=int(weights * engine_pools.loading_share(layer)),
             context=int(config.context_len),
             limited=view.max_total_tokens is not None,
         )
+        lays_out = plans["fp4-weights"].status in patch.ACTIVE
+        experts = next(iter(runners.layers_of(model)), None)
+        start, end = stages[stage]
+        moe_layers = end - max(start, dense_layers(vars(config.hf_text_config)))
+        rooms = [
+            replace(room, loading=found.kept, layout=found.transient)
+            for found in (loading_of(experts, moe_layers, patched=patched) for patched in (False, lays_out))
+        ]
         sizes = bool(mode) and not skip_reason
-        fit, stock_fit, why_not_pools = _ask_pools(server_args, view, room, model, config, stage, sizes=sizes)
+        gc.freeze()  # the engine collects garbage now, and looking at all imported objects would take a second
+        asking = partial(_ask_pools, server_args, view, model, config, stage)
+        stock_fit, why_not_pools = asking(rooms[0], sizes=False)
+        fit = stock_fit
+        if sizes or rooms[0] != rooms[1]:
+            fit, why_not_pools = asking(rooms[1], sizes=sizes)
         sampling = {
             "vocabulary": int(config.vocab_size),
             "layers": stages[stage][1] - stages[stage][0],
@@ -508,28 +521,20 @@ def claim_gpu(gpu: Gpu) -> None:
 
 
 def _ask_pools(
-    server_args: Any, resolved: Any, fit: Fit, model: Any, config: Any, stage: int, *, sizes: bool
-) -> tuple[Fit, Fit, str]:
-    """Return the fit of the patched and of the stock server, and the reason why kv-sizing leaves the KV cache alone.
+    server_args: Any, resolved: Any, model: Any, config: Any, stage: int, fit: Fit, *, sizes: bool
+) -> tuple[Fit, str]:
+    """Return the fit of a server with its KV cache, and the reason why kv-sizing leaves the KV cache alone.
 
     The answers are those of :func:`.engine_pools.ask`. A stock server has no kv-sizing.
 
+    :param fit: the server's fit, without its KV cache.
     :param sizes: whether kv-sizing would size this server, judged by its arguments.
     """
-
-    def ask(*, sizes: bool) -> tuple[Fit, str]:
-        try:
-            runner = engine_pools.make_runner(server_args, resolved, config, model, stage)
-        except Exception as error:
-            return replace(fit, unknown=describe_error(error)), ""
-        return engine_pools.ask(runner, fit, sizes=sizes)
-
-    gc.freeze()  # the engine collects garbage now, and looking at all imported objects would take a second
-    stock, reason = ask(sizes=False)
-    if not sizes:
-        return stock, stock, reason
-    patched, reason = ask(sizes=True)
-    return patched, stock, reason
+    try:
+        runner = engine_pools.make_runner(server_args, resolved, config, model, stage)
+    except Exception as error:
+        return replace(fit, unknown=describe_error(error)), ""
+    return engine_pools.ask(runner, fit, sizes=sizes)
 
 
 def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:

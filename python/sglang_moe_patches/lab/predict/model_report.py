@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.changes.fp4_weights import TRITON_KERNELS
+from sglang_moe_patches.changes.fp4_weights import MARLIN, TRITON_KERNELS
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import (
@@ -40,8 +40,6 @@ from sglang_moe_patches.registry import CHANGES
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 UNKNOWN_FORMAT = "not known"
 NVFP4 = "NVFP4"
-MXFP4_GROUP = 32
-"""Number of weights that share a scale of one byte in MXFP4 (OCP Microscaling Formats 1.0)."""
 
 
 class CannotAdvise(ValueError):
@@ -109,9 +107,11 @@ def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, De
 NOT_BUILT = "not known: its layers could not be built"
 
 
-def describe_change(
-    server: Server, model: Model, change: Change, answer: Mapping[str, Any], decision: Decision | None
-) -> dict[str, Any]:
+def _start_row(name: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "status": answer["status"], "acts": False, "does": "", "reason": answer["reason"]}
+
+
+def describe_change(change: Change, answer: Mapping[str, Any], decision: Decision | None) -> dict[str, Any]:
     """Return the report's row of a change: its effect on the server, or the reason why it has none.
 
     The row's ``acts`` is ``None`` if it is not known whether the change acts.
@@ -120,26 +120,53 @@ def describe_change(
     :param decision: decision of the change for the layers; ``None``: the layers were not built, or the change makes no
         decision for layers.
     """
-    row = {"name": change.name, "status": answer["status"], "acts": False, "does": "", "reason": answer["reason"]}
+    row = _start_row(change.name, answer)
     if answer["status"] not in ACTIVE:
         return row
-    by_format = change.name == "fp4-weights"
-    if (change.decide and decision is None) or (by_format and server.format == UNKNOWN_FORMAT):
+    if change.decide and decision is None:
         return row | {"acts": None, "reason": NOT_BUILT}
-    if by_format and (server.format, server.runner) == ("MXFP4", TRITON_KERNELS):
-        rank = model.per_rank(server.layout)
-        size = model.moe_layers * rank.experts * 3 * rank.hidden * rank.intermediate // MXFP4_GROUP
-        return row | {"acts": True, "does": f"gives up scales that no kernel reads, {size / 1e6:,.0f} MB on each GPU"}
-    if by_format and server.format == "MXFP4":
-        return row | {"acts": None, "reason": "not known: it is decided when the weights have been processed"}
-    if by_format and server.format != NVFP4:
-        return row | {"reason": f"the experts' weights are {server.format}"}
     if decision is None:
         return row | {"acts": True, "does": change.summary}
     if decision.acts:
         return row | {"acts": True, "does": "; ".join(filter(None, (*decision.effects, decision.reason)))}
     return row | {"reason": decision.reason}
 
+
+def describe_fp4_weights(
+    server: Server, answer: Mapping[str, Any], stock: Fit | None, fit: Fit | None
+) -> dict[str, Any]:
+    """Return the report's row of fp4-weights. Format and runner decide whether it acts.
+
+    :param answer: status and reason of the change.
+    :param stock: weights and loading of the stock server; ``None``: not known.
+    :param fit: those of the patched server.
+    """
+    row = _start_row("fp4-weights", answer)
+    if answer["status"] not in ACTIVE:
+        return row
+    if server.format == UNKNOWN_FORMAT:
+        return row | {"acts": None, "reason": NOT_BUILT}
+    if server.format not in LAID_OUT:
+        return row | {"reason": f"the experts' weights are {server.format}"}
+    if server.runner is None:
+        return row | {"acts": None, "reason": "not known: the runner of the experts is not known"}
+    if server.runner not in LAID_OUT[server.format]:
+        return row | {"reason": f"it does not lay out {server.format} experts for {server.runner}"}
+    does = ["lays out the experts with less memory"]
+    if stock and fit:
+        kept, least = stock.loading - fit.loading, stock.least_memory - fit.least_memory
+        if kept:
+            does.append(f"after loading, about {kept / 1e6:,.0f} MB more are free on each GPU")
+        if least:
+            does.append(f"the peak while loading is about {least / 1e6:,.0f} MB lower")
+    return row | {"acts": True, "does": "; ".join(does)}
+
+
+LAID_OUT = {
+    NVFP4: (*runners.TRTLLM, *MARLIN),
+    "MXFP4": (TRITON_KERNELS, *MARLIN),
+}
+"""Runners for which fp4-weights lays out experts, by the format of the weights."""
 
 WOULD_SIZE = "it would size this server"
 """End of the reason why kv-sizing does nothing, if only its environment variable is missing."""
@@ -362,12 +389,14 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
         )
     sizing = asked.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
-    rows = [
-        describe_kv_sizing(sizing, does_start=fit is None or fit["starts"])
-        if sizing and answer["name"] == "kv-sizing"
-        else describe_change(server, model, changes[answer["name"]], answer, decided.get(answer["name"]))
-        for answer in answers
-    ]
+    rows = []
+    for answer in answers:
+        if (name := answer["name"]) == "fp4-weights":
+            rows.append(describe_fp4_weights(server, answer, _read_fit(asked, "stock_fit"), _read_fit(asked, "fit")))
+        elif sizing and name == "kv-sizing":
+            rows.append(describe_kv_sizing(sizing, does_start=fit is None or fit["starts"]))
+        else:
+            rows.append(describe_change(changes[name], answer, decided.get(name)))
     rooms = predict_rooms(sizes, server, asked, both, {row["name"] for row in rows if row["acts"]}, requests)
     return {
         "sizes": asdict(model) | {"published_intermediate": published},
@@ -399,11 +428,10 @@ def predict_rooms(
     """
     if not asked.get("fit"):
         return {}
-    names = {each.name for each in fields(Fit)}
-    fits = {"stock": asked.get("stock_fit") or asked["fit"], "patched": asked["fit"]}
     found = {}
-    for name, forward_pass in zip(fits, both or (None, None), strict=True):
-        fit = Fit(**{key: value for key, value in fits[name].items() if key in names})
+    for name, key, forward_pass in zip(("stock", "patched"), FITS, both or (None, None), strict=True):
+        fit = _read_fit(asked, key)
+        assert fit is not None
         patched = name == "patched"
         grows, segments = patched and "kv-sizing" in acting, patched and "activation-segments" in acting
         try:
@@ -417,6 +445,17 @@ def predict_rooms(
             decodes = replace(default, requests=requests or default.requests)
         found[name] = Room(fit, room.predict_need(decodes, forwards), "", grows, decodes)
     return found
+
+
+FITS = "stock_fit", "fit"
+"""Keys of the engine query's answer with the fit of the stock and of the patched server."""
+
+
+def _read_fit(asked: Mapping[str, Any], key: str) -> Fit | None:
+    """Return a server's fit from the engine's answers, one of :data:`FITS`; ``None``: there is none."""
+    found = asked.get(key) or asked.get("fit")
+    names = {each.name for each in fields(Fit)}
+    return Fit(**{name: value for name, value in found.items() if name in names}) if found else None
 
 
 def estimate_peak(sizes: ModelSizes, server: Server) -> int:

@@ -223,8 +223,10 @@ class Room:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache."""
+        """Bytes of the KV cache; 0: the model does not load."""
         fit = self.fit
+        if not fit.loads:
+            return 0
         if self.grows and self.need:
             first = int(fit.memory * fit.begins_with) - fit.loaded if fit.begins_with else 0
             return max(first, fit.memory - fit.loaded - self._needed, 0)
@@ -239,8 +241,10 @@ class Room:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the KV cache; ``None``: not known."""
+        """Tokens of the KV cache; ``None``: not known, or the model does not load."""
         fit = self.fit
+        if not fit.loads:
+            return None
         if not (self.grows and self.need):
             return fit.tokens
         first = int(fit.memory * fit.begins_with - fit.loaded) if fit.begins_with else 0
@@ -251,7 +255,7 @@ class Room:
 
         :param error: relative error of the need: 0.2 if it is 20 % larger than predicted.
         """
-        if self.need is None:
+        if self.need is None or not self.fit.loads:
             return None
         return self._tokens_beside(int(self._needed + error * self.need.total))
 
@@ -306,6 +310,8 @@ class Room:
             "memory": self.fit.memory,
             "weights": self.fit.weights,
             "loading": self.fit.loading,
+            "layout": self.fit.layout,
+            "least_memory": self.fit.least_memory,
             "cache": self.cache_bytes,
             "free": self.free,
             "tokens": self.tokens,

@@ -140,6 +140,12 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
     weights = f"{gigabytes(fit['weights'])} GB of weights"
     if fit["loading"]:
         weights += f" and about {gigabytes(fit['loading'])} GB that loading them leaves"
+    if not fit["loads"] and fit["layout"]:
+        least, memory = gigabytes(fit["least_memory"]), gigabytes(fit["memory"])
+        return (
+            f"does not start: it runs out of memory while loading, which takes about {least} GB at its peak, and "
+            f"{memory} GB are free on each GPU"
+        )
     if found["short_of"]:
         room_left, graphs = gigabytes(found["free"]), gigabytes(found["need"]["graphs"])
         return (
@@ -182,6 +188,8 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(row("weights", stock["weights"], patched["weights"]))
     if stock["loading"] or patched["loading"]:
         rows.append(row("left by loading them, about", stock["loading"], patched["loading"]))
+    if stock["layout"] or patched["layout"]:
+        rows.append(row("peak while loading, about", stock["least_memory"], patched["least_memory"]))
     rows.append(row("KV cache", stock["cache"], patched["cache"]))
     rows.append(row("room beside them", stock["free"], patched["free"]))
     needs = stock["need"], patched["need"]
@@ -192,8 +200,14 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             words = _name_place(report, "patched", place)
             rows.append(row(f"  {words}", *(need["forwards"][place] for need in needs)))
         rows.append(row("  held by PyTorch's allocator", *(need["held"] for need in needs)))
-    first, second = ("not known" if each is None else f"{each:,}" for each in (stock["tokens"], patched["tokens"]))
-    return [*rows, ("KV tokens", first, second)]
+    return [*rows, ("KV tokens", _describe_tokens(stock), _describe_tokens(patched))]
+
+
+def _describe_tokens(found: Mapping[str, Any]) -> str:
+    """Return the tokens of the KV cache in words. A server that does not start has none."""
+    if found["verdict"] == room.DOES_NOT_START:
+        return "-"
+    return "not known" if found["tokens"] is None else f"{found['tokens']:,}"
 
 
 def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

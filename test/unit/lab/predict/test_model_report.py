@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from common.shapes import MODELS, every_change
-from doctor_reports import ALL, DECIDED, LAYER, WHOLE, advise, asked
+from doctor_reports import ALL, DECIDED, FIT, GB, LAYER, WHOLE, advise, asked
 from sglang_moe_patches import cli
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import (
@@ -24,6 +24,7 @@ from sglang_moe_patches.core.patch import (
 )
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
+from sglang_moe_patches.lab.predict.engine_pools import describe
 from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
 from sglang_moe_patches.lab.predict.shapes import Layout
@@ -31,10 +32,6 @@ from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
 
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
-GPT_OSS = {
-    **{"layers": 36, "dense_layers": 0, "hidden": 2880, "experts": 128, "top_k": 4, "moe_intermediate": 2880},
-    **{"shared_experts": 0, "intermediate": 0, "heads": 64, "kv_heads": 8, "q_lora_rank": None, "head_dim": 64},
-}
 
 
 def row_of(change: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -180,21 +177,31 @@ def test_data_parallel_attention_is_not_predicted(ranks):
 
 
 @pytest.mark.parametrize(
-    ("method", "acts"),
-    [("ModelOptNvFp4FusedMoEMethod", True), ("Mxfp4MoEMethod", None), ("Fp8MoEMethod", False), ("SomethingNew", False)],
+    ("method", "runner", "acts"),
+    [
+        ("ModelOptNvFp4FusedMoEMethod", "flashinfer_trtllm", True),
+        ("ModelOptNvFp4FusedMoEMethod", "marlin", True),
+        ("ModelOptNvFp4FusedMoEMethod", "cutlass", False),
+        ("ModelOptNvFp4FusedMoEMethod", None, None),
+        ("Mxfp4MoEMethod", "triton_kernel", True),
+        ("Mxfp4MarlinMoEMethod", "marlin", True),
+        ("Mxfp4MoEMethod", "flashinfer_mxfp4", False),
+        ("Fp8MoEMethod", "flashinfer_trtllm", False),
+        ("SomethingNew", "marlin", False),
+    ],
 )
-def test_nvfp4s_weights_are_those_of_nvfp4_checkpoints(method, acts):
-    assert row_of("fp4-weights", advise(layer=LAYER | {"method": method}))["acts"] is acts
+def test_fp4_weights_acts_by_format_and_runner(method, runner, acts):
+    assert row_of("fp4-weights", advise(layer=LAYER | {"method": method, "runner": runner}))["acts"] is acts
 
 
-@pytest.mark.parametrize(("runner", "freed"), [("triton_kernel", "3,583 MB"), ("marlin", ""), ("flashinfer_mxfp4", "")])
-def test_bytes_that_fp4_weights_frees_of_gpt_oss_agree_with_a_measurement(runner, freed):
-    """Freeing the weights by hand on a GPU released 1,194 + 597 MB in 18 layers of gpt-oss, so 3,583 MB in all 36."""
-    sizes = replace(MODELS["kimi-k2.5"], **GPT_OSS)
-    layer = LAYER | {"runner": runner, "method": "Mxfp4MoEMethod", "experts": 128, "top_k": 4, "intermediate": 2880}
-    row = row_of("fp4-weights", model_report.advise(ModelSizes(sizes), asked(layer, tp_size=1)))
-    assert row["acts"] is (True if freed else None)
-    assert freed in row["does"]
+def test_fp4_weights_says_how_much_less_memory_loading_takes():
+    stock = replace(FIT, loading=9 * GB, layout=8 * GB)
+    layer = LAYER | {"runner": "triton_kernel", "method": "Mxfp4MoEMethod"}
+    fits = {"stock_fit": describe(stock), "fit": describe(replace(stock, loading=2 * GB, layout=GB))}
+    row = row_of("fp4-weights", model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(layer) | fits))
+    assert row["does"].endswith(
+        "; after loading, about 7,000 MB more are free on each GPU; the peak while loading is about 14,000 MB lower"
+    )
 
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():

@@ -4,13 +4,12 @@ compares it with the memory that forward passes and CUDA graphs need."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from common import output
 from doctor_reports import FIT, GB, NEED
+from sglang_moe_patches.changes.fp4_weights.sizes import loading_bytes
 from sglang_moe_patches.lab.predict import engine_pools, room
-from sglang_moe_patches.lab.predict.engine_pools import loading_share
 from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from whole import room as benchmark
 
@@ -100,17 +99,52 @@ def test_the_least_fraction_holds_the_weights() -> None:
     assert replace(FIT, weights=149 * GB).least_fraction is None
 
 
+def test_a_model_that_does_not_load_does_not_start_with_any_fraction() -> None:
+    """With 90 GB of weights and 10 GB that stay after loading, the layout of a layer may take 50 GB of 150."""
+    fits = replace(FIT, loading=10 * GB, layout=50 * GB)
+    assert (fits.least_memory, fits.loads, fits.starts) == (150 * GB, True, True)
+    for fraction, begins_with in ((0.9, None), (0.5, 0.9)):
+        too_much = replace(fits, layout=50 * GB + 1, fraction=fraction, begins_with=begins_with)
+        assert (too_much.loads, too_much.starts, too_much.least_fraction) == (False, False, None)
+        for grows in (False, True):
+            found = Room(too_much, NEED, grows=grows)
+            assert (found.verdict, found.tokens, found.cache_bytes) == (room.DOES_NOT_START, None, 0)
+            assert (found.highest_fraction, found.grown_tokens()) == (None, None)
+
+
+@pytest.mark.parametrize(("server", "patched"), [("stock-zeros", False), ("new", True)])
+def test_the_memory_of_loading_is_as_it_was_measured(server: str, patched: bool) -> None:
+    """gpt-oss-120b on one GPU. Its loaded weights have 65.2 GB, as ``doctor`` counts them."""
+    measured = output.load("loading/gpt-oss-120b")["figures"]["servers"][server]
+    sizes = {"layers": 36, "experts": 128, "hidden": 2880, "intermediate": 2880}
+    unread = 128 * 3 * 2880 * 2880 // 32
+    found = loading_bytes("triton_kernel", "Mxfp4MoEMethod", **sizes, patched=patched, unread=unread)
+    fit = replace(FIT, weights=LOADED_GPT_OSS, loading=found.kept, layout=found.transient)
+    assert fit.loaded == pytest.approx(measured["reserved"], rel=0.01)
+    assert fit.least_memory == pytest.approx(measured["peak_reserved"], rel=0.01)
+
+
 @pytest.mark.parametrize(
-    ("layer", "share"),
+    ("runner", "method", "stock", "patched"),
     [
-        ({"runner": "triton_kernel", "method": "Mxfp4MoEMethod"}, 0.15),
-        ({"runner": "triton_kernel", "method": "UnquantizedFusedMoEMethod"}, 0.0),
-        ({"runner": "marlin", "method": "Mxfp4MoEMethod"}, 0.0),
-        (None, 0.0),
+        ("triton_kernel", "UnquantizedFusedMoEMethod", (0, 0), (0, 0)),
+        ("flashinfer_mxfp4", "Mxfp4MoEMethod", (0, 0), (0, 0)),
+        # A layer's packed weights have 24 MB: 1.47 of them stock, 0.21 with fp4-weights.
+        ("marlin", "Mxfp4MarlinMoEMethod", (2 * 7, 36_993_761), (0, 5_284_823)),
+        (None, "Mxfp4MoEMethod", (0, 0), (0, 0)),
     ],
 )
-def test_mxfp4_alone_leaves_memory_when_it_is_loaded(layer: dict[str, Any] | None, share: float) -> None:
-    assert loading_share(layer) == share
+def test_loading_takes_memory_by_runner_and_format(
+    runner: str | None, method: str, stock: tuple[int, int], patched: tuple[int, int]
+) -> None:
+    sizes = {"layers": 2, "experts": 8, "hidden": 2048, "intermediate": 1024, "unread": 7}
+    for is_patched, kept_and_transient in ((False, stock), (True, patched)):
+        found = loading_bytes(runner, method, **sizes, patched=is_patched)
+        assert (found.kept, found.transient) == kept_and_transient
+
+
+LOADED_GPT_OSS = 65_248_815_744
+"""Bytes of gpt-oss-120b's weights, with the scales of its experts, as ``doctor`` counts them on one GPU."""
 
 
 def test_an_error_without_words_says_where_it_was_raised() -> None:

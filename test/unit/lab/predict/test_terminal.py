@@ -53,6 +53,11 @@ ROOM = Room(FIT, NEED, decodes=room.Decodes(1000, 256, 512, 256))
         ),
         ({"weights": 150 * GB + 1}, "Does not start: 150.0 GB of weights, and 150.0 GB are free on each GPU."),
         ({"loading": 45 * GB}, "90.0 GB of weights and about 45.0 GB that loading them leaves, and the engine's "),
+        (
+            {"loading": 10 * GB, "layout": 51 * GB},
+            "Does not start: it runs out of memory while loading, which takes about 151.0 GB at its peak, and 150.0 GB "
+            "are free on each GPU.",
+        ),
         ({"refusal": "No room for states"}, "allows 135.0 GB; the engine: No room for states."),
     ],
 )
