@@ -46,11 +46,13 @@ def runner_of(experts: Any) -> str | None:
     """Return the runner of a ``FusedMoE`` layer, named as for ``--moe-runner-backend``, or ``None`` if it is not known.
 
     The attribute ``runner`` of the layer's quantization method, scheme or kernel tells the runner. Some methods have no
-    such attribute. They call the kernel that ``--moe-runner-backend`` selects.
+    such attribute. They call the kernel that ``--moe-runner-backend`` selects. NVFP4 methods of some
+    releases have the attribute, and call another kernel.
     """
-    from sglang.srt.layers.moe import get_moe_runner_backend
-
     method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
+    for holder in (method, scheme):
+        if (kernel := _own_kernel(holder)) is not None:
+            return kernel or None
     for holder in (method, scheme, getattr(scheme, "kernel", None)):
         runner = getattr(holder, "runner", None)
         if runner is not None:  # another package's method may have an attribute ``runner`` of any type
@@ -58,8 +60,36 @@ def runner_of(experts: Any) -> str | None:
             return None if backend is None else str(backend)
     if type(method).__name__ not in ("Fp8MoEMethod", "ModelOptNvFp4FusedMoEMethod"):
         return None
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
     asked = str(get_moe_runner_backend().value)
     return asked if asked in (*TRTLLM, "cutlass", "flashinfer_cutlass") else None
+
+
+_TRTLLM_FLAGS = ("enable_flashinfer_trtllm_moe", "use_flashinfer_trtllm")
+"""Attributes of NVFP4 methods and schemes that say whether TRT-LLM's kernels run the experts."""
+_OTHER_FLAGS = ("enable_flashinfer_cutedsl_moe", "enable_flashinfer_cutlass_moe")
+"""Attributes of NVFP4 methods that select other kernels."""
+_CUTLASS_FP4 = "cutlass_moe_fp4"
+"""Name of the engine's function that runs NVFP4 experts if no attribute selects another kernel."""
+
+
+def _own_kernel(holder: Any) -> str | None:
+    """Return the runner of an NVFP4 method or scheme that calls a kernel itself, whatever its attribute ``runner`` is.
+
+    With ``--moe-runner-backend auto`` the attribute names TRT-LLM's runner, but ``apply`` calls ``cutlass_moe_fp4``
+    (0.5.12.post1). A scheme's attribute names Triton's runner.
+
+    :returns: ``None`` if the method calls its runner, or has none of the attributes. "": the kernel has no name for
+        ``--moe-runner-backend``.
+    """
+    flag = next((name for name in _TRTLLM_FLAGS if hasattr(holder, name)), None)
+    apply: Any = getattr(type(holder), "apply_weights", None) or getattr(type(holder), "apply", None)
+    if flag is None or not engine.mentions(apply, flag, _CUTLASS_FP4):
+        return None
+    if getattr(holder, flag):
+        return None if engine.mentions(apply, "runner") else ""
+    return None if any(getattr(holder, name, False) for name in _OTHER_FLAGS) else "cutlass"
 
 
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:

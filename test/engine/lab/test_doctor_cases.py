@@ -451,6 +451,19 @@ CASES = {
         ),
         gpu="b200",
     ),
+    # No release resolves `auto` for this GPU. Up to 0.5.13 the layer's attribute names TRT-LLM's runner, and its method
+    # calls `cutlass_moe_fp4`.
+    "NVFP4 with the runner auto": Case(
+        public("nvidia/Qwen3-235B-A22B-NVFP4"),
+        "--tp 4 --quantization modelopt_fp4 --moe-runner-backend auto",
+        all_of(
+            does_nothing("output-buffer", "cutlass uses no output buffer"),
+            does_nothing("fp4-weights", "does not lay out NVFP4 experts for cutlass"),
+        )
+        if RELEASE == "0.5.12.post1"
+        else is_known,
+        gpu="rtx-pro-6000",
+    ),
     "NVFP4 on CuteDSL": Case(
         public(R1, quantization_config=public("nvidia/Qwen3-235B-A22B-NVFP4")["quantization_config"]),
         "--tp 8 --moe-runner-backend flashinfer_cutedsl",
