@@ -592,10 +592,16 @@ def _keep_attributes_of_fake_tensors() -> None:
 
 
 def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
-    """Return a parameter's bytes per element after loading. ``--quantization fp8`` turns 16-bit weights into bytes."""
+    """Return a parameter's bytes per element when the engine has processed the weights.
+
+    ``--quantization fp8`` turns 16-bit weights into bytes. DeepSeek-V4's methods load the scales of MXFP4 experts in
+    float32 up to 0.5.13, and turn them into bytes.
+    """
     size: int = parameter.element_size()
     module, _, own = name.rpartition(".")
     quantization = getattr(model.get_submodule(module), "quant_method", None)
+    if type(quantization).__name__.startswith("Mxfp4") and own in ("w13_weight_scale_inv", "w2_weight_scale_inv"):
+        return 1
     given = getattr(quantization, "quant_config", None)
     by_loading = size == 2 and own in ("weight", "w13_weight", "w2_weight") and not _is_serialized(given)
     return 1 if by_loading and type(quantization).__name__.startswith("Fp8") else size
@@ -737,6 +743,7 @@ def _describe_layer(model: Any) -> dict[str, Any] | None:
             "runner": runners.runner_of(experts),
             "method": type(quantization).__name__,
             "blocks": bool(getattr(quantization, "block_quant", False)),
+            "mxfp4": bool(getattr(quantization, "is_fp4_expert", False)),
             "experts": config.num_experts,
             "top_k": config.top_k,
             "intermediate": config.intermediate_size_per_partition,

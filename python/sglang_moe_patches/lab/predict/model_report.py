@@ -526,7 +526,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
     dp = attention_ranks(resolved)
     backend = resolved["moe_runner_backend"]
     runner = layer["runner"] if layer else None
-    quantization, format_ = _name_format(layer["method"], layer["blocks"]) if layer else (None, UNKNOWN_FORMAT)
+    quantization, format_ = _name_format(layer) if layer else (None, UNKNOWN_FORMAT)
     if layer and runner is None and backend != "auto":
         runner = backend
     if layer:
@@ -557,9 +557,12 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
     )
 
 
-def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
+def _name_format(layer: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return the quantization of the runner's inputs, and the weights' format in words, by the engine's class."""
+    method: str = layer["method"]
     name = method.lower()
+    if layer.get("mxfp4"):  # DeepSeek-V4's experts with the method for FP8
+        return None, "MXFP4"
     if "unquant" in name:
         return None, "BF16"
     for mark, words in (("nvfp4", "NVFP4"), ("mxfp4", "MXFP4"), ("int4", "INT4")):
@@ -568,5 +571,5 @@ def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
     if any(mark in name for mark in ("wna16", "awq", "gptq")):
         return None, "INT4 or INT8 weights"
     if "fp8" in name:
-        return (forward.BLOCKS, "FP8 in blocks") if blocks else ("rows", "FP8 by rows")
+        return (forward.BLOCKS, "FP8 in blocks") if layer["blocks"] else ("rows", "FP8 by rows")
     return method, method

@@ -219,19 +219,21 @@ def test_a_kernels_own_workspace_is_said_to_come_on_top():
 
 
 @pytest.mark.parametrize(
-    ("method", "blocks", "quantization", "words"),
+    ("method", "facts", "quantization", "words"),
     [
-        ("UnquantizedFusedMoEMethod", False, None, "BF16"),
-        ("Fp8MoEMethod", True, forward.BLOCKS, "FP8 in blocks"),
-        ("CompressedTensorsW8A8Fp8MoE", False, "rows", "FP8 by rows"),
-        ("CompressedTensorsWNA16MoE", False, None, "INT4 or INT8 weights"),
-        ("ModelOptNvFp4FusedMoEMethod", False, None, "NVFP4"),
-        ("Mxfp4MoEMethod", False, None, "MXFP4"),
-        ("Unheard", False, "Unheard", "Unheard"),
+        ("UnquantizedFusedMoEMethod", {}, None, "BF16"),
+        ("Fp8MoEMethod", {"blocks": True}, forward.BLOCKS, "FP8 in blocks"),
+        ("Fp8MoEMethod", {"blocks": True, "mxfp4": True}, None, "MXFP4"),  # DeepSeek-V4's experts
+        ("CompressedTensorsW8A8Fp8MoE", {}, "rows", "FP8 by rows"),
+        ("CompressedTensorsWNA16MoE", {}, None, "INT4 or INT8 weights"),
+        ("ModelOptNvFp4FusedMoEMethod", {}, None, "NVFP4"),
+        ("Mxfp4MoEMethod", {}, None, "MXFP4"),
+        ("Unheard", {}, "Unheard", "Unheard"),
     ],
 )
-def test_a_format_is_known_by_the_engines_class(method, blocks, quantization, words):
-    assert model_report._name_format(method, blocks) == (quantization, words)
+def test_a_format_is_known_by_the_engines_class(method, facts, quantization, words):
+    layer = {"method": method, "blocks": False, "mxfp4": False} | facts
+    assert model_report._name_format(layer) == (quantization, words)
 
 
 @pytest.mark.parametrize(
