@@ -6,7 +6,8 @@
 Prose is on the pages themselves. Between the comments ``<!-- figures:NAME -->`` and ``<!-- /figures -->``, this script
 writes the section NAME of ``SECTIONS``: the command, the conditions and the tables of one or several results. To add a
 figure, add a result (``--json benchmark/results/BENCHMARK/NAME.json``), a line in ``SECTIONS``, and the two comments on
-docs/benchmarks/BENCHMARK.md. To add a plot, add a line in ``PLOTS``.
+docs/benchmarks/BENCHMARK.md. To add a plot, add a line in ``PLOTS``. The charts of README and of the summary page are
+in ``benchmark/common/overview.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from changes import cutedsl_memory, marlin_repack, mori_rows, overhead, weight_shuffle
-from common import equality, headlines, machine, moe_tables, output, verdicts
+from common import equality, headlines, machine, moe_tables, output, overview, verdicts
 from memory import loading, scheduler_turn, segments, serving
 from tiny_moe import mutations
 from whole import engine_suite, launcher_cost, models, peak_memory, recipes, room, soak, triton_server
@@ -114,8 +115,10 @@ def added_host_time(load: Load) -> str:
 
 
 SECTIONS = {
-    "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=headlines.launched),
-    "launched-chart": Section(headlines=headlines.launched_chart),
+    "launched-chart": Section(headlines=overview.make_readme_chart),
+    "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=overview.make_launched),
+    "gains": Section(headlines=overview.make_gains),
+    "charts": Section(headlines=overview.make_charts),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": section_of_one(
         "weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))
@@ -182,6 +185,12 @@ PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
     "mori-rows.svg": ("mori-rows/rows", mori_rows.plot),
     "moe-workspace.svg": ("moe-workspace/h200", moe_tables.plot),
 }
+"""Plots that matplotlib draws, each from one result."""
+
+
+def images() -> list[str]:
+    """Return the names of all plots and charts. Charts without results are left out."""
+    return [*PLOTS, *overview.drawings()]
 
 
 def section(name: str, load: Load = output.load) -> str:
@@ -242,7 +251,9 @@ def page(text: str, load: Load = output.load) -> str:
 
 
 def draw(image: str, load: Load = output.load) -> str:
-    """Draw a plot, and return its SVG text."""
+    """Draw a plot or a chart, and return its SVG text."""
+    if image not in PLOTS:
+        return overview.drawings()[image](load)
     name, plot = PLOTS[image]
     with tempfile.TemporaryDirectory() as scratch:
         plot(load(name), Path(scratch) / image)
@@ -276,7 +287,7 @@ def find_outdated(*, redraw: bool = False) -> dict[Path, str]:
             before, now, remake(lambda load, before=before: page(before, load))
         ):
             stale[path] = now
-    for image in PLOTS:
+    for image in images():
         path, now = IMAGES / image, draw(image)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         if before and matplotlib_release(before) != matplotlib_release(now):

@@ -1,4 +1,4 @@
-"""Make the README's first table, and the index of the benchmark pages with one or two figures of each result."""
+"""Make the README's older first table, and the index of the benchmark pages with one or two figures of each result."""
 
 from __future__ import annotations
 
@@ -24,20 +24,13 @@ LAUNCHED = {
     "gpt-oss-120b-30-layers": ("gpt-oss-120b", "30 of 36 layers, H100", 100),
     "kimi-k2.5-13-layers-h200": ("Kimi-K2.5", "one of 8 ranks, 13 of 61 layers, H200", 200),
 }
-"""Servers of the README's first table. Key: name of the stored result. Value: model, part of the model that ran, and
-number of concurrent requests.
+"""Servers of the README's older first table. Key: name of the stored result. Value: model, part of the model that ran,
+and number of concurrent requests.
 """
-CHART = output.RESULTS.parents[1] / "docs/images/kv-cache-by-server.svg"
-"""Chart of the README's first screen. The README shows the chart if the file exists."""
 
 
-def launched_chart(load: Load) -> str:
-    """Show the README's chart of KV cache sizes, if its file exists."""
-    return f"\n![KV cache size of servers, stock and patched](docs/images/{CHART.name})\n" if CHART.exists() else ""
-
-
-def launched(load: Load) -> str:
-    """Make the README's first table: KV cache and throughput of servers, stock and patched."""
+def launched_table(load: Load) -> str:
+    """Make the README's older table: KV cache and throughput of servers, stock and patched, from several commits."""
 
     def cell(stock: float, patched: float, form: str, gains: bool = True) -> str:
         mark = "**" if gains else ""
@@ -61,6 +54,11 @@ def launched(load: Load) -> str:
             )
         )
     header = ("model", "run on", "requests", "KV tokens", "tokens/s", "ms per token")
+    return output.table(header, rows, left=6)
+
+
+def launched(load: Load) -> str:
+    """Make the README's older table with its note."""
     note = (
         "Random weights, one run each. *One of 8 ranks*: one GPU's share of `--tp 8`. "
         "Bold tokens/s: the load overflowed stock's KV cache. Elsewhere tokens/s were 0.99 to 1.14 of stock's, for "
@@ -69,7 +67,7 @@ def launched(load: Load) -> str:
         "`SGLANG_MOE_PATCHES_KV_SIZING=always`. "
         "[How this was measured](docs/benchmarks/earlier-measurements.md#how-the-first-table-was-measured)."
     )
-    return f"\n{output.table(header, rows, left=6)}\n{note}\n"
+    return f"\n{launched_table(load)}\n{note}\n"
 
 
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:

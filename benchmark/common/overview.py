@@ -1,23 +1,27 @@
-"""Make the README's table of servers and the charts of the summary page from stored results.
+"""Make the README's table of servers, and the summary page's charts and tables, from stored results.
 
 The servers of the table are first starts of one commit (``benchmark/memory/first_starts.py``). A result of another
-commit is an error: two commits may size a KV cache differently.
+commit is an error: two commits may size a KV cache differently. While no first starts are stored, the README has the
+older table of :mod:`common.headlines`, and charts of first starts are left out.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from memory.first_starts import ROWS
+from memory.first_starts import H100_FRACTION, H100_FREE_MIB, ROWS
+from whole import peak_memory, room
 
 from common import headlines, output
-from common.charts import Bar, Group, bar_chart
+from common.charts import Bar, Group, Point, Stack, bar_chart, scatter_chart, stacked_chart
 from common.growth import REHEARSAL
 from common.output import Result
 
 Load = Callable[[str], Result]
+Server = Mapping[str, Any]
 
 FOLDER = "first-starts"
 """Folder of ``benchmark/results`` with the results of the servers in README's table."""
@@ -25,13 +29,32 @@ CHART_ROWS = ("qwen3-30b-h100-memory", "gpt-oss-120b-h100-memory", "qwen3-30b", 
 """Servers of README's chart, by the names of their results."""
 SWEPT_ROW = "qwen3-30b-h100-memory"
 """Server whose throughput a chart shows by the number of concurrent requests."""
+ROOM = ("room/0.5.12.post1", "room/0.5.17")
+"""Results with the predictions of ``doctor`` about measured servers."""
 SERIES = ("stock", "patched")
 MB = 1e6
+NO_START = "does not start"
 PHASE_SECONDS = re.compile(r"(?:^|, )(?P<phase>[^,:]+) (?P<seconds>\d+\.\d) s")
+PHASES = {
+    "prefill": re.compile(r"prefill|prompts$|one prefix"),
+    "prompts of many lengths": re.compile(r"many lengths"),
+    "decode with penalties": re.compile(r"penalties"),
+    "other decode": re.compile(r"decode"),
+    "other": re.compile(""),
+}
+"""Kinds of rehearsal phases, with a pattern of the phases' names. The first pattern that matches decides."""
 
 
 class MixedCommits(ValueError):
     """Error: the results for one table were measured on several commits."""
+
+
+# --- First starts ----------------------------------------------------------------------------------------------------
+
+
+def stored_rows() -> list[str]:
+    """Return the names of the rows whose results are stored."""
+    return [name for name in ROWS if (output.RESULTS / FOLDER / f"{name}.json").exists()]
 
 
 def first_starts(load: Load) -> dict[str, Result]:
@@ -39,7 +62,7 @@ def first_starts(load: Load) -> dict[str, Result]:
 
     :raises MixedCommits: the results name no commit, or several.
     """
-    results = {name: load(f"{FOLDER}/{name}") for name in ROWS if (output.RESULTS / FOLDER / f"{name}.json").exists()}
+    results = {name: load(f"{FOLDER}/{name}") for name in stored_rows()}
     commits = {result["conditions"].get("commit") for result in results.values()}
     if len(commits) != 1 or None in commits:
         named = ", ".join(f"{name}: {result['conditions'].get('commit')}" for name, result in results.items())
@@ -47,46 +70,10 @@ def first_starts(load: Load) -> dict[str, Result]:
     return results
 
 
-def servers_of(result: Result) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    """Return the figures of a row's stock server and of its patched server. The stock figures are ``None`` if the stock
-    server did not start.
-    """
+def servers_of(result: Result) -> tuple[Server | None, Server | None]:
+    """Return the figures of a row's stock server and of its patched server; ``None``: the server did not start."""
     servers = result["figures"]["servers"]
-    return servers.get("stock"), servers["grown"]
-
-
-def table(load: Load) -> str:
-    """Make the README's table: KV cache size and throughput of each server, stock and patched."""
-    rows = []
-    for name, result in first_starts(load).items():
-        row, (stock, patched) = ROWS[name], servers_of(result)
-        rows.append(
-            (
-                row.server,
-                row.as_run,
-                f"{stock['tokens']:,}" if stock else "does not start",
-                f"**{patched['tokens']:,}**",
-                f"{stock['total_throughput']:,.0f}" if stock else "-",
-                f"{patched['total_throughput']:,.0f}",
-            )
-        )
-    header = ("server", "as run", "KV tokens, stock", "patched", "tokens/s, stock", "patched")
-    return f"\n{output.table(header, rows, left=2)}\n"
-
-
-def kv_cache_chart(load: Load) -> str:
-    """Draw the KV cache size of servers in their first start, relative to the stock server's."""
-    results, groups = first_starts(load), []
-    for name in (name for name in CHART_ROWS if name in results):
-        stock, patched = servers_of(results[name])
-        tokens = patched["tokens"]
-        if stock is None:
-            bars = [Bar(0, "does not start"), Bar(1, f"{tokens:,} tokens")]
-        else:
-            ratio = tokens / stock["tokens"]
-            bars = [Bar(1, f"{stock['tokens']:,} tokens"), Bar(ratio, f"{tokens:,} tokens ({ratio:.2f}x)")]
-        groups.append(Group(label(name), bars))
-    return bar_chart("KV cache of a first start", SERIES, groups, "A bar's length is relative to stock's KV cache.")
+    return servers.get("stock"), servers.get("grown")
 
 
 def label(name: str) -> str:
@@ -95,45 +82,292 @@ def label(name: str) -> str:
     return row.server if row.as_run == "whole" else f"{row.server}, {row.as_run}"
 
 
+def ratio(stock: Server | None, patched: Server | None, key: str) -> float | None:
+    """Return how many times the stock server's figure the patched server has; ``None``: a server did not start."""
+    return patched[key] / stock[key] if stock and patched else None
+
+
+def overflows(figures: Mapping[str, Any], stock: Server | None) -> bool:
+    """Return whether all requests of the load together need more tokens than the stock server's KV cache has."""
+    tokens = sum(figures["input"]) // 2 + figures["output"]
+    return stock is None or bool(figures["prompts"] * tokens > stock["tokens"])
+
+
+def table(load: Load) -> str:
+    """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
+    results = first_starts(load)
+    rows = [(label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
+    note = (
+        "First starts with the engine's defaults and random weights, one run each. Bold tokens/s: the load overflows "
+        "stock's KV cache. *ms per token* is a median. [All servers and their settings](docs/benchmarks/README.md)."
+    )
+    return f"\n{output.table(('server', *FIGURES), rows, left=4)}\n{note}\n"
+
+
+FIGURES = ("KV tokens", "tokens/s", "ms per token")
+
+
+def compare_servers(result: Result) -> tuple[str, str, str]:
+    """Make the cells of :data:`FIGURES` of a row: stock and patched."""
+    stock, patched = servers_of(result)
+    is_faster = overflows(result["figures"], stock) and (ratio(stock, patched, "total_throughput") or 0) > 1.01
+    return (
+        format_pair(stock, patched, "tokens", ",", gains=patched is not None),
+        format_pair(stock, patched, "total_throughput", ",.0f", gains=is_faster),
+        format_pair(stock, patched, "median_tpot_ms", ".0f"),
+    )
+
+
+def format_pair(stock: Server | None, patched: Server | None, key: str, form: str, gains: bool = False) -> str:
+    """Format a figure of both servers as a cell of a table.
+
+    :param gains: whether the patched figure is bold.
+    """
+    before, after = (f"{server[key]:{form}}" if server else NO_START for server in (stock, patched))
+    if key != "tokens" and not (stock and patched):
+        return before if stock else after
+    return f"{before} -> **{after}**" if gains else f"{before} -> {after}"
+
+
+def make_launched(load: Load) -> str:
+    """Make the README's table from first starts, or else from older results."""
+    return table(load) if stored_rows() else headlines.launched(load)
+
+
+def kv_cache_chart(load: Load, names: tuple[str, ...] = CHART_ROWS) -> str:
+    """Draw the KV cache size of servers in their first start, relative to the stock server's.
+
+    :param names: rows of the servers. Rows without a result are left out.
+    """
+    results, groups = first_starts(load), []
+    for name in (name for name in names if name in results):
+        stock, patched = servers_of(results[name])
+        times = ratio(stock, patched, "tokens")
+        bars = [
+            Bar(1, f"{stock['tokens']:,} tokens") if stock else Bar(0, f"stock {NO_START}"),
+            Bar(times or 1, f"{patched['tokens']:,} tokens{f' ({times:.2f}x)' if times else ''}")
+            if patched
+            else Bar(0, f"patched {NO_START}"),
+        ]
+        groups.append(Group(label(name), bars))
+    note = "A bar's length is relative to stock's KV cache. First start, engine defaults, random weights."
+    return bar_chart("KV cache size, stock and patched", SERIES, groups, note)
+
+
+def kv_cache_table(load: Load) -> str:
+    """Make the table behind the chart of all KV caches, with the sizes that were predicted before the runs."""
+    rows = []
+    for name, result in first_starts(load).items():
+        stock, patched = servers_of(result)
+        times, expected = ratio(stock, patched, "tokens"), ROWS[name].predicted_tokens[1]
+        sizes = (f"{server['tokens']:,}" if server else NO_START for server in (stock, patched))
+        predicted = f"{expected:,}" if expected else ""
+        rows.append((ROWS[name].server, ROWS[name].as_run, *sizes, f"{times:.2f}" if times else "", predicted))
+    header = ("server", "as run", "KV tokens, stock", "patched", "times stock's", "patched, predicted before the run")
+    return output.table(header, rows, left=2)
+
+
+# --- Concurrent requests ---------------------------------------------------------------------------------------------
+
+
+class Throughput(NamedTuple):
+    """Throughput of one server under one load."""
+
+    tokens_per_s: float
+    ms_per_token: float
+
+
+def sweep_loads(load: Load) -> dict[int, list[Throughput]]:
+    """Read the throughput of the swept row's servers, stock and patched, by the number of concurrent requests."""
+    figures = load(f"{FOLDER}/{SWEPT_ROW}")["figures"]
+    by_server = []
+    for server in map(figures["servers"].__getitem__, ("stock", "grown")):
+        loads = [*server.get("sweep", []), {"prompts": figures["prompts"], **server}]
+        by_server.append({row["prompts"]: Throughput(row["total_throughput"], row["median_tpot_ms"]) for row in loads})
+    return {prompts: [loads[prompts] for loads in by_server] for prompts in sorted(by_server[0])}
+
+
+def has_sweep() -> bool:
+    """Return whether the swept row is stored, and both of its servers ran all loads."""
+    if SWEPT_ROW not in stored_rows():
+        return False
+    servers = output.load(f"{FOLDER}/{SWEPT_ROW}")["figures"]["servers"]
+    return all(servers.get(name, {}).get("sweep") for name in ("stock", "grown"))
+
+
 def concurrency_chart(load: Load) -> str:
     """Draw the throughput of one server by the number of concurrent requests."""
-    figures = load(f"{FOLDER}/{SWEPT_ROW}")["figures"]
-    loads = {server: _throughputs(figures, figures["servers"][server]) for server in ("stock", "grown")}
-    groups = [
-        Group(
-            f"{prompts} requests at once",
-            [Bar(by_load[prompts], f"{by_load[prompts]:,.0f}") for by_load in loads.values()],
+    groups = []
+    for prompts, (stock, patched) in sweep_loads(load).items():
+        times = patched.tokens_per_s / stock.tokens_per_s
+        bars = [
+            Bar(stock.tokens_per_s, f"{stock.tokens_per_s:,.0f} tokens/s"),
+            Bar(patched.tokens_per_s, f"{patched.tokens_per_s:,.0f} tokens/s ({times:.2f}x)"),
+        ]
+        groups.append(Group(f"{prompts} concurrent requests", bars))
+    return bar_chart("Throughput by concurrent requests", SERIES, groups, f"{label(SWEPT_ROW)}.")
+
+
+def concurrency_table(load: Load) -> str:
+    """Make the table behind the chart of throughput."""
+    rows = []
+    for prompts, (stock, patched) in sweep_loads(load).items():
+        rows.append(
+            (
+                str(prompts),
+                *(f"{server.tokens_per_s:,.0f}" for server in (stock, patched)),
+                f"{patched.tokens_per_s / stock.tokens_per_s:.2f}",
+                *(f"{server.ms_per_token:.1f}" for server in (stock, patched)),
+            )
         )
-        for prompts in sorted(loads["stock"])
+    header = ("requests", "tokens/s, stock", "patched", "times stock's", "ms per token, stock", "patched")
+    return output.table(header, rows, left=0)
+
+
+# --- Memory of a forward pass ----------------------------------------------------------------------------------------
+
+
+class Saving(NamedTuple):
+    """Memory of one model's forward pass, stock and with some changes.
+
+    :param change: changes that are on, in words.
+    :param model: the model, its weights and its MoE runner.
+    :param predicted: memory with the changes as ``doctor`` predicts it; ``None``: it has no prediction.
+    """
+
+    change: str
+    model: str
+    stock: float
+    patched: float
+    predicted: float | None = None
+
+
+def savings(load: Load) -> list[Saving]:
+    """Read the memory that forward passes of 16,384 tokens need, by change."""
+
+    def all_changes(model: str, name: str) -> Saving:
+        result = load(name)
+        stock, patched = (result["figures"]["memory"][server]["peak_forward_bytes"] for server in SERIES)
+        return Saving("all changes", model, stock, patched, peak_memory.predict_result(result, "patched").peak)
+
+    alone = load("triton-server/moe-workspace-eager")["figures"]
+    nvfp4 = load("peak-memory/kimi-k2.5-tp4")["figures"]["memory"]
+    kept = load("segments/kimi-k2.5")["figures"]["servers"]
+    return [
+        Saving("moe-workspace", "Kimi-K2.5 in BF16, Triton", alone["stock"]["peak"], alone["patched"]["peak"]),
+        *(
+            all_changes(f"{model.partition(',')[0]} in {'FP8' if 'FP8' in model else 'BF16'}, Triton", name)
+            for model, name in headlines.PEAKS.items()
+        ),
+        all_changes("Kimi-K2.5 in INT4, Marlin", "peak-memory/marlin-kimi-k2.5-shard8"),
+        Saving(
+            "output-buffer, deferred-shared-experts",
+            "Kimi-K2.5 in NVFP4",
+            *(nvfp4[server]["peak_forward_bytes"] for server in SERIES),
+        ),
+        Saving(
+            "activation-segments",
+            "unusable memory, Kimi-K2.5 in BF16",
+            kept["stock"]["slack"],
+            kept["stock-segments"]["slack"],
+        ),
     ]
-    return bar_chart(f"Tokens per second: {ROWS[SWEPT_ROW].server}", SERIES, groups)
-
-
-def _throughputs(figures: Mapping[str, Any], server: Mapping[str, Any]) -> dict[int, float]:
-    """Read the tokens per second of a server, by the number of concurrent requests."""
-    rows = [*server.get("sweep", []), {"prompts": figures["prompts"], "total_throughput": server["total_throughput"]}]
-    return {row["prompts"]: row["total_throughput"] for row in rows}
 
 
 def prefill_chart(load: Load) -> str:
-    """Draw the peak memory of one prefill of 16,384 tokens, by model."""
+    """Draw the peak memory of one prefill of 16,384 tokens, by change."""
     groups = []
-    for model, name in headlines.PEAKS.items():
-        memory = load(name)["figures"]["memory"]
-        peaks = [memory[server]["peak_forward_bytes"] / MB for server in SERIES]
-        groups.append(Group(f"{model}, one rank of TP=4", [Bar(peak, f"{peak:,.0f} MB") for peak in peaks]))
-    return bar_chart("Peak memory of a prefill of 16,384 tokens", SERIES, groups)
+    for saving in savings(load):
+        bars = [
+            Bar(saving.stock / MB, f"{saving.stock / MB:,.0f} MB"),
+            Bar(saving.patched / MB, f"{saving.patched / MB:,.0f} MB ({saving.patched / saving.stock:.2f}x)"),
+        ]
+        groups.append(Group(f"{saving.change}: {saving.model}", bars))
+    note = (
+        "Prefill of 16,384 tokens, H200, sizes of one rank of TP=4; INT4 of TP=8. Unusable memory: what PyTorch's "
+        "allocator keeps in addition to tensors, under mixed load."
+    )
+    return bar_chart("Peak memory of a forward pass, by change", SERIES, groups, note)
 
 
-def rehearsal_chart(load: Load) -> str:
-    """Draw the seconds of a rehearsal and the name of its longest phase, by server."""
-    groups = []
+def prefill_table(load: Load) -> str:
+    """Make the table behind the chart of forward passes."""
+    rows = []
+    for saving in savings(load):
+        predicted = "" if saving.predicted is None else f"{saving.predicted / MB:,.0f}"
+        measured = (f"{size / MB:,.0f}" for size in (saving.stock, saving.patched))
+        rows.append((saving.change, saving.model, *measured, f"{saving.patched / saving.stock:.2f}", predicted))
+    header = ("changes", "model", "MB, stock", "patched", "times stock's", "patched, predicted")
+    return output.table(header, rows, left=2)
+
+
+# --- Predictions of doctor -------------------------------------------------------------------------------------------
+
+
+class Comparison(NamedTuple):
+    """Memory need of one measured server: predicted by ``doctor`` and measured, in bytes."""
+
+    model: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1
+
+
+def comparisons(load: Load) -> list[Comparison]:
+    """Compare the predicted with the measured need of each server that measured its need."""
+    found = []
+    for result in map(load, ROOM):
+        measured = {
+            (name, kind): (of, server) for name, kind, of, server in room.measured_servers(room.release_of(result))
+        }
+        for answer in result["figures"]["servers"]:
+            served, server = measured[answer["result"], answer["server"]]
+            predicted = room.compare(answer, server)[0]["need"]["total"]
+            found.append(Comparison(served["figures"]["model"], predicted, server["growth"]["need_bytes"]))
+    return found
+
+
+def prediction_chart(load: Load) -> str:
+    """Draw the need of each measured server by the need that ``doctor`` predicts."""
+    points = [Point(one.measured / MB, one.predicted / MB) for one in comparisons(load)]
+    title = "Memory need: predicted by doctor, and measured"
+    return scatter_chart(title, ("measured, MB", "predicted, MB"), points, 5_000, room.NEED_ERROR)
+
+
+def prediction_table(load: Load) -> str:
+    """Make the table behind the chart of predictions, with a row for each model."""
+    by_model: dict[str, list[Comparison]] = {}
+    for one in comparisons(load):
+        by_model.setdefault(one.model, []).append(one)
+    rows = []
+    for model, ones in sorted(by_model.items()):
+        worst = max(ones, key=lambda one: abs(one.error))
+        within = sum(abs(one.error) <= room.NEED_ERROR for one in ones)
+        needs = (f"{need / MB:,.0f}" for need in (worst.predicted, worst.measured))
+        rows.append((model, str(len(ones)), str(within), *needs, f"{100 * worst.error:+.0f} %"))
+    share = f"{100 * room.NEED_ERROR:.0f} %"
+    header = ("model", "servers", f"within {share}", "worst: predicted MB", "measured MB", "error")
+    return output.table(header, rows, left=1)
+
+
+# --- Rehearsals ------------------------------------------------------------------------------------------------------
+
+
+def rehearsals(load: Load) -> dict[str, dict[str, float]]:
+    """Read the seconds of each row's rehearsal by kind of phase. Rows without a rehearsal are left out."""
+    found = {}
     for name, result in first_starts(load).items():
-        seconds = phase_seconds(servers_of(result)[1]["said"])
-        total = sum(seconds.values())
-        longest = max(seconds, key=lambda phase: seconds[phase], default="")
-        groups.append(Group(label(name), [Bar(total, f"{total:.0f} s; longest: {longest} {seconds[longest]:.0f} s")]))
-    return bar_chart("Seconds of a rehearsal", ("all phases",), groups)
+        patched = servers_of(result)[1]
+        kinds = dict.fromkeys(PHASES, 0.0)
+        for phase, seconds in phase_seconds(patched["said"] if patched else []).items():
+            kinds[next(kind for kind, pattern in PHASES.items() if pattern.search(phase))] += seconds
+        if any(kinds.values()):
+            found[name] = kinds
+    return found
 
 
 def phase_seconds(lines: list[str]) -> dict[str, float]:
@@ -141,3 +375,162 @@ def phase_seconds(lines: list[str]) -> dict[str, float]:
     line = next(filter(REHEARSAL.search, lines), "")
     phases = PHASE_SECONDS.finditer(line.partition(": ")[2].partition(";")[0])
     return {match["phase"]: float(match["seconds"]) for match in phases}
+
+
+def rehearsal_kinds(load: Load) -> list[str]:
+    """Return the kinds of phases that took time in any rehearsal."""
+    found = rehearsals(load).values()
+    return [kind for kind in PHASES if any(seconds[kind] for seconds in found)]
+
+
+def rehearsal_chart(load: Load) -> str:
+    """Draw the seconds of each rehearsal by kind of phase."""
+    kinds = rehearsal_kinds(load)
+    stacks = [
+        Stack(label(name), [seconds[kind] for kind in kinds], f"{sum(seconds.values()):.0f} s")
+        for name, seconds in rehearsals(load).items()
+    ]
+    return stacked_chart("Seconds of a rehearsal, by phase", kinds, stacks, "First starts, which compile kernels.")
+
+
+def rehearsal_table(load: Load) -> str:
+    """Make the table behind the chart of rehearsals."""
+    kinds = rehearsal_kinds(load)[:4]  # the table has six columns
+    rows = [
+        (label(name), *(f"{seconds[kind]:.1f}" for kind in kinds), f"{sum(seconds.values()):.0f}")
+        for name, seconds in rehearsals(load).items()
+    ]
+    return output.table(("server", *(f"{kind}, s" for kind in kinds), "all, s"), rows)
+
+
+# --- The summary page ------------------------------------------------------------------------------------------------
+
+
+class Chart(NamedTuple):
+    """Chart of the summary page.
+
+    :param heading: heading of its section.
+    :param text: paragraph above the chart.
+    :param draw: makes the SVG.
+    :param table: makes the table below the chart.
+    :param page: name and link of the page with more figures.
+    :param is_stored: returns whether the results exist.
+    """
+
+    heading: str
+    text: str
+    draw: Callable[[Load], str]
+    table: Callable[[Load], str]
+    page: str
+    is_stored: Callable[[], bool] = lambda: True
+
+
+def has_first_starts() -> bool:
+    """Return whether a first start is stored."""
+    return bool(stored_rows())
+
+
+README_CHART = "kv-cache-by-server.svg"
+CHARTS = {
+    "kv-cache-of-all-servers.svg": Chart(
+        "KV cache by server",
+        "The patched server measures its forward passes, and gives the rest of the memory to the KV cache.",
+        lambda load: kv_cache_chart(load, tuple(ROWS)),
+        kv_cache_table,
+        "[serving](serving.md)",
+        has_first_starts,
+    ),
+    "throughput-by-requests.svg": Chart(
+        "Throughput by concurrent requests",
+        "A larger KV cache is faster as soon as the requests need more KV tokens than stock has.",
+        concurrency_chart,
+        concurrency_table,
+        "[serving](serving.md)",
+        has_sweep,
+    ),
+    "forward-pass-by-change.svg": Chart(
+        "Memory of a forward pass by change",
+        "The memory that MoE layers no longer need stays free, or goes to the KV cache. By default *moe-workspace* "
+        "cuts an expert output into fewer slices, and saves less.",
+        prefill_chart,
+        prefill_table,
+        "[peak-memory](peak-memory.md), [moe-workspace](moe-workspace.md), [segments](segments.md)",
+    ),
+    "need-predicted-and-measured.svg": Chart(
+        "Need: predicted and measured",
+        "The *need* is the memory of forward passes and CUDA graphs, in addition to weights and KV cache. `doctor "
+        "--model` predicts it without a GPU. Each point is a server that measured its need.",
+        prediction_chart,
+        prediction_table,
+        "[models](../commands/models.md)",
+    ),
+    "rehearsal-by-phase.svg": Chart(
+        "Seconds of a rehearsal by phase",
+        "The patched server is ready later than stock, because it first runs its largest forward passes.",
+        rehearsal_chart,
+        rehearsal_table,
+        "[kv-sizing](kv-sizing.md)",
+        lambda: has_first_starts() and bool(rehearsals(output.load)),
+    ),
+}
+"""Charts of the summary page by the names of their images, in the page's order."""
+
+
+def drawings() -> dict[str, Callable[[Load], str]]:
+    """Return the functions that draw the charts whose results are stored, by the names of the images."""
+    found = {name: chart.draw for name, chart in CHARTS.items() if chart.is_stored()}
+    return ({README_CHART: kv_cache_chart} if has_first_starts() else {}) | found
+
+
+def make_readme_chart(load: Load) -> str:
+    """Make the line of the README that shows its chart; "" while no first start is stored."""
+    if not has_first_starts():
+        return ""
+    return f"\n![KV cache size of servers, stock and patched](docs/images/{README_CHART})\n"
+
+
+def make_charts(load: Load) -> str:
+    """Make the summary page's sections of charts. Each chart has its table below it, folded."""
+    sections = []
+    for image, chart in CHARTS.items():
+        if not chart.is_stored():
+            continue
+        sections.append(
+            f"\n## {chart.heading}\n\n{_wrap(chart.text)}\n\n![{chart.heading}](../images/{image})\n\n"
+            f"<details><summary>The figures of this chart</summary>\n\n{chart.table(load)}\n</details>\n\n"
+            f"More: {chart.page}.\n"
+        )
+    return "".join(sections)
+
+
+def make_gains(load: Load) -> str:
+    """Make the summary page's first table: the servers of all rows, stock and patched."""
+    if not has_first_starts():
+        return f"\n{headlines.launched_table(load)}\n{describe_origin(load)}\n"
+    rows = [
+        (ROWS[name].server, ROWS[name].as_run, *compare_servers(result)) for name, result in first_starts(load).items()
+    ]
+    return f"\n{output.table(('server', 'as run', *FIGURES), rows, left=5)}\n{_wrap(describe_origin(load))}\n"
+
+
+def describe_origin(load: Load) -> str:
+    """Name the releases, the commit and the date of the servers in the table of gains."""
+    if not has_first_starts():
+        return "These servers ran with [several commits](earlier-measurements.md#how-the-first-table-was-measured)."
+    results = first_starts(load)
+    conditions = [result["conditions"] for result in results.values()]
+    engine, dates = (" and ".join(sorted({one[key] for one in conditions})) for key in ("engine", "date"))
+    line = (
+        f"Stock -> patched. Bold tokens/s: the load overflows stock's KV cache. SGLang {engine}, commit "
+        f"`{conditions[0]['commit']}` of this package, {dates}. Data: [{FOLDER}](../../benchmark/results/{FOLDER})."
+    )
+    if any("h100" in name for name in results):
+        line += (
+            f" *With an H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB of an H200 free, and "
+            f"`--mem-fraction-static {H100_FRACTION}` is the fraction that the engine computes on an H100."
+        )
+    return line
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

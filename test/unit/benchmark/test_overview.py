@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
-from common import output, overview
+from common import headlines, output, overview
 from memory.first_starts import ROWS
 
-STOCK = {"tokens": 1_000, "total_throughput": 50.0}
+STOCK = {"tokens": 1_000, "total_throughput": 50.0, "median_tpot_ms": 20.0}
 PATCHED = {
     "tokens": 1_500,
     "total_throughput": 60.0,
-    "said": ["rehearsed in 3 s: prefill chunk 2.1 s, decode 0.5 s; x"],
+    "median_tpot_ms": 30.0,
+    "said": ["rehearsed in 3 s: prefill chunk 2.1 s, captured decode of 8 requests 0.5 s; x"],
 }
+SWEPT = [{"prompts": 2, "total_throughput": 40.0, "median_tpot_ms": 15.0}]
+LOAD = {"prompts": 4, "input": [200, 400], "output": 100}
 NAMES = list(ROWS)[:3]
 
 
@@ -22,11 +26,12 @@ def store(tmp_path, monkeypatch):
     """Function that stores one result for each given commit, and returns the function that loads a result."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
 
-    def write(*commits, stock=STOCK):
+    def write(*commits, names=NAMES, stock=STOCK, patched=PATCHED, **figures):
         (tmp_path / overview.FOLDER).mkdir()
-        for name, commit in zip(NAMES, commits, strict=False):
-            servers = {"grown": PATCHED} | ({"stock": stock} if stock else {})
-            result = {"conditions": {"commit": commit}, "figures": {"servers": servers}}
+        for name, commit in zip(names, commits, strict=False):
+            servers = {name: server for name, server in (("stock", stock), ("grown", patched)) if server}
+            conditions = {"commit": commit, "engine": "0.5.12.post1", "date": "2026-11-29"}
+            result = {"conditions": conditions, "figures": {**LOAD, **figures, "servers": servers}}
             (tmp_path / overview.FOLDER / f"{name}.json").write_text(json.dumps(result))
         return output.load
 
@@ -44,20 +49,97 @@ def test_results_of_several_commits_or_of_none_are_refused(commits, store):
 
 def test_a_row_has_stock_and_patched_figures(store):
     lines = overview.table(store("a", "a")).strip().splitlines()
-    assert len(lines) == 4, "a header, its rule, and a line for each result"
-    assert lines[2].startswith(f"| {ROWS[NAMES[0]].server} | {ROWS[NAMES[0]].as_run} | 1,000 | **1,500** | 50 | 60 |")
+    assert lines[2] == f"| {ROWS[NAMES[0]].server} | 1,000 -> **1,500** | 50 -> **60** | 20 -> 30 |"
+    assert lines[4] == "", "a header, its rule, and a line for each result"
+
+
+@pytest.mark.parametrize(("prompts", "speed"), [(2, "50 -> 60"), (3, "50 -> **60**")])
+def test_tokens_per_second_are_bold_if_the_load_overflows_the_stock_kv_cache(prompts, speed, store):
+    assert f"| {speed} |" in overview.table(store("a", prompts=prompts))
+
+
+def test_readme_has_some_rows_and_the_summary_page_all(store):
+    load = store(*"a" * len(ROWS), names=ROWS)
+    readme, summary = overview.table(load), overview.make_gains(load)
+    assert sum(line.startswith("| ") for line in readme.splitlines()) == 1 + len(overview.CHART_ROWS)
+    assert all(f"| {row.server} | {row.as_run} | 1,000 -> **1,500** |" in summary for row in ROWS.values())
 
 
 def test_a_stock_server_that_does_not_start_is_named_so(store):
     load = store("a", stock=None)
-    assert "| does not start | **1,500** | - | 60 |" in overview.table(load)
+    assert "| does not start -> **1,500** | 60 | 30 |" in overview.table(load)
     chart = overview.kv_cache_chart(load)
-    assert "does not start" in chart
+    assert "stock does not start" in chart
     assert "1,500 tokens<" in chart, "there is no ratio"
 
 
+def test_a_patched_server_that_does_not_start_is_named_so(store):
+    load = store("a", patched=None)
+    assert "| 1,000 -> does not start | 50 | 20 |" in overview.table(load)
+    assert "patched does not start" in overview.kv_cache_chart(load)
+    assert overview.rehearsals(load) == {}
+
+
+def test_tables_behind_charts_have_the_figures_and_one_column_of_predictions(store):
+    load = store("a")
+    assert overview.kv_cache_table(load).splitlines()[2].endswith("| whole | 1,000 | 1,500 | 1.50 | 155,000 |")
+    assert overview.rehearsal_table(load).splitlines()[::2] == [
+        "| server | prefill, s | other decode, s | all, s |",
+        f"| {ROWS[NAMES[0]].server} | 2.1 | 0.5 | 3 |",
+    ]
+
+
+def test_throughput_is_shown_for_each_number_of_concurrent_requests(store):
+    load = store("a", stock={**STOCK, "sweep": SWEPT}, patched={**PATCHED, "sweep": SWEPT})
+    assert overview.concurrency_table(load).splitlines()[2:] == [
+        "| 2 | 40 | 40 | 1.00 | 15.0 | 15.0 |",
+        "| 4 | 50 | 60 | 1.20 | 20.0 | 30.0 |",
+    ]
+    assert "60 tokens/s (1.20x)" in overview.concurrency_chart(load)
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "missing"),
+    [
+        (STOCK, PATCHED, {"throughput-by-requests.svg"}),
+        (None, {**PATCHED, "sweep": SWEPT}, {"throughput-by-requests.svg"}),
+        ({**STOCK, "sweep": SWEPT}, {**PATCHED, "said": [], "sweep": SWEPT}, {"rehearsal-by-phase.svg"}),
+    ],
+    ids=["no sweep", "no stock server", "no rehearsal"],
+)
+def test_a_chart_without_figures_is_left_out(stock, patched, missing, store):
+    store("a", stock=stock, patched=patched)
+    assert set(overview.CHARTS) - set(overview.drawings()) == missing
+
+
+def test_without_first_starts_the_older_table_remains_and_their_charts_are_left_out(tmp_path, monkeypatch):
+    load = output.load
+    older = headlines.launched(load)
+    stored = {f"serving/{name}": load(f"serving/{name}") for name in headlines.LAUNCHED}
+    monkeypatch.setattr(output, "RESULTS", tmp_path)
+    assert overview.make_launched(stored.__getitem__) == older
+    assert overview.make_readme_chart(load) == ""
+    assert list(overview.drawings()) == ["forward-pass-by-change.svg", "need-predicted-and-measured.svg"]
+    assert headlines.launched_table(stored.__getitem__) in overview.make_gains(stored.__getitem__)
+
+
+def test_each_rehearsed_phase_counts_once():
+    phases = ["prefill chunk", "8 requests behind one prefix", "2 of the longest prompts", "prompts of many lengths"]
+    phases += ["decode of 8 requests with penalties and a logit bias", "captured decode of 8 requests", "something"]
+    kinds = [next(kind for kind, pattern in overview.PHASES.items() if pattern.search(phase)) for phase in phases]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == list(overview.PHASES)
+    assert kinds[:3] == ["prefill"] * 3
+
+
 def test_seconds_of_each_phase_are_read_from_the_log_line():
-    assert overview.phase_seconds(PATCHED["said"]) == {"prefill chunk": 2.1, "decode": 0.5}
+    assert overview.phase_seconds(PATCHED["said"]) == {"prefill chunk": 2.1, "captured decode of 8 requests": 0.5}
     assert (
         overview.phase_seconds(["the KV cache keeps the engine's size and is not measured because of --pp-size"]) == {}
     )
+
+
+def test_each_chart_of_the_summary_page_has_a_folded_table_of_at_most_six_columns():
+    text = overview.make_charts(output.load)
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert len(headings) == text.count("<details>") == text.count("</details>") == text.count("![")
+    assert all(line.count("|") <= 7 for line in text.splitlines())

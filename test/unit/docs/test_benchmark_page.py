@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import render
-from common import output
+from common import output, overview
+from memory.first_starts import ROWS
+
+DOCS = render.DOCS
 
 
 def names() -> list[str]:
@@ -26,37 +29,46 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
     shown = re.findall(r"<!-- figures:(\S+) -->", text)
     assert sorted(shown) == sorted(render.SECTIONS)
     results = {result for name in shown for result in render.SECTIONS[name].results}
+    results |= {f"{overview.FOLDER}/{name}" for name in overview.stored_rows()}
     assert results == set(names())
     images = {path.name for path in render.IMAGES.iterdir()}
-    assert set(render.PLOTS) <= images
+    assert set(render.images()) <= images
     assert images <= set(re.findall(r"images/([^)\s\"]+)", text))
 
 
 @pytest.fixture
 def copied_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the results, a page and two plots to a folder in which the test may write."""
-    docs, page = tmp_path / "docs", "benchmarks/overheads-and-checks.md"
+    """Copy the results and images to a folder in which the test may write. README is empty there."""
+    docs = tmp_path / "docs"
     shutil.copytree(output.RESULTS, tmp_path / "results")
     shutil.copytree(render.IMAGES, docs / "images")
-    (docs / page).parent.mkdir()
-    shutil.copy(render.DOCS / page, docs / page)
+    (docs / "benchmarks").mkdir()
     (tmp_path / "README.md").touch()
-    plots = {name: render.PLOTS[name] for name in ("mori-rows.svg", "weight-shuffle.svg")}
     monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(render, "PLOTS", plots)
     for name, path in (("ROOT", tmp_path), ("DOCS", docs), ("IMAGES", docs / "images")):
         monkeypatch.setattr(render, name, path)
     return tmp_path
+
+
+@pytest.fixture
+def one_page(copied_results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy also a page. Only two plots are rendered."""
+    page = "docs/benchmarks/overheads-and-checks.md"
+    shutil.copy(DOCS / "benchmarks/overheads-and-checks.md", copied_results / page)
+    plots = {name: render.PLOTS[name] for name in ("mori-rows.svg", "weight-shuffle.svg")}
+    monkeypatch.setattr(render, "PLOTS", plots)
+    monkeypatch.setattr(overview, "drawings", dict)
+    return copied_results
 
 
 def outdated() -> list[str]:
     return [path.name for path in render.find_outdated()]
 
 
-def test_an_outdated_result_page_or_plot_is_reported(copied_results: Path):
+def test_an_outdated_result_page_or_plot_is_reported(one_page: Path):
     result, page = (
-        copied_results / "results/mori-rows/rows.json",
-        copied_results / "docs/benchmarks/overheads-and-checks.md",
+        one_page / "results/mori-rows/rows.json",
+        one_page / "docs/benchmarks/overheads-and-checks.md",
     )
     before, rows = result.read_text(), json.loads(result.read_text())
     case = next(case for case in rows["figures"]["cases"] if (case["ep"], case["batch"]) == (8, 32))
@@ -68,3 +80,42 @@ def test_an_outdated_result_page_or_plot_is_reported(copied_results: Path):
     page.write_text(page.read_text(encoding="utf-8").replace("| 2,750 |", "| 2,570 |"), encoding="utf-8")
     (render.IMAGES / "weight-shuffle.svg").unlink()
     assert outdated() == ["overheads-and-checks.md", "weight-shuffle.svg"]
+
+
+def store_first_start(name: str, commit: str) -> None:
+    """Store a made-up result of a row of the README's table."""
+    result = output.load("serving/qwen3-30b-default")
+    for server in result["figures"]["servers"].values():
+        server["sweep"] = [{"prompts": 50, "total_throughput": 40.0, "median_tpot_ms": 15.0}]
+    result["conditions"]["commit"] = commit
+    path = output.RESULTS / overview.FOLDER / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result))
+
+
+def test_first_starts_of_one_commit_change_the_pages_and_those_of_two_commits_are_refused(
+    copied_results: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(render, "PLOTS", {})
+    shutil.rmtree(output.RESULTS / overview.FOLDER, ignore_errors=True)
+    for page, names in (
+        ("README.md", ("launched-chart", "launched")),
+        ("docs/benchmarks/README.md", ("gains", "charts")),
+    ):
+        (copied_results / page).write_text("\n".join(f"<!-- figures:{name} -->\n<!-- /figures -->" for name in names))
+    for path, text in render.find_outdated().items():
+        path.write_text(text)
+    assert overview.README_CHART not in (copied_results / "README.md").read_text()
+
+    for name in ROWS:
+        store_first_start(name, "a")
+    for image in render.IMAGES.iterdir():
+        image.unlink()
+    assert set(outdated()) == {"README.md", overview.README_CHART, *overview.CHARTS}
+    changed = render.page((copied_results / "docs/benchmarks/README.md").read_text())
+    assert all(f"(../images/{name})" in changed for name in overview.CHARTS)
+    assert f"(docs/images/{overview.README_CHART})" in render.page((copied_results / "README.md").read_text())
+
+    store_first_start(list(ROWS)[-1], "b")
+    with pytest.raises(overview.MixedCommits):
+        render.find_outdated()
