@@ -91,7 +91,7 @@ def add_hooks(scheduler: Any) -> None:
     pools: Any = SimpleNamespace(counts=TokenCounts(100_000), page=1)
     board: Any = SimpleNamespace(is_raised=lambda flag: False)
     shown = serving.Metrics({}, 0)
-    watch = serving.Serving(scheduler, pools, memory, orders, board, shown, leads=True, beside=3)
+    watch = serving.Serving(scheduler, pools, memory, orders, board, shown, leads=True, extra_tokens=3)
     orders.on_turn = watch.look
     serving.limit_requests(scheduler, 2048, 256)
 

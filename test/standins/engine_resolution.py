@@ -75,10 +75,12 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
         return {"skipped": skip.reason}
     hooks.ranks.is_rank_0 = lambda: True  # there are no process groups
     hooks.ranks.all_gather = lambda value, kind: [value]
-    hooks.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)
-    start = hooks.ServerStart()
-    start._gather(SimpleNamespace(server_args=server_args, gpu_id=0), 100.0)
-    return {"kept": start.reason} if start.reason else {"sized": True}
+    hooks.engine_rule.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(
+        fraction=0.8, free_before_load=100 << 30
+    )
+    process = hooks.SchedulerHooks()
+    process._gather_launch_memory(SimpleNamespace(server_args=server_args, gpu_id=0), 100.0)
+    return {"kept": process.reason} if process.reason else {"sized": True}
 
 
 def _resolve(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def make_pool(name, *bases, **has):
 
 
 ROWS = {"req_to_token": torch.zeros(3, 0, dtype=torch.int32), "free_slots": [1, 2]}
-PLAIN_TABLE, STATE_TABLE = make_pool("ReqToTokenPool", **ROWS), make_pool("HybridReqToTokenPool", **ROWS)
+PLAIN_TABLE = make_pool("ReqToTokenPool", **ROWS)
 CONFIG = SimpleNamespace(context_len=1000, vocab_size=5000)
 
 
@@ -162,12 +162,12 @@ class OneRank:
     :param low: returns whether another rank reports that its memory is low.
     """
 
-    def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, **more):
+    def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, limits=SMALL, **more):
         self.low_reports: list[str] = []
         is_raised = lambda flag: flag in self.low_reports or low()  # noqa: E731
         board: Any = SimpleNamespace(raise_flag=self.low_reports.append, is_raised=is_raised)
-        derive = phases.derive_phases
-        self.run = rehearsal.Rehearsal(scheduler, 0, board, 1, derive, leads=leads, **{"peaks": {}, **more})
+        arguments = (scheduler, 0, board, 1, phases.derive_phases, limits)
+        self.run = rehearsal.Rehearsal(*arguments, leads=leads, **{"peaks": {}, **more})
         self.run.on_end = over
         self.orders = ranks.Orders(scheduler, self.run.plant)
 

@@ -19,11 +19,11 @@ PLAIN = (str, bytes, bytearray, float, type(None), types.ModuleType, types.CodeT
 
 def register():
     if "SCAN" in os.environ:
-        wrapt.register_post_import_hook(scan_when_serving, "sglang_moe_patches.memory.kv_sizing.hooks")
+        wrapt.register_post_import_hook(scan_when_serving, "sglang_moe_patches.memory.kv_sizing.start")
 
 
-def scan_when_serving(hooks):
-    serve = hooks.ServerStart._serve
+def scan_when_serving(start_module):
+    serve = start_module.ServerStart._serve
 
     def serve_and_scan(start):
         serve(start)
@@ -31,7 +31,7 @@ def scan_when_serving(hooks):
         found = find_numbers({rule, rule - 1, rule - 6}, start.scheduler)
         Path(os.environ["SCAN"]).write_text("".join(f"{each}\n" for each in found))
 
-    hooks.ServerStart._serve = serve_and_scan
+    start_module.ServerStart._serve = serve_and_scan
 
 
 def list_members(value):

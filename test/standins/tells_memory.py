@@ -45,6 +45,7 @@ sampled = {"now": 0, "most": 0}  # bytes of sampling since the last reset of the
 def register():
     here = "sglang_moe_patches.memory.kv_sizing."
     hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": on_the_host}
+    hooks[here + "engine_rule"] = note_fraction
     hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "ranks": be_quick}
     hooks[here + "serving"] = look_often
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
@@ -135,7 +136,7 @@ def count_what_is_sampled(rehearsal):
 
     def begin_anew(rehearsal):  # the flush before it has emptied the allocator
         sampled.update(now=0, most=0)
-        return begin(rehearsal)
+        begin(rehearsal)
 
     rehearsal.Rehearsal.begin = begin_anew
 
@@ -144,7 +145,7 @@ def keep_steps(rehearsal):
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
-        limits = begin(rehearsal)
+        begin(rehearsal)
         file = Path(os.environ["STEPS"], rank())
         watched = rehearsal.runner.forward
 
@@ -155,7 +156,6 @@ def keep_steps(rehearsal):
             return watched(batch, *args, **kwargs)
 
         rehearsal.runner.forward = forward
-        return limits
 
     rehearsal.Rehearsal.begin = begin_with
 
@@ -189,7 +189,7 @@ def after_each_forward(rehearsal, do):
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
-        limits = begin(rehearsal)
+        begin(rehearsal)
         watched = rehearsal.runner.forward
 
         def forward(batch, *args, **kwargs):
@@ -198,7 +198,6 @@ def after_each_forward(rehearsal, do):
             return result
 
         rehearsal.runner.forward = forward
-        return limits
 
     rehearsal.Rehearsal.begin = begin_with
 
@@ -283,20 +282,23 @@ def with_the_fraction(wrapped, maker, args, kwargs):
     reads it.
     """
     if not fraction[0]:
-        from sglang_moe_patches.memory.kv_sizing import hooks
+        from sglang_moe_patches.memory.kv_sizing import engine_rule
 
-        hooks._fraction(maker)  # on_the_host has wrapped this function
+        engine_rule.fraction_in_force(maker)  # note_fraction has wrapped this function
     return wrapped(*args, **kwargs)
 
 
-def on_the_host(hooks):
-    original = hooks._fraction
+def note_fraction(engine_rule):
+    original = engine_rule.fraction_in_force
 
     def in_force(maker):
         fraction[0] = original(maker)
         return fraction[0]
 
-    hooks._fraction = in_force
+    engine_rule.fraction_in_force = in_force
+
+
+def on_the_host(hooks):
     hooks.CudaMemory = HostMemory
 
 

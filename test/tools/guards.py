@@ -315,20 +315,23 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "changes/cutedsl_sizing/__init__.py": {
         SAID + "[NVFP4 on CuteDSL]": [("((OUTPUT_IN_DEAD_INPUT,) if takes else ())", "()", SIZED_UNTIL)],
     },
-    OURS + "memory/kv_sizing/hooks.py": {
-        "test_a_server_starts_if_the_rule_leaves_no_kv_cache": [(" - self._raised_tokens", "")],
+    OURS + "memory/kv_sizing/start.py": {
+        "test_a_server_starts_if_the_rule_leaves_no_kv_cache": [(" - self.reservation.raised_tokens", "")],
         "test_all_ranks_grow_alike_or_none_does": [
-            ("tokens, again, missed = before if reason else tokens,", "tokens, again, missed = tokens,"),
+            ("tokens = before if reason else tokens", "pass"),
             ("        self.pools.unmap_from(counts)\n        return problem", "        return problem"),
             ("            return str(error) or type(error).__name__", "            return ''"),
             ("str(error) or type(error).__name__", "str(error)"),
         ],
+        "test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction": [
+            ("if fraction and not hybrid and now != rule:", "if True:")
+        ],
         "test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them": [
-            ("else tokens, not reason, ()", "else tokens, False, ()")
+            ("rehearse_again, missed = not reason, ()", "rehearse_again, missed = False, ()")
         ],
         "test_a_later_rehearsal_forgets_no_need_of_an_earlier_one": [
             ("max(self._need, without_forwards - measured.lowest)", "without_forwards - measured.lowest"),
-            ("self._before or without_forwards", "without_forwards"),
+            ("self._bytes_before or without_forwards", "without_forwards"),
         ],
         "test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_tokens": [
             ("self._begin_next(phases.derive_phases)", "self._begin_next(lambda limits: [])"),
@@ -337,7 +340,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("need is None or need.failure for need", "need is None for need"),
         ],
         "test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes": [
-            ("        self._need = self._before = self._slack = 0\n        self._phases", "        self._phases"),
+            (
+                "        self._need = self._bytes_before = self._slack_bytes = 0\n        self._phases",
+                "        self._phases",
+            ),
             ("        self._phases.clear()\n", ""),
             ("self._has_started_over, self._limits_penalized = True,", "self._limits_penalized ="),
             ("if self._pass > 1 or rank_0", "if rank_0"),
@@ -346,26 +352,36 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_over": [
             (" and not self._has_started_over)", ")")
         ],
+        "test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended": [
+            ("            step.end()\n", ""),
+            ("            self._received[order.topic] = order.values\n", ""),
+        ],
         "test_an_estimated_need_counts_until_the_phase_has_run": [
             ("without_forwards - measured.lowest)", "without_forwards - min(measured.lowest, measured.expected))")
         ],
         "test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps": [
-            ('self._sleeper.add(scheduler, "idle_sleeper", ShortSleeper())', "pass"),
+            ('self._sleeper.add(self.scheduler, "idle_sleeper", sleeper)', "pass"),
         ],
         "test_a_failed_later_rehearsal_restores_the_engines_size": [
             ("tokens = min(tokens, self.pools.first.tokens)", "pass")
         ],
         "test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it": [
             ("or self._limits.stages > 1", ""),
-            ("            rehearsal.drop_requests(scheduler)\n", ""),
+            ("        drop_requests(self.scheduler)\n", ""),
             ("return None not in self.board", "return True or self.board"),
         ],
         "test_all_ranks_admit_the_requests_that_rank_0_has_found": [
-            ("batch, penalized = rank_0.admitted", "batch, penalized = self._limits.batch, self._limits.penalized"),
+            (
+                "batch, penalized = rank_0.request_limits",
+                "batch, penalized = self._limits.batch, self._limits.penalized",
+            ),
             ("(self.pools.counts == self.pools.first and not", "(not"),
             ("measured.fewer_requests or self._fewer_requests", "self._fewer_requests"),
-            ("            bytes_per_token=self.bytes_per_token,\n", ""),
-            ("            margin=self.margin,\n        )\n        self._limits", "        )\n        self._limits"),
+            ("            bytes_per_token=self.reservation.bytes_per_token,\n", ""),
+            (
+                "            margin=self.margin,\n        )\n        self._rehearsal.begin",
+                "        )\n        self._rehearsal.begin",
+            ),
         ],
     },
     OURS + "memory/kv_sizing/sizing.py": {
@@ -467,7 +483,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('getattr(record, "kv", record)', "record"),
         ],
         "test_fewer_requests_are_admitted_while_a_penalized_one_waits": [
-            ("(rows - running_bs) // limit.widest", "rows // limit.widest"),
+            ("free = rows - running_bs\n", "free = rows\n"),
             ("            self._penalized_queue.append(request)\n            self.rows = None\n", "            pass\n"),
             ("            self.rows = None\n\n    def derive", "\n    def derive"),
         ],
@@ -479,7 +495,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("    if not batch.reqs:\n", "    if False:\n"),
             ("        or sampling.need_min_p_sampling\n", ""),
         ],
-        "test_the_batch_counts_to_which_requests_are_admitted": [("args[0] if args else kwargs.get", "kwargs.get")],
+        "test_the_batch_counts_to_which_requests_are_admitted": [
+            ('args[0] if args else kwargs["running_batch"] if kwargs else', 'kwargs["running_batch"] if kwargs else')
+        ],
         "test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch": [
             (" or (chunked is not None and is_penalized(chunked))", "")
         ],
@@ -526,7 +544,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph": [
             ("phase.bound.modes == DECODES and not", "not"),
             ("phase.bound.modes == DECODES and not phase.bound.graph:", "phase.bound.modes == DECODES:"),
-            ("yield from self._displace(phase)", "pass"),
+            ("yield from self._replace_last_decode(phase)", "pass"),
             ("while not self._is_idle:  # else", "while False:  # else"),
             ('name="", sampling=SAMPLED, output', 'name="", output'),
         ],
@@ -539,14 +557,20 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_a_prompt_without_memory_is_not_sent": [("            last_tokens = len(turn[0])\n", "")],
     },
-    OURS + "memory/kv_sizing/rehearsal.py": {
+    OURS + "memory/kv_sizing/engine_objects.py": {
         "test_server_facts_depend_on_the_kind_of_pool": [
             ('getattr(runner, "token_to_kv_pool_allocator", None)', "pool")
         ],
+        "test_a_request_has_the_sampling_parameters_of_its_phase": [
+            ("ignore_eos=True, **phase.sampling)", "ignore_eos=True)"),
+            ("return_logprob=phase.output_logprobs", "return_logprob=False"),
+        ],
+    },
+    OURS + "memory/kv_sizing/rehearsal.py": {
         "test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as_much": [
-            ("(must or taken_next <= largest)", "True"),
+            ("(is_required or taken_next <= largest)", "True"),
             ("return cost <= self._for_more_requests and left", "return left"),
-            ("if self._reserved_by_others is None and not must:", "if not must:"),
+            ("if self._reserved_by_others is None and not is_required:", "if not is_required:"),
             ("+ taken_next - taken\n", "\n"),
             ("left >= self._margin + MIN_FREE_BYTES", "True"),
             ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
@@ -554,7 +578,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("if left >= MIN_FREE_BYTES and", "if left >= 0 and"),
         ],
         "test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory": [
-            ("fallback=driver.fallback if driver else 0", "fallback=0")
+            ("restart_requests=driver.restart_requests if driver else 0", "restart_requests=0")
         ],
         "test_waiting_requests_are_stuck_if_nothing_has_run_for_long": [
             ("bool(scheduler.waiting_queue) and not runs", "not runs"),
@@ -562,10 +586,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("scheduler.chunked_req is not None or ", ""),
         ],
         "test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal": [('*("forward_ct", ', "*(")],
-        "test_a_request_has_the_sampling_parameters_of_its_phase": [
-            ("ignore_eos=True, **phase.sampling)", "ignore_eos=True)"),
-            ("return_logprob=phase.output_logprobs", "return_logprob=False"),
-        ],
         "test_counters_are_restored": [("self._undo.append(partial(setattr, owner, name, copy(value)))", "pass")],
         "test_metrics_and_the_queue_limit_are_off_in_a_rehearsal": [
             ('RECORDING = ("enable_metrics", ', "RECORDING = ("),
@@ -585,12 +605,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_foreign_answers_about_machines_turn_sizing_off_in_a_bounded_time": [
             ("    _connect(store, rank, ranks)\n    return True", "    return True")
         ],
-        "test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended": [
-            ("            step.end()\n", ""),
-            ("            self._early[order.topic] = order.values\n", ""),
-        ],
         "test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests": [
-            ("        self._is_asked = False\n        if not", "        if not")
+            ("                inbox.end_turn()\n", "                pass\n")
         ],
     },
     OURS + "memory/kv_sizing/phases.py": {

@@ -50,7 +50,7 @@ def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, check
     backend, options = KINDS[kind]
     model = checkpoint(**options)
     plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())
-    variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: "200"}
+    variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: str(eligibility.LEAST_MARGIN)}
     path = prepend_to_path(str(tmp_path / "plugin"))
     asked = make_server("asked", model, tmp_path, *FLAGS, backend=backend, **variables, PYTHONPATH=path)
     limit = asked._arguments.index("--max-total-tokens")

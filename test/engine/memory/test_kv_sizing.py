@@ -41,11 +41,19 @@ from servers import (
 )
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
-from sglang_moe_patches.memory.kv_sizing import eligibility, phases, pools, rehearsal, serving
+from sglang_moe_patches.memory.kv_sizing import (
+    eligibility,
+    engine_objects,
+    engine_rule,
+    phases,
+    pools,
+    rehearsal,
+    serving,
+)
 
 PLUGINS = ("tells_memory", "has_pools", "scans_for_tokens")
 STAND_INS = {name: (ROOT / f"test/standins/{name}.py").read_text() for name in (*PLUGINS, "gathers_on_cpu")}
-MARGIN_MB = "200"
+MARGIN = str(eligibility.LEAST_MARGIN)
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
 OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
@@ -67,7 +75,7 @@ def test_a_request_has_the_sampling_parameters_of_its_phase(kind):
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
     phase = next(each for each in phases.derive_phases(limits) if each.kind is kind)
     tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
-    made = rehearsal.make_request("a name", [7, 8, 9], 5, phase, tokenizer=tokenizer)
+    made = engine_objects.make_request("a name", [7, 8, 9], 5, phase, tokenizer=tokenizer)
     params = made.sampling_params
     assert (made.rid, list(made.input_ids), params.max_new_tokens, params.ignore_eos) == ("a name", [7, 8, 9], 5, True)
     assert made.return_logprob is phase.output_logprobs is (kind is phases.PhaseKind.PENALTIES)
@@ -191,7 +199,8 @@ def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
         scheduler._record_step_counters(made, batch, result)
         return int(made.decode_moment_totals[0])
 
-    run = rehearsal.Rehearsal(made, 0, SimpleNamespace(), 1, phases.derive_phases, leads=False, peaks={})
+    arguments = (made, 0, SimpleNamespace(), 1, phases.derive_phases, phases.Limits(64, 300, 3000, 3, 0))
+    run = rehearsal.Rehearsal(*arguments, leads=False, peaks={})
     run._save_counters()
     assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
     run.end()
@@ -219,7 +228,7 @@ def sized_server(
 
     :param limited: whether the server keeps the ``--max-total-tokens`` of all test servers.
     """
-    given = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN_MB}
+    given = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN}
     path = {"PYTHONPATH": prepend_to_path(str(folder.parent / "plugin"))}
     made = make_server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
     made._arguments.remove("--disable-radix-cache")
@@ -735,12 +744,12 @@ SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
 @pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
 def test_the_image_allowance_is_the_rules(vision, factor: float, monkeypatch):
     config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
-    assert eligibility.image_factor(config) == pytest.approx(factor, abs=1e-4)
+    assert engine_rule.image_factor(config) == pytest.approx(factor, abs=1e-4)
     for name, cache in (("", 100), ("4096", 4096)):
         monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", name)
         if not name:
             monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
-        assert eligibility.image_cache_gib({}) == cache / 1024
+        assert engine_rule.image_cache_gib({}) == cache / 1024
 
 
 def answers_about_images(running: Server) -> list[Any]:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.memory.kv_sizing import eligibility, hooks
+from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
@@ -125,8 +125,8 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
-        launch = hooks.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
-        fit = replace(fit, token_bytes=hooks.bytes_per_token(maker), images=launch.images)
+        launch = engine_rule.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
+        fit = replace(fit, token_bytes=engine_rule.bytes_per_token(maker), images=launch.images)
         try:
             config = _resolve_pools(maker, fit, fit.memory - fit.loaded)
             fit = replace(fit, tokens=int(config.max_total_num_tokens))
@@ -138,7 +138,7 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
         return replace(fit, unknown=describe_error(error)), ""
     if sizes and not skip_reason and not fit.given:
         launches = [replace(launch, free=fit.memory - fit.loaded)]
-        fit = replace(fit, begins_with=hooks.first_fraction(maker, launches, eligibility.KV_MARGIN.read()))
+        fit = replace(fit, begins_with=engine_rule.first_fraction(maker, launches, eligibility.KV_MARGIN.read()))
     return fit, skip_reason
 
 

@@ -24,18 +24,18 @@ Costs
     free memory. Each slot of the KV cache that has an address and no memory costs eight bytes.
 
 How
-    ``docs/changes/kv-sizing.md``. In code, ``ServerStart.start_up`` in :mod:`.hooks` is the start from top to bottom:
+    ``docs/changes/kv-sizing.md``. In code, a start goes through these files:
 
     1. :mod:`.eligibility`: decide whether this server is measured.
-    2. :mod:`.pools`: let the engine make its KV cache over reserved addresses, for more tokens than have memory
-       (:mod:`.address_space`).
-    3. :mod:`.rehearsal`: before the first request, run the largest forward passes, kind by kind (:mod:`.phases`). Their
+    2. :mod:`.hooks`: let the engine make its KV cache over reserved addresses, for more tokens than have memory
+       (:mod:`.engine_rule`, :mod:`.pools`, :mod:`.address_space`).
+    3. :mod:`.start`: the rest of the start from top to bottom, the same on every rank (``ServerStart.start_up``). Ranks
+       exchange values, and resume in the same turn (:mod:`.ranks`).
+    4. :mod:`.rehearsal`: before the first request, run the largest forward passes, kind by kind (:mod:`.phases`). Their
        requests go through the scheduler's own inbox (:mod:`.load_driver`).
-    4. :mod:`.sizing`: decide on a number of tokens. Memory is mapped, and :mod:`.token_count` sets the number in every
+    5. :mod:`.sizing`: decide on a number of tokens. Memory is mapped, and :mod:`.token_count` sets the number in every
        object of the engine that has it.
-    5. :mod:`.serving`: watch free memory, and free a part of the KV cache when memory is short.
-
-    All ranks run the same start. They exchange values and resume in the same turn (:mod:`.ranks`).
+    6. :mod:`.serving`: watch free memory, and free a part of the KV cache when memory is short.
 
 Upstream
     None. The engine can size its KV cache by itself after it has captured its CUDA graphs. This is off by default, does

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import engine
@@ -30,12 +30,12 @@ def _mode(text: str) -> str:
 
 
 def _margin(text: str) -> int:
-    if not text.isdecimal() or int(text) < LEAST_MARGIN_MB:
-        raise ValueError(f"expected a whole number of MB, at least {LEAST_MARGIN_MB}, got {text!r}")
+    if not text.isdecimal() or int(text) < LEAST_MARGIN:
+        raise ValueError(f"expected a whole number of MB, at least {LEAST_MARGIN}, got {text!r}")
     return int(text) * 1_000_000
 
 
-LEAST_MARGIN_MB = 200
+LEAST_MARGIN = 200
 """Least margin that a user may set, in MB. With less, a server could run out of memory for one more buffer of a
 library."""
 KV_SIZING = Variable(
@@ -311,54 +311,3 @@ def given_by_the_user(server_args: Any) -> bool:
     if isinstance(raw, dict):
         return raw.get("mem_fraction_static") is not None
     return not getattr(server_args, MARK, False)
-
-
-# --- The engine's allowance for images, which are not rehearsed ------------------------------------------------------
-
-IMAGE_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
-"""Environment variable of the engine. If it is on, the engine captures graphs of the vision model while serving, one
-for each size of image."""
-IMAGE_RULE = "sglang.srt.arg_groups.memory_hook"
-CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
-
-
-class NoAllowance(Exception):
-    """Raised if the engine's rule reserves too little memory for images, or none. The message says why."""
-
-
-def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: float, before_gib: float) -> float:
-    """Return the GiB that images may take: the memory that the engine's rule reserves for them, and the images' caches.
-
-    :param fraction: the rule's fraction, lowered by this reserve.
-    :param before_gib: free memory before the weights were loaded.
-    :raises NoAllowance: the rule reserves nothing for images, or images take more than it reserves.
-    """
-    if is_on(IMAGE_GRAPHS, os.environ):
-        raise NoAllowance(f"images are not rehearsed yet, nor what {IMAGE_GRAPHS} captures of them")
-    share = image_factor(runner.model_config)
-    if not 0 < share < 1:
-        raise NoAllowance("images are not rehearsed yet, and the rule keeps nothing for them")
-    return (fraction / share - fraction) * before_gib + image_cache_gib(arguments)
-
-
-def image_factor(model_config: Any) -> float:
-    """Return the factor by which the engine's rule lowers the fraction for a model with images. 1: unchanged."""
-    if engine.has_module(IMAGE_RULE):
-        return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
-    arguments = SimpleNamespace(mem_fraction_static=1.0)
-    engine.module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(arguments, model_config)
-    return float(arguments.mem_fraction_static)
-
-
-def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """Return the GiB of the images' caches: embeddings, and from 0.5.2x on the transport to the scheduler.
-
-    Later releases leave this memory free at every start, in addition to the KV cache. So a rehearsal finds it free.
-    """
-    maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
-    reserved = getattr(maker, "mm_runtime_reservation_gb", None)
-    if reserved is not None:
-        return float(reserved(is_multimodal=True, mm_feature_transport=arguments.get("mm_feature_transport")))
-    from sglang.srt.environ import envs
-
-    return envs.SGLANG_VLM_CACHE_SIZE_MB.get() / 1024

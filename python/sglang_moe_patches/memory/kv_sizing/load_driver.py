@@ -67,9 +67,9 @@ class LoadDriver:
         self.fewer_requests = 0
         """Most requests at once from now on, because more would take too much memory; 0: as many as the server
         allows."""
-        self.fallback = self._most_requests = 0
-        """Number of requests at once that was rehearsed before the largest one, and the largest that has run. 0: no
-        decode had more requests than the user asked for."""
+        self.restart_requests = self._most_requests = 0
+        """Two numbers of requests at once: the largest that has run (``_most_requests``), and the one before it, with
+        which another rehearsal can start over. 0: no decode had more requests than the user asked for."""
         self.missed: dict[str, PhaseKind] = {}
         """Kinds of the phases of which no forward pass had the sizes, by the phases' names."""
         self.is_over = False
@@ -88,6 +88,7 @@ class LoadDriver:
 
     @property
     def phase_name(self) -> str:
+        """Name of the phase that runs. "": no phase runs."""
         return self._phase.name if self._phase is not None else ""
 
     def record_forward(self, batch: Batch) -> None:
@@ -131,6 +132,7 @@ class LoadDriver:
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
+        """Yield the requests of each turn, phase by phase."""
         left, began_kinds = list(self.phases), set[PhaseKind]()
         while left:
             phase = left.pop(0)
@@ -142,9 +144,9 @@ class LoadDriver:
                     left = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
                     continue
                 self.end()
-            unasked = phase.kind is PhaseKind.EAGER_DECODE and phase.bound.requests > self.limits.penalized
-            if unasked and self.limits.stages == 1:  # a pipeline's forward pass may have more requests than intended
-                self.fallback = max(self.limits.penalized, self._most_requests)
+            has_extra = phase.kind is PhaseKind.EAGER_DECODE and phase.bound.requests > self.limits.penalized
+            if has_extra and self.limits.stages == 1:  # a pipeline's forward pass may have more requests than intended
+                self.restart_requests = max(self.limits.penalized, self._most_requests)
                 self._most_requests = phase.bound.requests
             self._phase, self._is_reached = phase, False
             began = self._seconds_to_deadline()
@@ -156,7 +158,7 @@ class LoadDriver:
                 if self._is_reached:
                     break
             if phase.name in self.seconds and phase.bound.modes == DECODES and not phase.bound.graph:
-                yield from self._displace(phase)
+                yield from self._replace_last_decode(phase)
             not_reached = [] if self._is_reached else [phase]
             if self._is_stopping():
                 not_reached, left = not_reached + left, []
@@ -164,6 +166,7 @@ class LoadDriver:
         self._phase = None
 
     def _is_stopping(self) -> bool:
+        """Return whether no further phase may begin."""
         return self._is_ended or self._seconds_to_deadline() < 0
 
     @property
@@ -172,6 +175,10 @@ class LoadDriver:
         return self._is_idle or self._is_stuck or self._is_ended
 
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
+        """Yield the requests of each turn in one attempt to run a phase.
+
+        :param tokens: tokens of the prompts, which differ in each attempt.
+        """
         self._is_decoding = self._is_planted = False
         prefix = shared_prefix(phase.shared, self.limits)
         if prefix and self.limits.plants:
@@ -206,7 +213,7 @@ class LoadDriver:
                 break
         yield from self._end_requests()
 
-    def _displace(self, phase: Phase) -> Iterator[list[Any]]:
+    def _replace_last_decode(self, phase: Phase) -> Iterator[list[Any]]:
         """Run one short request after a decode that may have run without a graph.
 
         The engine keeps two things of such a decode until the next decode: the attention's workspace (gigabytes for
@@ -244,6 +251,7 @@ class LoadDriver:
         return [next(self._first_tokens), *tokens.some(length - 1)] if length else []
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
+        """Make requests with these prompts and ``new`` new tokens each, and record that they have no answer yet."""
         names = [f"rehearsal-{next(self._request_ids)}" for _ in prompts]
         self._waiting.update(names)
         return [self._make(name, prompt, new, phase) for name, prompt in zip(names, prompts, strict=True)]

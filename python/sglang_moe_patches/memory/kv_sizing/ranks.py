@@ -1,14 +1,13 @@
-"""Communication between the ranks of a server: shared values, a start in step, and rank 0's orders.
+"""Communication between the ranks of a server: shared values, and rank 0's orders.
 
 A *turn* is one iteration of a scheduler's event loop. The *store* is the key-value store of ``torch.distributed``,
-through which the engine's ranks found one another. A *start* is the work of kv-sizing before the first user's request.
+through which the engine's ranks found one another.
 
 - :func:`all_gather`: before the event loop, when all ranks are at the same line of code.
 - :class:`Board`: in the event loop, in which a stage of a pipeline is some turns later than the stage before it. Each
   rank publishes values in the store, and rank 0 polls.
 - :class:`Orders`: rank 0 broadcasts through the scheduler's inbox, as the engine broadcasts a flush or an abort. Every
   rank receives an order at the same point of a turn.
-- :class:`StartRunner`: a start, written as a generator that yields :class:`Exchange` and runs on every rank.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
-from functools import partial
-from typing import Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from sglang_moe_patches import __version__
-from sglang_moe_patches.core import engine, log
+from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Patcher, around
 
 WAIT_S = 60.0
@@ -451,114 +449,3 @@ def require_inbox(scheduler: type) -> None:
         engine.require_mentions(
             engine.require_unpatched(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj"
         )
-
-
-# --- A start that is the same on every rank ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Step of a start in which each rank publishes a value, and every rank gets the values of all ranks.
-
-    Rank 0 polls for the values without blocking, and broadcasts the list. Users' requests wait meanwhile. A rank that
-    does not publish in time has ``None`` in the list; rank 0's own value is always there.
-
-    :param topic: name of the exchange; each name is used once in a start.
-    :param kind: type of the values, as :func:`decode` takes it.
-    """
-
-    topic: str
-    value: Any
-    kind: Any
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Resume(Order):
-    """Order to resume the start after an exchange, with the values of all ranks."""
-
-    topic: str
-    values: list[Any | None]
-
-
-class LongStep(Protocol):
-    """Step of a start that takes many turns of the event loop: a :class:`.rehearsal.Rehearsal`."""
-
-    on_end: Callable[[Any], None]
-    """Function that is called once, with the step's result, on every rank in the same turn."""
-
-    def poll(self) -> list[Any]: ...
-
-    def look_at_turn(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-Start = Generator[Exchange | LongStep, Any, None]
-
-
-class StartRunner:
-    """Runs the steps of a start on one rank, between the turns of its event loop.
-
-    :param start: generator of steps, the same on every rank. An exchange resumes the generator with the values of all
-        ranks. A long step resumes it with the step's result, or with ``None`` if rank 0 did not wait for this rank any
-        longer.
-    :param leads: whether this is rank 0.
-    """
-
-    def __init__(self, start: Start, orders: Orders, board: Board, *, leads: bool) -> None:
-        self._start, self._orders, self._board, self._leads = start, orders, board, leads
-        self._step: Exchange | LongStep | None = None
-        self._early: dict[str, list[Any | None]] = {}
-        """Values of exchanges that this rank has not reached yet, by their topics."""
-
-    def run(self, result: Any = None) -> None:
-        """Resume the start, and run it up to its next step. The first call begins the start."""
-        self._orders.on_turn = lambda: None
-        try:
-            step = self._start.send(result)
-            while isinstance(step, Exchange) and step.topic in self._early:
-                step = self._start.send(self._early.pop(step.topic))
-        except StopIteration:
-            return
-        self._step = step
-        if isinstance(step, Exchange):
-            self._publish(step)
-        else:
-            step.on_end = self.run
-            self._orders.read_instead, self._orders.on_turn = step.poll, step.look_at_turn
-
-    def obey(self, order: Resume) -> None:
-        """Resume the start, on every rank in the same turn."""
-        step = self._step
-        if isinstance(step, Exchange):
-            self.run(order.values)
-        elif step is not None:
-            # Nobody else ends this step. A rehearsal that does not end would swallow the answers to users' requests.
-            step.end()
-            self._early[order.topic] = order.values
-            self.run()
-
-    def _publish(self, step: Exchange) -> None:
-        poll = partial(self._poll, step, time.monotonic() + step.timeout_s)
-        self._orders.read_instead = poll if self._leads else list
-        try:
-            self._board.publish(step.topic, step.value)
-        except Exception as error:
-            log.logger.warning(
-                log.format_line("kv-sizing", "rank 0 does not learn %s of this rank: %s"), step.topic, error
-            )
-
-    def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """On rank 0: return the broadcast of the values once all ranks have published, or once the time is over."""
-        try:
-            values = self._board.collect(step.topic, step.kind)
-        except Exception as error:
-            log.logger.warning(log.format_line("kv-sizing", "%s of other ranks is lost: %s"), step.topic, error)
-            values = [None] * self._board.ranks
-        else:
-            if None in values and time.monotonic() <= deadline:
-                return []
-        values[0] = step.value
-        self._orders.read_instead = list  # nothing is read until the ranks have resumed
-        return [Broadcast((Resume(step.topic, values),))]

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -30,20 +28,18 @@ from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
 from sglang_moe_patches.core.patch import Patcher, one_line_error
-from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
-from sglang_moe_patches.memory.kv_sizing.load_driver import LoadDriver
-from sglang_moe_patches.memory.kv_sizing.phases import (
-    Batch,
-    Estimate,
-    Limits,
-    Phase,
-    PhaseKind,
-    Plant,
-    ServerFacts,
-    derive_limits,
+from sglang_moe_patches.memory.kv_sizing.engine_objects import (
+    batch_facts,
+    graph_bytes,
+    make_abort,
+    make_flush,
+    make_request,
+    mute_metrics,
+    warmup_limit_s,
 )
-from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant, plant
-from sglang_moe_patches.memory.kv_sizing.pools import GIB, hybrid, pool_bytes, pools_of
+from sglang_moe_patches.memory.kv_sizing.load_driver import LoadDriver
+from sglang_moe_patches.memory.kv_sizing.phases import Estimate, Limits, Phase, PhaseKind, Plant
+from sglang_moe_patches.memory.kv_sizing.planted_prefix import plant
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast, is_idle
 from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
 
@@ -70,8 +66,6 @@ COUNTERS = (
 )
 """Counters of the scheduler, its metrics reporter and its model runner that the end of the rehearsal restores.
 Counters of speculation (``spec_...``) are restored, too."""
-METRICS = {"Counter": ("inc",), "Gauge": ("inc", "dec", "set"), "Histogram": ("observe",), "Summary": ("observe",)}
-"""Methods that change a metric, by the name of the metric's class in ``prometheus_client``."""
 RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
 """Attributes that switch the engine's metrics. The rehearsal sets them to false."""
 
@@ -92,7 +86,7 @@ class Measured:
     :param seconds: seconds of each phase that began, and of the whole rehearsal.
     :param missed: kinds of the phases that were not reached, by the phases' names.
     :param fewer_requests: :attr:`.load_driver.LoadDriver.fewer_requests`.
-    :param fallback: :attr:`.load_driver.LoadDriver.fallback`.
+    :param restart_requests: :attr:`.load_driver.LoadDriver.restart_requests`.
     """
 
     lowest: int = 0
@@ -106,21 +100,7 @@ class Measured:
     seconds: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, PhaseKind] = field(default_factory=dict)
     fewer_requests: int = 0
-    fallback: int = 0
-
-
-def warmup_limit_s() -> float:
-    """Return the seconds after which the engine ends a server that has not answered its warm-up request.
-
-    Infinite: there is no limit. ``SGLANG_WARMUP_TIMEOUT`` sets the limit.
-    """
-    try:
-        from sglang.srt.environ import envs
-
-        limit_s = float(envs.SGLANG_WARMUP_TIMEOUT.get())
-    except Exception:
-        return math.inf
-    return limit_s if limit_s > 0 else math.inf
+    restart_requests: int = 0
 
 
 def timeout_s() -> float:
@@ -134,168 +114,16 @@ def abandon_after_s() -> float:
     return min(ABANDON_AFTER_S, warmup_limit_s() / 4)
 
 
-def mute_metrics(patcher: Patcher) -> None:
-    """Stop all metrics of this process until the patcher undoes its patches."""
-    # Do not import the module here. The engine must first set the variable with the folder of the metrics.
-    prometheus_client = sys.modules.get("prometheus_client")
-    if prometheus_client is None:
-        return
-    for name, methods in METRICS.items():
-        kind = getattr(prometheus_client, name)
-        for method in methods:
-            patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
-
-
-# --- Facts from the engine -------------------------------------------------------------------------------------------
-
-
-def batch_facts(batch: Any) -> Batch:
-    """Return the sizes of the engine's ``ForwardBatch``."""
-    lengths = getattr(batch, "seq_lens_cpu", None)
-    prefixes = _integers(getattr(batch, "extend_prefix_lens_cpu", None))
-    gathered = _integers(getattr(batch, "global_num_tokens_cpu", None))
-    return Batch(
-        mode=batch.forward_mode.name,
-        tokens=0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
-        requests=int(batch.batch_size),
-        prefix=sum(prefixes),
-        longest_prefix=max(prefixes, default=0),
-        longest=0 if lengths is None or not len(lengths) else int(lengths.max()),
-        all_ranks=sum(gathered),
-    )
-
-
-def _integers(values: Any) -> list[int]:
-    return [] if values is None else [int(value) for value in values]
-
-
-def server_facts(runner: Any) -> ServerFacts:
-    """Return the facts of a model runner: pools, graphs and sizes, as far as this release has them."""
-    pool, table = pools_of(runner)
-    config = runner.model_config
-    rows = getattr(table, "req_to_token", None)
-    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
-    captured = getattr(graphs, "max_bs", None)
-    # Read the allocator's number. The pool's own number counts all addresses, also those without memory.
-    window_tokens = int(getattr(getattr(runner, "token_to_kv_pool_allocator", None), "size_swa", 0) or 0)
-    return ServerFacts(
-        fixed_bytes=(0 if rows is None else rows.nbytes) + pool_bytes(getattr(table, "mamba_pool", None)),
-        page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
-        vocabulary=int(config.vocab_size),
-        hybrid=hybrid(pool, table),
-        window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
-        window_tokens=window_tokens,
-        captured=None if captured is None else int(captured),
-    )
-
-
-def graph_bytes(runner: Any) -> int:
-    """Return the bytes of the decode graphs and their inputs, as the engine measured them; 0: it did not."""
-    usage = getattr(runner, "graph_memory_usage", None)  # from 0.5.14 on
-    if usage is None:
-        return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB)
-    return round(sum(float(usage.get(phase, 0)) for phase in ("decode", "target_verify")) * GIB)
-
-
-def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
-    """Return the limits of this scheduler's forward passes.
-
-    :param fewer_requests: most requests at once, if an earlier rehearsal has lowered the number; 0: the scheduler's own
-        number.
-    """
-    in_force = {name: getattr(scheduler, name) for name in ("chunked_prefill_size", "max_prefill_tokens")}
-    limits = derive_limits(
-        arguments_of(scheduler.server_args) | in_force,
-        server_facts(scheduler.tp_worker.model_runner),
-        cache_tokens=scheduler.max_total_num_tokens,
-        requests=scheduler.max_running_requests,
-        input_tokens=scheduler.max_req_input_len - 1,  # the engine refuses a prompt of ``max_req_input_len`` tokens
-    )
-    if fewer_requests:
-        limits = limits.with_requests(fewer_requests)
-    tokenizer = getattr(scheduler, "tokenizer", None)
-    # For a request with min_new_tokens the engine reads both attributes. If they are missing, such a request ends the
-    # server.
-    stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
-    return replace(limits, stop_token=stops, plants=can_plant(scheduler))
-
-
-# --- The engine's requests -------------------------------------------------------------------------------------------
-
-
-def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase, *, tokenizer: Any) -> Any:
-    """Make a request as the tokenizer process of the installed release makes it."""
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    params = SamplingParams(max_new_tokens=new, ignore_eos=True, **phase.sampling)
-    params.normalize(tokenizer)  # without a tokenizer 0.5.23 refuses min_new_tokens
-    if params.stop_regex_strs is None:
-        params.stop_regex_strs = []
-    wants_array = "array" in str(TokenizedGenerateReqInput.__annotations__["input_ids"])
-    made = TokenizedGenerateReqInput(
-        input_text="",
-        input_ids=array("q", prompt) if wants_array else list(prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=params,
-        return_logprob=phase.output_logprobs,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
-    made.rid = name
-    return made
-
-
-def make_abort() -> Any:
-    """Make a request that aborts all others."""
-    from sglang.srt.managers.io_struct import AbortReq
-
-    return AbortReq(abort_all=True)
-
-
-def make_flush() -> Any:
-    """Make a request that flushes the prefix cache."""
-    from sglang.srt.managers.io_struct import FlushCacheReqInput
-
-    return FlushCacheReqInput()
-
-
-def drop_requests(scheduler: Any) -> None:
-    """Drop all requests of a scheduler whose event loop has ended with an exception, and free their KV cache slots.
-
-    :raises Exception: the scheduler does not flush its cache, or the CUDA context no longer works.
-    """
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    scheduler.waiting_queue.clear()
-    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-    for name in ("last_batch", "cur_batch", "chunked_req"):
-        if hasattr(scheduler, name):
-            setattr(scheduler, name, None)
-    if (results := getattr(scheduler, "result_queue", None)) is not None:
-        results.clear()
-    if not scheduler.flush_cache():
-        raise RuntimeError("requests are left after a rehearsed forward pass failed")
-
-
-# --- One rank --------------------------------------------------------------------------------------------------------
-
-
 class Rehearsal:
     """One rank's rehearsal, from its beginning until the prefix cache is flushed.
 
     :param gpu: number of this rank's GPU.
     :param board: key-value store of the server's ranks.
     :param number: number of this rehearsal in this start.
-    :param derive: function that derives the phases from the limits of this scheduler.
+    :param derive: function that derives the phases from limits of forward passes.
+    :param limits: limits of this scheduler's forward passes.
     :param leads: whether this is rank 0, which puts the requests into the inbox.
     :param peaks: peak bytes of the tensors in the phases of earlier rehearsals, by the phases' names.
-    :param fewer_requests: most requests at once, as for :func:`limits_of`.
-    :param limits_penalized: :attr:`.phases.Limits.limits_penalized`.
     :param bytes_per_token: bytes of one token in the KV cache.
     :param margin: bytes that must stay free when more requests run at once than the user asked for.
     """
@@ -307,47 +135,42 @@ class Rehearsal:
         board: Board,
         number: int,
         derive: Callable[[Limits], Sequence[Phase]],
+        limits: Limits,
         *,
         leads: bool,
         peaks: Mapping[str, int],
-        fewer_requests: int = 0,
-        limits_penalized: bool = False,
         bytes_per_token: float = 0.0,
         margin: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self.leads = scheduler, gpu, leads
         self.on_end: Callable[[Measured], None] = lambda measured: None
         """Function that is called once with the result, on every rank in the same turn."""
-        self._board, self._low, self._derive = board, f"{LOW} {number}", derive
-        self._peaks, self._fewer_requests, self._limits_penalized = dict(peaks), fewer_requests, limits_penalized
-        self._bytes_per_token, self._margin = bytes_per_token, margin
+        self._board, self._low_flag, self._derive, self._limits = board, f"{LOW} {number}", derive, limits
+        self._peaks, self._margin = dict(peaks), margin
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
+        # Decodes of more requests than the user asked for may be left out. The first number is the bytes that the
+        # allocator had reserved before the first of these decodes, the second the bytes that they may take.
+        self._reserved_by_others: int | None = None
+        self._for_more_requests = bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         self._failure, self._stopped, self._is_flushing, self._has_planted = "", False, False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
 
-    def begin(self) -> Limits:
+    def begin(self) -> None:
         """Begin the rehearsal on this rank: save the scheduler's state, and patch the scheduler.
 
-        :returns: the limits of this scheduler's forward passes.
         :raises Exception: this rank cannot rehearse; the caller must call :meth:`end`.
         """
         self._began = self._last_forward = time.monotonic()
         gpu_memory.reset_peak(self.gpu)
-        self._first = first = gpu_memory.read(self.gpu)
-        self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
+        self._at_start = before = gpu_memory.read(self.gpu)
+        self._lowest, self._peak_reserved, self._peak = before.free, before.reserved, before.allocated
         self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
-        limits = limits_of(self.scheduler, self._fewer_requests)
-        if self._limits_penalized:
-            limits = replace(limits, limits_penalized=True)
-        # Decodes of more requests than the user asked for may be left out. The first number is the bytes that the
-        # allocator had reserved before the first of these decodes, the second the bytes that they may take.
-        self._reserved_by_others: int | None = None
-        self._for_more_requests = self._bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         # A prompt of a whole chunk would wait for ever with fewer window tokens, or be computed in smaller chunks.
+        limits = self._limits
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
             raise RuntimeError(
@@ -366,7 +189,6 @@ class Rehearsal:
         # Lift the queue limit. The limit does not bound a batch, because retracted requests come back into the batch.
         self._set_until_end(self.scheduler, "max_queued_requests", None)
         self._watch_forwards()
-        return limits
 
     def end(self) -> None:
         """Restore the scheduler's state. This never raises, because the other ranks wait for this rank afterwards."""
@@ -458,10 +280,10 @@ class Rehearsal:
             self._peak_reserved = max(self._peak_reserved, now.reserved)
             self._peak = max(self._peak, now.peak)
             if self._phase:
-                self._phases[self._phase] = max(self._phases.get(self._phase, 0), now.peak - self._first.allocated)
+                self._phases[self._phase] = max(self._phases.get(self._phase, 0), now.peak - self._at_start.allocated)
             if now.free < MIN_FREE_BYTES and not self._stopped:
                 self._stopped = True
-                self._board.raise_flag(self._low)
+                self._board.raise_flag(self._low_flag)
         except Exception as error:
             self.fail(one_line_error(error))
 
@@ -476,15 +298,15 @@ class Rehearsal:
             return True
         if estimate.with_graphs:
             taken += graph_bytes(self.runner)
-        now, must = gpu_memory.read(self.gpu), not estimate.fewer_requests
+        now, is_required = gpu_memory.read(self.gpu), not estimate.fewer_requests
         taken_next = int(estimate.times * taken)
-        left = now.free + now.reserved - self._first.allocated - taken_next
+        left = now.free + now.reserved - self._at_start.allocated - taken_next
         largest = max([*self._phases.values(), *self._peaks.values()])
-        if self._reserved_by_others is None and not must:
+        if self._reserved_by_others is None and not is_required:
             self._reserved_by_others = self._peak_reserved
-        if left >= MIN_FREE_BYTES and (must or taken_next <= largest):
+        if left >= MIN_FREE_BYTES and (is_required or taken_next <= largest):
             return True
-        if must:
+        if is_required:
             self._stopped, self._expected = True, min(self._expected, left)
             return False
         # If its free blocks are too small, the allocator reserves new memory for a larger decode. So count the memory
@@ -493,10 +315,6 @@ class Rehearsal:
         cost = self._peak_reserved - self._reserved_by_others + taken_next - taken
         # The margin must stay free, too, so that more requests never make the KV cache smaller than the engine's own.
         return cost <= self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
-
-    def _slack(self) -> int:
-        """Return the bytes that PyTorch's allocator keeps in addition to the largest sum of tensors."""
-        return max(0, self._peak_reserved - self._first.reserved - (self._peak - self._first.allocated))
 
     @property
     def is_running(self) -> bool:
@@ -515,7 +333,7 @@ class Rehearsal:
             return []
         idle = is_idle(self.scheduler)
         try:
-            if self._seconds_to_deadline() < 0 or (not self._driver.is_over and self._board.is_raised(self._low)):
+            if self._seconds_to_deadline() < 0 or (not self._driver.is_over and self._board.is_raised(self._low_flag)):
                 self._driver.end()
             requests = [] if self._driver.is_over else self._driver.next_requests(idle, self._is_stuck())
         except Exception as error:
@@ -567,19 +385,19 @@ class Rehearsal:
         self.on_end(result)
 
     def _measured(self, flushed: bool) -> Measured:
-        driver, reserved = self._driver, self._peak_reserved - self._first.reserved
+        driver, reserved = self._driver, self._peak_reserved - self._at_start.reserved
         return Measured(
             # Memory that other processes have freed in the meantime is not counted as free.
-            lowest=min(self._lowest, self._first.free - max(0, reserved)),
+            lowest=min(self._lowest, self._at_start.free - max(0, reserved)),
             expected=self._expected,
-            free=self._first.free,
+            free=self._at_start.free,
             graphs=graph_bytes(self.runner),
-            slack=self._slack(),
+            slack=max(0, reserved - (self._peak - self._at_start.allocated)),
             phases=self._phases,
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
             seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
             missed=driver.missed if driver else {},
             fewer_requests=driver.fewer_requests if driver else 0,
-            fallback=driver.fallback if driver else 0,
+            restart_requests=driver.restart_requests if driver else 0,
         )

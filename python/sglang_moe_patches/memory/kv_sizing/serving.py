@@ -156,7 +156,7 @@ class Serving:
     :param board: board on which ranks report to rank 0.
     :param shown: metrics of the rank.
     :param leads: whether this is rank 0.
-    :param beside: tokens of the KV cache that a request takes in addition to its prompt and its new tokens.
+    :param extra_tokens: tokens of the KV cache that a request takes in addition to its prompt and its new tokens.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class Serving:
         shown: Metrics,
         *,
         leads: bool,
-        beside: int,
+        extra_tokens: int,
     ) -> None:
         self._scheduler, self._pools, self._memory = scheduler, pools, memory
         self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
         # The engine admits a request only if more tokens are free than it may take. Else the request waits for ever.
-        self._extra_tokens_per_request = beside + 1
+        self._extra_tokens_per_request = extra_tokens + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
         self._order_is_pending = self._is_shrinking = self._is_at_floor = False

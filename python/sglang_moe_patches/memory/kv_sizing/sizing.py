@@ -86,12 +86,12 @@ class RankNeed:
     :param missed: kinds of the phases that were not reached, by the phases' names.
     :param fewer_requests: largest number of requests at once for which there is memory; 0: as many as the server
         allows.
-    :param fallback: number of requests at once for another rehearsal, if the last one costs KV tokens. It is set only
-        if decodes ran with more requests than the user's settings ask for; else 0.
+    :param restart_requests: number of requests at once for another rehearsal, if the last one costs KV tokens. 0: no
+        decode had more requests than the user's settings ask for.
     :param can_limit_penalized: whether another rehearsal could run fewer penalized requests, by ignoring
         ``--max-running-requests`` for them.
-    :param admitted: most requests in a batch, and most in a batch with a penalized request, that this package enforces;
-        (0, 0): it enforces none.
+    :param request_limits: two limits that this package enforces: most requests in a batch, and most in a batch with a
+        penalized request. (0, 0): it enforces none.
     """
 
     fits: int = 0
@@ -100,9 +100,9 @@ class RankNeed:
     stopped: bool = False
     missed: Mapping[str, PhaseKind] = field(default_factory=dict)
     fewer_requests: int = 0
-    fallback: int = 0
+    restart_requests: int = 0
     can_limit_penalized: bool = False
-    admitted: tuple[int, int] = (0, 0)
+    request_limits: tuple[int, int] = (0, 0)
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
-from kv_servers import SMALL, Scheduler
-from sglang_moe_patches.memory.kv_sizing import rehearsal
+from kv_servers import Scheduler
+from sglang_moe_patches.memory.kv_sizing import engine_objects, rehearsal
 
 
 @pytest.fixture(autouse=True)
 def metrics_that_count(monkeypatch):
     """Restore the methods of Prometheus metrics after each test. A rehearsal replaces them until it ends, and some
     tests end no rehearsal."""
-    for name, methods in rehearsal.METRICS.items():
+    for name, methods in engine_objects.METRICS.items():
         kind = getattr(prometheus_client, name)
         for method in methods:
             monkeypatch.setattr(kind, method, getattr(kind, method))
@@ -26,8 +26,6 @@ def scheduler(monkeypatch):
     """Function that makes stand-ins for the engine's scheduler. The latest one also provides the readings of GPU
     memory."""
     for name, value in {
-        "server_facts": lambda runner: SimpleNamespace(hybrid=""),
-        "limits_of": lambda scheduler, fewer_requests=0: SMALL,
         "batch_facts": lambda batch: batch,
         "make_abort": lambda: "abort",
         "make_flush": lambda: "flush",

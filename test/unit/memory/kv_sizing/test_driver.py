@@ -290,7 +290,7 @@ def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
 
 
 @pytest.mark.parametrize(
-    ("changed", "ends_in", "fallback"),
+    ("changed", "ends_in", "restart_requests"),
     [
         ({}, "decode of 32 requests with penalties and a logit bias", 0),
         ({}, "eager decode of 64 requests", 32),  # a decode that every server must rehearse
@@ -306,7 +306,7 @@ def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
         ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
 )
-def test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends(changed, ends_in, fallback):
+def test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends(changed, ends_in, restart_requests):
     server = Server(**{"requests": 2048, "captured": 32, "default_requests": True} | changed)
     assert ends_in in [phase.name for phase in server.driver.phases]
 
@@ -315,7 +315,7 @@ def test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends(
             server.driver.end()
 
     driver = server.run(end)
-    assert ([*driver.seconds][-1], driver.fallback, driver.fewer_requests) == (ends_in, fallback, 0)
+    assert ([*driver.seconds][-1], driver.restart_requests, driver.fewer_requests) == (*(ends_in, restart_requests, 0),)
 
 
 def test_a_stages_forwards_have_their_share_of_fewer_requests():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kv_servers import GB, PLAIN_TABLE, make_pool
-from sglang_moe_patches.memory.kv_sizing import hooks, sizing
+from sglang_moe_patches.memory.kv_sizing import engine_rule, hooks, sizing, start
 from sglang_moe_patches.memory.kv_sizing.phases import Limits, PhaseKind
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
@@ -72,6 +72,7 @@ def test_the_three_largest_phases_are_named():
 
 RULE, TOP, MARGIN = 1000, 9000, 2 * GB
 BYTES_PER_TOKEN = 1_000_000.0
+SMALL_LIMITS = Limits(2048, 8192, 40_000, 20, 0)
 DEFAULT_REQUESTS = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
 
 
@@ -115,15 +116,13 @@ class Rehearsal:
 
     on_end: Any
 
-    limits = Limits(2048, 8192, 40_000, 20, 0)
-
-    def __init__(self, scheduler, gpu, board, number, derive, *, leads, **more):
-        self.more, self.derive, self.leads = more, derive, leads
+    def __init__(self, scheduler, gpu, board, number, derive, limits, *, leads, **more):
+        self.more, self.derive, self.limits, self.leads = more, derive, limits, leads
         self.poll = self.look_at_turn = list
         self.ended = False
 
     def begin(self):
-        return self.limits
+        pass
 
     def end(self):
         self.ended = True
@@ -140,46 +139,47 @@ class Ranks:
     :param silent: topics on which rank 1 publishes nothing.
     :param refused: number of tokens that an object of the engine does not accept.
     :param again: whether a phase has become larger after the first rehearsal, so that a second one follows.
+    :param limits: limits of the forward passes.
     """
 
-    def __init__(self, monkeypatch, maps=None, silent=(), refused=0, again=False):
+    def __init__(self, monkeypatch, maps=None, silent=(), refused=0, again=False, limits=SMALL_LIMITS):
         self.again = ["a phase"] if again else []
         self.published: dict[tuple[str, int], object] = {}
-        self.serving: list[hooks.ServerStart] = []
+        self.serving: list[start.ServerStart] = []
         self.set_tokens: tuple[list[int], list[int]] = ([], [])
         self.pools = [Pools(None), Pools(maps)]
         facts = SimpleNamespace(fixed_bytes=0, hybrid="")
         for owner, name, value in (
-            (hooks.eligibility, "arguments_of", lambda arguments: {}),
-            (hooks.ranks, "all_gather", lambda told, kind: [told]),
-            (hooks.ranks, "share_secret", bytes),
-            (hooks.rehearsal, "ABANDON_AFTER_S", -1.0),
-            (hooks.rehearsal, "Rehearsal", Rehearsal),
-            (hooks.rehearsal, "limits_of", lambda scheduler, fewer_requests: None),
-            (hooks.rehearsal, "server_facts", lambda runner: facts),
-            (hooks.ServerStart, "_serve", lambda one: self.serving.append(one)),
-            (hooks.token_count, "resize_allocator", lambda allocator, counts: None),
-            (hooks.token_count, "set_token_count", self._set_token_count),
-            (hooks.phases, "derive_second_pass", lambda *given: list(self.again)),
+            (start, "arguments_of", lambda arguments: {}),
+            (start.ranks, "all_gather", lambda told, kind: [told]),
+            (start.ranks, "share_secret", bytes),
+            (start.rehearsal, "ABANDON_AFTER_S", -1.0),
+            (start, "Rehearsal", Rehearsal),
+            (start, "limits_of", lambda scheduler, fewer_requests: limits),
+            (start, "server_facts", lambda runner: facts),
+            (start.ServerStart, "_serve", lambda one: self.serving.append(one)),
+            (start.token_count, "resize_allocator", lambda allocator, counts: None),
+            (start.token_count, "set_token_count", self._set_token_count),
+            (start.phases, "derive_second_pass", lambda *given: list(self.again)),
         ):
             monkeypatch.setattr(owner, name, value)
-        self._refused, self.starts = refused, []
+        self._refused, self.starts = refused, list[Any]()
         for rank in range(2):
-            monkeypatch.setattr(hooks.ranks, "Board", lambda secret, rank=rank: self._board(rank, silent))
+            monkeypatch.setattr(start.ranks, "Board", lambda secret, rank=rank: self._board(rank, silent))
             orders = SimpleNamespace(open=lambda: None, close=lambda: None)
-            monkeypatch.setattr(hooks.ranks, "Orders", lambda *given, orders=orders, **more: orders)
-            start: Any = hooks.ServerStart()
-            start.leads, start.reason, start.margin = rank == 0, "", MARGIN
-            start.reserved, start.pools, start.bytes_per_token = True, self.pools[rank], BYTES_PER_TOKEN
-            start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
+            monkeypatch.setattr(start.ranks, "Orders", lambda *given, orders=orders, **more: orders)
+            pools: Any = self.pools[rank]
+            launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
+            reservation = start.Reservation(pools, launch, 0, rank == 0, MARGIN, BYTES_PER_TOKEN, 0, 0, False)
             has = {
                 "server_args": None,
                 "token_to_kv_pool_allocator": None,
                 "chunked_prefill_size": 50,
                 "tree_cache": None,
             }
-            start._begin(SimpleNamespace(rank=rank, tp_worker=SimpleNamespace(model_runner=None), **has))
-            self.starts.append(start)
+            scheduler = SimpleNamespace(rank=rank, tp_worker=SimpleNamespace(model_runner=None), **has)
+            self.starts.append(start.ServerStart(scheduler, reservation, lambda: None))
+            self.starts[rank].begin("")
 
     def _set_token_count(self, scheduler, counts):
         if counts.tokens == self._refused:
@@ -250,6 +250,15 @@ def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkey
     assert len(ranks.serving) == 2
 
 
+def test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction(monkeypatch, caplog):
+    monkeypatch.setattr(sizing, "pinned_fraction", lambda launch, more_bytes: None)
+    ranks = Ranks(monkeypatch)
+    ranks.measure(500, 500)
+    assert (ranks.tokens(), len(ranks.serving)) == ((1500,) * 3, 2)
+    assert "KV cache grown from 1,000 to 1,500 tokens; 2,000 MB stay free" in caplog.text
+    assert "--mem-fraction-static" not in caplog.text
+
+
 def test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them(monkeypatch, caplog):
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
@@ -276,11 +285,10 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
 
 def test_all_ranks_admit_the_requests_that_rank_0_has_found(monkeypatch):
     """Rank 1 gets the same limit even if it could not begin its last rehearsal, or has no memory to grow."""
-    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
-    ranks, limited = Ranks(monkeypatch, again=True), []
+    ranks, limited = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
         assert (one.more["bytes_per_token"], one.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
-    monkeypatch.setattr(hooks.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
+    monkeypatch.setattr(start.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
     ranks.again, ranks.starts[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
     ranks.measure(900, 900, fewer_requests=512)
@@ -296,18 +304,17 @@ AGAIN = "rehearses again with 256 requests at once: with more, too little memory
         ([-1, 700], {}, True),  # one token fewer than by the rule
         ([9000, 9000], {"stopped": True}, True),  # some phases did not run, so their need is not known
         ([0, 0], {}, False),
-        ([-1, 700], {"fallback": 0}, False),  # no decode had more requests than the user asked for
+        ([-1, 700], {"restart_requests": 0}, False),  # no decode had more requests than the user asked for
         ([-1, 700], {"failure": "no driver", "stopped": True}, False),
     ],
 )
 def test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_tokens(
     spare_mb, seen, begins_again, monkeypatch, caplog
 ):
-    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
-    ranks = Ranks(monkeypatch, again=True)
-    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: None)
-    ranks.measure(*spare_mb, **{"fallback": 256} | seen)
-    whole = [not one.ended and one.derive == hooks.phases.derive_phases for one in ranks.rehearsals()]
+    ranks = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS)
+    monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: None)
+    ranks.measure(*spare_mb, **{"restart_requests": 256} | seen)
+    whole = [not one.ended and one.derive == start.phases.derive_phases for one in ranks.rehearsals()]
     assert (AGAIN in caplog.text, whole) == (begins_again, [begins_again] * 2)
     assert not begins_again or ranks.tokens()[0] == RULE
 
@@ -315,15 +322,14 @@ def test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_token
 def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
     """The first rehearsal's measurements, made with more requests, no longer count. The server later admits only the
     smaller number of requests."""
-    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
-    ranks, limited = Ranks(monkeypatch, again=True), list[tuple[int, int]]()
-    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
-    ranks.measure(-1, 700, fallback=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
+    ranks, limited = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
+    monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
+    ranks.measure(-1, 700, restart_requests=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
     few = {"slack": 4_000_000, "phases": {"b": 3_000_000}, "seconds": {"b": 1.0}}
     ranks.measure(500, 400, **few, free=int(20 * GB - RULE * BYTES_PER_TOKEN) - 50_000_000)
     for tokens in (400, 300):  # second and third of the three rehearsals
         assert ranks.serving == []
-        ranks.measure(900, 900, stopped=True, fallback=128, missed={"a phase": PhaseKind.MIXED})
+        ranks.measure(900, 900, stopped=True, restart_requests=128, missed={"a phase": PhaseKind.MIXED})
         assert ranks.tokens() == (tokens,) * 3
     assert (len(ranks.serving), limited, caplog.text.count(AGAIN)) == (2, [(256, 256)] * 2, 1)
     assert "largest forward passes: b 3 MB; 50 MB CUDA graphs" in caplog.text
@@ -332,10 +338,9 @@ def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(mo
 
 @pytest.mark.parametrize(("spare_mb", "limited"), [([-1, -1], [(256, 256)] * 2), ([0, 0], [])])
 def test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_over(spare_mb, limited, monkeypatch):
-    monkeypatch.setattr(Rehearsal, "limits", DEFAULT_REQUESTS)
-    ranks, found = Ranks(monkeypatch), list[tuple[int, int]]()
-    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
-    ranks.measure(*spare_mb, fallback=256)
+    ranks, found = Ranks(monkeypatch, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
+    monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
+    ranks.measure(*spare_mb, restart_requests=256)
     if not ranks.serving:
         ranks.measure(0, 0)
     assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited)
@@ -356,16 +361,12 @@ GIVEN_REQUESTS = replace(DEFAULT_REQUESTS, default_requests=False)
 def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_penalized_ones(
     limits, spare_mb, begins_again, monkeypatch, caplog
 ):
-    monkeypatch.setattr(Rehearsal, "limits", limits)
-    ranks, limited = Ranks(monkeypatch), list[tuple[int, int]]()
-    monkeypatch.setattr(hooks.rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
-    monkeypatch.setattr(hooks.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
+    ranks, limited = Ranks(monkeypatch, limits=limits), list[tuple[int, int]]()
+    monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
     ranks.measure(*spare_mb)
-    assert [one.more["limits_penalized"] for one in ranks.rehearsals()] == [begins_again] * 2
+    assert [one.limits.limits_penalized for one in ranks.rehearsals()] == [begins_again] * 2
     if begins_again:
         assert "rehearses again with 256 penalized ones of 2,000 requests at once" in caplog.text
-        for one in ranks.starts:
-            one._limits = replace(limits, limits_penalized=True)
         ranks.measure(500, 500)
         assert ranks.tokens() == (1500,) * 3
         assert "memory for 2,000 such requests would make the KV cache smaller" in caplog.text
@@ -398,15 +399,16 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
 ):
     """The server goes on only if every rank has raised the exception. Otherwise rank 1 may still wait in a collective.
     The requests of the rehearsal are dropped before the event loop runs again."""
-    monkeypatch.setattr(Rehearsal, "limits", SimpleNamespace(default_requests=False, stages=stages))
     monkeypatch.setattr(Rehearsal, "is_running", running, raising=False)
     did: list[str] = []
     monkeypatch.setattr(Rehearsal, "fail", lambda rehearsal, problem: did.append(problem), raising=False)
-    monkeypatch.setattr(hooks.rehearsal, "drop_requests", lambda scheduler: did.append("dropped"))
-    ranks = Ranks(monkeypatch)
-    start = ranks.starts[0]
-    start.board.wait_for_all = lambda topic, kind, seconds: ["", ""] if raise_alike else ["", None]
-    monkeypatch.setattr(start, "_begin", lambda scheduler: did.append("begun"))
+    monkeypatch.setattr(start, "drop_requests", lambda scheduler: did.append("dropped"))
+    first = Ranks(monkeypatch, limits=replace(SMALL_LIMITS, stages=stages)).starts[0]
+    first.board.wait_for_all = lambda topic, kind, seconds: ["", ""] if raise_alike else ["", None]
+    monkeypatch.setattr(first, "begin", lambda problem: did.append("begun"))
+    monkeypatch.setattr(hooks, "ServerStart", lambda scheduler, reservation, release: first)
+    process = hooks.SchedulerHooks()
+    process.reservation = first.reservation
 
     def run_event_loop(scheduler):
         did.append("runs")
@@ -416,10 +418,10 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
 
     if not goes_on:
         with pytest.raises(AssertionError):
-            start.run(run_event_loop, start.scheduler)
+            process.run(run_event_loop, first.scheduler)
         assert did == ["begun", "runs"]
         return
-    assert start.run(run_event_loop, start.scheduler) == "ended"
+    assert process.run(run_event_loop, first.scheduler) == "ended"
     assert did == ["begun", "runs", "dropped", "AssertionError: a forward pass", "runs"]
 
 
@@ -435,11 +437,11 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
 def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_the_log_says_whose_it_was(
     is_given, fraction, line, monkeypatch, caplog
 ):
-    start: Any = hooks.ServerStart()
+    process = hooks.SchedulerHooks()
 
     def gather(maker, before):
-        start.reason, start.leads, start.fraction_is_given = "", True, is_given
-        start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
+        process.reason, process.leads, process.fraction_is_given = "", True, is_given
+        process.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
         return []
 
     def find(maker, launches, margin):
@@ -448,11 +450,11 @@ def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_the_log_says_
         return fraction
 
     reserved: list[float] = []
-    monkeypatch.setattr(start, "_gather", gather)
-    monkeypatch.setattr(start, "_reserve", lambda maker, config, raised: reserved.append(raised))
-    monkeypatch.setattr(hooks, "first_fraction", find)
+    monkeypatch.setattr(process, "_gather_launch_memory", gather)
+    monkeypatch.setattr(process, "_reserve_addresses", lambda maker, config, raised: reserved.append(raised))
+    monkeypatch.setattr(engine_rule, "first_fraction", find)
     maker = SimpleNamespace(is_draft_worker=False, mem_fraction_static=0.8, server_args=SimpleNamespace())
-    used = start.reserve(lambda maker, before: maker.mem_fraction_static, maker, 80.0)
+    used = process.reserve(lambda maker, before: maker.mem_fraction_static, maker, 80.0)
     is_raised = fraction == 0.93
     assert (used, maker.mem_fraction_static) == (0.93 if is_raised else 0.8, 0.8)
     assert reserved == [pytest.approx(0.13 if is_raised else 0)]
@@ -473,8 +475,7 @@ def test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended(monkeypatch):
     """Rank 0 fails to begin its second rehearsal, and sends no requests. Rank 1's rehearsal would then never end by
     itself."""
     ranks = Ranks(monkeypatch, again=True)
-    begin = Rehearsal.begin
-    monkeypatch.setattr(Rehearsal, "begin", lambda one: begin(one) if not one.leads else divided_by_zero())
+    monkeypatch.setattr(Rehearsal, "begin", lambda one: divided_by_zero() if one.leads else None)
     for one, spare in zip(ranks.starts, (500, 500), strict=True):
         one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000))
     for _ in range(2):  # rank 0 handles the measured need, then the mapped memory
@@ -505,9 +506,9 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
 def test_the_pools_of_a_draft_follow_the_models():
     """A draft model uses the same KV cache slots as the model. If its pool did not grow, the engine would write past
     its end."""
-    start = hooks.ServerStart()
-    start.reason, start.reserved = "", True
-    start.pools = ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
+    process, pools = hooks.SchedulerHooks(), ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
+    process.reason = ""
+    process.reservation = start.Reservation(pools, LaunchMemory(), 0, True, MARGIN, BYTES_PER_TOKEN, 0, 0, False)
 
     def init_pools(maker, **arguments):
         keys = torch.zeros((maker.max_total_num_tokens + 64, 4, 8), dtype=torch.bfloat16, device="cpu")
@@ -517,10 +518,10 @@ def test_the_pools_of_a_draft_follow_the_models():
 
     makers = [SimpleNamespace(is_draft_worker=is_draft, max_total_num_tokens=640, device="cpu") for is_draft in (0, 1)]
     for maker in makers:
-        start.make_pools(init_pools, maker)
+        process.make_pools(init_pools, maker)
         assert maker.max_total_num_tokens == 640
-    assert start.reason == ""
-    start.pools.map(TokenCounts(3200))
+    assert process.reason == ""
+    pools.map(TokenCounts(3200))
     for maker in makers:
         assert maker.token_to_kv_pool.k_buffer[0].shape[0] == 6464
         assert not maker.token_to_kv_pool.k_buffer[0][:3264].any()  # reading unmapped memory would end this process

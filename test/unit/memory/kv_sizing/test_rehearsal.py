@@ -23,7 +23,7 @@ from kv_servers import (
 )
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal, sizing
+from sglang_moe_patches.memory.kv_sizing import engine_objects, phases, ranks, rehearsal, sizing
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, Plant
 from sglang_moe_patches.memory.kv_sizing.pools import GIB
 
@@ -40,17 +40,17 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
 
 
 def test_the_limits_are_the_schedulers_own(monkeypatch):
-    monkeypatch.setattr(rehearsal, "server_facts", lambda runner: phases.ServerFacts(1, 1, 5000))
-    monkeypatch.setattr(rehearsal, "can_plant", lambda scheduler: True)
+    monkeypatch.setattr(engine_objects, "server_facts", lambda runner: phases.ServerFacts(1, 1, 5000))
+    monkeypatch.setattr(engine_objects, "can_plant", lambda scheduler: True)
     server_args = SimpleNamespace(chunked_prefill_size=1024, prefill_max_requests=3, max_running_requests=500)
     numbers = {"max_prefill_tokens": 2048, "max_total_num_tokens": 20_000, "max_running_requests": 300}
     given = {"chunked_prefill_size": 512, "max_req_input_len": 3000, **numbers}
     made = SimpleNamespace(**given, server_args=server_args, tp_worker=SimpleNamespace(model_runner=None))
-    found = rehearsal.limits_of(made)
+    found = engine_objects.limits_of(made)
     # A prompt may have one token fewer than ``max_req_input_len``. The engine refuses that number.
     assert (found.input_tokens, found.chunk, found.prefill_tokens, found.prefill_requests) == (2999, 512, 2048, 3)
     assert (found.cache_tokens, found.requests, found.plants, found.stop_token) == (20_000, 300, True, False)
-    assert rehearsal.limits_of(made, 40).requests == 40
+    assert engine_objects.limits_of(made, 40).requests == 40
 
 
 # Tensors grow more than the reserved memory in the second case, because the graphs left reserved memory unused.
@@ -155,7 +155,6 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as
     more, reserves = dict(more), "most" in more
     most, kept = more.pop("most", 300), more.pop("kept", 0)
     limits = replace(SMALL, requests=most, captured=150, cache_tokens=50_000, default_requests=default_requests)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
     derived = [phase for each in (most, 300, 150) for phase in phases.derive_phases(replace(limits, requests=each))]
@@ -180,7 +179,7 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as
         return Memory(free * GB, reserved=reserved if reserves else 0, peak=peak)
 
     made.read = read
-    found = rehearse(made, peaks=earlier, **more)
+    found = rehearse(made, limits=limits, peaks=earlier, **more)
     assert (found.fewer_requests, found.stopped) == (requests, stopped)
     assert reserves or found.lowest == free * GB
     assert min(found.lowest, found.expected) == lowest * GB
@@ -189,13 +188,12 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as
     assert not stopped or EAGER in found.missed
 
 
-def test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory(scheduler, monkeypatch):
+def test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory(scheduler):
     limits = replace(SMALL, requests=300, captured=150, default_requests=True)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     made = scheduler()
     made.read = lambda: Memory(LOW if EAGER in made.did.phases else 9 * GB)
-    found = rehearse(made)
-    assert (found.stopped, found.fallback) == (True, 150)
+    found = rehearse(made, limits=limits)
+    assert (found.stopped, found.restart_requests) == (True, 150)
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
@@ -356,13 +354,12 @@ def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(s
         (None, 200, "sliding windows of 200 tokens have no room for 300 more"),
     ],
 )
-def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler, monkeypatch):
+def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler):
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, fewer_requests: limits)
     if not refused:
-        assert rehearse(made).missed == {}
+        assert rehearse(made, limits=limits).missed == {}
         return
-    one, before = OneRank(made), snapshot_state(made)
+    one, before = OneRank(made, limits=limits), snapshot_state(made)
     with pytest.raises(RuntimeError, match=f"^{refused}$"):
         one.begin()
     one.end()
@@ -457,7 +454,9 @@ STATES = make_pool("HybridLinearKVPool", mem_usage=2), TABLE
 )
 def test_server_facts_depend_on_the_kind_of_pool(pools, kind, window, fixed_gib):
     allocator = SimpleNamespace(**({"size_swa": 700} if pools[0] is WINDOWS else {}))
-    told = rehearsal.server_facts(make_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator))
+    told = engine_objects.server_facts(
+        make_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator)
+    )
     assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
     limits = phases.derive_limits({}, told, **NUMBERS)
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
@@ -466,14 +465,14 @@ def test_server_facts_depend_on_the_kind_of_pool(pools, kind, window, fixed_gib)
 @pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
 def test_the_largest_captured_decode_is_of_what_was_captured(name):
     for graphs, captured in ((SimpleNamespace(max_bs=144), 144), (None, None)):
-        assert rehearsal.server_facts(make_runner(PLAIN, **{name: graphs})).captured == captured
+        assert engine_objects.server_facts(make_runner(PLAIN, **{name: graphs})).captured == captured
 
 
 def test_graph_bytes_are_those_that_the_engine_measured():
-    assert rehearsal.graph_bytes(SimpleNamespace()) == 0
-    assert rehearsal.graph_bytes(SimpleNamespace(graph_mem_usage=2)) == 2 * GIB
+    assert engine_objects.graph_bytes(SimpleNamespace()) == 0
+    assert engine_objects.graph_bytes(SimpleNamespace(graph_mem_usage=2)) == 2 * GIB
     for told, gib in (({"decode": 2}, 2), ({"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}, 3)):
-        assert rehearsal.graph_bytes(SimpleNamespace(graph_memory_usage=told)) == gib * GIB
+        assert engine_objects.graph_bytes(SimpleNamespace(graph_memory_usage=told)) == gib * GIB
 
 
 @pytest.mark.parametrize(("warmup_s", "limits_s"), [(-1, (300, 60)), (60, (30, 15)), (3600, (300, 60))])

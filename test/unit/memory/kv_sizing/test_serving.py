@@ -118,7 +118,7 @@ def make_rank(monkeypatch):
         made.scheduler, made.allocator = engine, allocator
         memory = FreeMemory(lambda: Memory(free=made.free), 2 * GB, lambda: next(clock))
         shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=made.orders.append)
-        made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, beside=BESIDE)
+        made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, extra_tokens=BESIDE)
         return made
 
     monkeypatch.setattr(serving.token_count, "set_token_count", tell)

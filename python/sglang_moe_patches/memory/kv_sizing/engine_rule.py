@@ -1,0 +1,156 @@
+"""The engine's own rule for the KV cache size: its fraction, its bytes per token, and its reserve for images.
+
+The engine computes the size from ``--mem-fraction-static``, the *fraction*. A *maker* is the engine's object that makes
+the KV cache: a ``ModelRunner``, or from 0.5.16 on a ``KVCacheConfigurator``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_moe_patches.core import engine, gpu_memory
+from sglang_moe_patches.memory.kv_sizing import sizing
+from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of, is_on
+from sglang_moe_patches.memory.kv_sizing.pools import GIB, Unknown
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
+
+IMAGE_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
+"""Environment variable of the engine. If it is on, the engine captures graphs of the vision model while serving, one
+for each size of image."""
+IMAGE_RULE = "sglang.srt.arg_groups.memory_hook"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+
+
+def configurator(maker: Any) -> Any:
+    """Return the engine's object that computes the number of KV cache tokens from bytes."""
+    return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
+
+
+def bytes_per_token(maker: Any) -> float:
+    """Return the bytes of one KV token.
+
+    The engine is asked how many tokens fit into 64 GiB, where its rounding to pages hardly matters.
+    """
+    enough = 64 * GIB
+    return enough / int(configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
+
+
+def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
+    """Return a larger fraction for the rehearsal: with KV cache for two chunks, or for the context if that is less.
+
+    The KV cache does not begin with more, because CUDA graphs are captured in the memory that the fraction leaves free.
+    It grows when the need is measured.
+
+    :returns: ``None`` if the engine's own fraction stays: it leaves enough, a larger one would leave too little memory,
+        or the model has states (such as Mamba's).
+    """
+    if getattr(maker, "mambaish_config", None):
+        return None
+    chunk = int(arguments_of(maker.server_args).get("chunked_prefill_size") or 0)
+    context = int(maker.model_config.context_len)
+    tokens = (min(context, 2 * chunk) if chunk > 0 else context) + 2 * int(maker.page_size)
+    return sizing.least_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
+
+
+def counts_of(config: Any) -> TokenCounts:
+    """Return the token counts of the engine's ``MemoryPoolConfig``."""
+    return TokenCounts(
+        int(config.max_total_num_tokens),
+        int(config.full_max_total_num_tokens or 0),
+        int(config.swa_max_total_num_tokens or 0),
+    )
+
+
+def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
+    """Return this rank's memory before its KV cache is made, or the reason why the server is not measured."""
+    import torch
+
+    if getattr(maker, "post_capture_kv_active", False):
+        return LaunchMemory("the engine sizes its KV cache after its graphs by itself")
+    if torch.cuda.is_available():
+        if getattr(torch.cuda.get_device_properties(maker.gpu_id), "is_integrated", False):
+            return LaunchMemory("the GPU shares its memory with the host, which has use for what is free")
+        torch.cuda.empty_cache()
+    fraction = fraction_in_force(maker)
+    images = 0
+    if getattr(maker, "is_multimodal", False) or maker.model_config.is_multimodal:
+        try:
+            images = int(image_allowance_gib(maker, arguments, fraction, before_gib) * GIB)
+        except Unknown as error:
+            return LaunchMemory(str(error))
+    return LaunchMemory("", int(before_gib * GIB), gpu_memory.read(int(maker.gpu_id)).free, fraction, images)
+
+
+def fraction_in_force(maker: Any) -> float:
+    """Return the ``--mem-fraction-static`` in force, as the engine reads it."""
+    if hasattr(maker, "mem_fraction_static"):
+        return float(maker.mem_fraction_static)
+    return float(engine.module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
+
+
+@contextmanager
+def use_fraction(maker: Any, fraction: float | None) -> Iterator[None]:
+    """Let the engine size its KV cache by another fraction. ``None``: the fraction in force stays."""
+    if fraction is None:
+        yield
+        return
+    before = fraction_in_force(maker)
+
+    def put(value: float) -> None:
+        if hasattr(maker, "mem_fraction_static"):
+            maker.mem_fraction_static = maker.server_args.mem_fraction_static = value
+        else:
+            context = engine.module("sglang.srt.runtime_context").get_context()
+            context.override("sglang-moe-patches: kv-sizing", mem_fraction_static=value)
+
+    put(fraction)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+# --- The reserve for images, which are not rehearsed --------------------------------------------------------------
+
+
+def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: float, before_gib: float) -> float:
+    """Return the GiB that images may take: the memory that the engine's rule reserves for them, and the images' caches.
+
+    :param fraction: the rule's fraction, lowered by this reserve.
+    :param before_gib: free memory before the weights were loaded.
+    :raises Unknown: the rule reserves nothing for images, or images take more than it reserves.
+    """
+    if is_on(IMAGE_GRAPHS, os.environ):
+        raise Unknown(f"images are not rehearsed yet, nor what {IMAGE_GRAPHS} captures of them")
+    share = image_factor(runner.model_config)
+    if not 0 < share < 1:
+        raise Unknown("images are not rehearsed yet, and the rule keeps nothing for them")
+    return (fraction / share - fraction) * before_gib + image_cache_gib(arguments)
+
+
+def image_factor(model_config: Any) -> float:
+    """Return the factor by which the engine's rule lowers the fraction for a model with images. 1: unchanged."""
+    if engine.has_module(IMAGE_RULE):
+        return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
+    arguments = SimpleNamespace(mem_fraction_static=1.0)
+    engine.module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(arguments, model_config)
+    return float(arguments.mem_fraction_static)
+
+
+def image_cache_gib(arguments: Mapping[str, Any]) -> float:
+    """Return the GiB of the images' caches: embeddings, and from 0.5.2x on the transport to the scheduler.
+
+    Later releases leave this memory free at every start, in addition to the KV cache. So a rehearsal finds it free.
+    """
+    maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
+    reserved = getattr(maker, "mm_runtime_reservation_gb", None)
+    if reserved is not None:
+        return float(reserved(is_multimodal=True, mm_feature_transport=arguments.get("mm_feature_transport")))
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_VLM_CACHE_SIZE_MB.get() / 1024

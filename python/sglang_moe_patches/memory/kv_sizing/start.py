@@ -1,0 +1,564 @@
+"""The start of a server whose KV cache is measured: rehearse, resize the KV cache, serve.
+
+:meth:`ServerStart.start_up` is the start from top to bottom, the same on every rank. A *turn* is one iteration of the
+scheduler's event loop. The start runs between turns.
+
+A *rehearsal* runs the server's largest forward passes before the first user's request, and measures their memory. One
+run of the rehearsal is a *pass*; its parts are *phases*. The *need* is the memory that forward passes, CUDA graphs and
+buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. An *order* is a message of
+rank 0 that all ranks carry out in the same turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_moe_patches.core import gpu_memory, log
+from sglang_moe_patches.core.patch import Patcher, one_line_error
+from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal, serving, sizing, token_count
+from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
+from sglang_moe_patches.memory.kv_sizing.engine_objects import drop_requests, limits_of, server_facts
+from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
+from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured, Rehearsal
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
+
+IDLE_SLEEP_S = 0.001
+"""Seconds that the scheduler sleeps in an idle turn during a rehearsal, with ``--sleep-on-idle``. The engine's sleeper
+would wait up to a second for a user's request, and no user's request is read before the server serves. Without any
+sleep the ranks of a server would keep all processors busy."""
+EXCEPTION_WAIT_S = 30.0
+"""Seconds that a rank waits for the other ranks if its rehearsed forward pass fails. If they do not all fail in this
+time, the server ends."""
+
+
+def log_on_rank_0(leads: bool, message: str, *, warn: bool = False) -> None:
+    """Log a message if this process is rank 0 (``leads``)."""
+    if leads:
+        (log.logger.warning if warn else log.logger.info)("%s", log.format_line("kv-sizing", message))
+
+
+# --- Steps that all ranks take together -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Step of a start in which each rank publishes a value, and every rank gets the values of all ranks.
+
+    Rank 0 polls for the values without blocking, and broadcasts the list. Users' requests wait meanwhile. A rank that
+    does not publish in time has ``None`` in the list; rank 0's own value is always there.
+
+    :param topic: name of the exchange; each name is used once in a start.
+    :param value: value of this rank. The values of all ranks have the same type.
+    """
+
+    topic: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class ResumeStart(ranks.Order):
+    """Order to resume the start after an exchange, with the values of all ranks."""
+
+    topic: str
+    values: list[Any | None]
+
+
+Start = Generator[Exchange | Rehearsal, Any, None]
+"""Steps of a start. An exchange resumes the generator with the values of all ranks. A rehearsal resumes it with the
+rehearsal's result, or with ``None`` if rank 0 did not wait for this rank any longer."""
+
+
+class StartRunner:
+    """Runs the steps of a start on one rank, between the turns of its event loop.
+
+    :param start: generator of steps, the same on every rank.
+    :param leads: whether this is rank 0.
+    """
+
+    def __init__(self, start: Start, orders: ranks.Orders, board: ranks.Board, *, leads: bool) -> None:
+        self._start, self._orders, self._board, self._leads = start, orders, board, leads
+        self._step: Exchange | Rehearsal | None = None
+        self._received: dict[str, list[Any | None]] = {}
+        """Values of exchanges that this rank has not reached yet, by their topics."""
+
+    def run(self, result: Any = None) -> None:
+        """Resume the start, and run it up to its next step. The first call begins the start."""
+        self._orders.on_turn = lambda: None
+        try:
+            step = self._start.send(result)
+            while isinstance(step, Exchange) and step.topic in self._received:
+                step = self._start.send(self._received.pop(step.topic))
+        except StopIteration:
+            return
+        self._step = step
+        if isinstance(step, Exchange):
+            self._publish(step)
+        else:
+            step.on_end = self.run
+            self._orders.read_instead, self._orders.on_turn = step.poll, step.look_at_turn
+
+    def obey(self, order: ResumeStart) -> None:
+        """Resume the start, on every rank in the same turn."""
+        step = self._step
+        if isinstance(step, Exchange):
+            self.run(order.values)
+        elif step is not None:
+            # Nobody else ends this step. A rehearsal that does not end would swallow the answers to users' requests.
+            step.end()
+            self._received[order.topic] = order.values
+            self.run()
+
+    def _publish(self, step: Exchange) -> None:
+        poll = partial(self._poll, step, time.monotonic() + rehearsal.ABANDON_AFTER_S)
+        self._orders.read_instead = poll if self._leads else list
+        try:
+            self._board.publish(step.topic, step.value)
+        except Exception as error:
+            log.logger.warning(
+                log.format_line("kv-sizing", "rank 0 does not learn %s of this rank: %s"), step.topic, error
+            )
+
+    def _poll(self, step: Exchange, deadline: float) -> list[Any]:
+        """On rank 0: return the broadcast of the values once all ranks have published, or once the time is over."""
+        try:
+            values = self._board.collect(step.topic, type(step.value))
+        except Exception as error:
+            log.logger.warning(log.format_line("kv-sizing", "%s of other ranks is lost: %s"), step.topic, error)
+            values = [None] * self._board.ranks
+        else:
+            if None in values and time.monotonic() <= deadline:
+                return []
+        values[0] = step.value
+        self._orders.read_instead = list  # nothing is read until the ranks have resumed
+        return [ranks.Broadcast((ResumeStart(step.topic, values),))]
+
+
+# --- The start --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """KV cache of one rank over reserved addresses, and the facts from which its first size was computed.
+
+    :param leads: whether this is rank 0.
+    :param margin: bytes that stay free.
+    :param raised_tokens: tokens that the KV cache has in addition to the engine's rule, because the rehearsal begins
+        with a larger fraction.
+    :param max_tokens: ``--max-total-tokens``; 0: not given.
+    :param fraction_is_given: whether the user gave ``--mem-fraction-static``.
+    """
+
+    pools: ElasticPools
+    launch: LaunchMemory
+    gpu: int
+    leads: bool
+    margin: int
+    bytes_per_token: float
+    raised_tokens: int
+    max_tokens: int
+    fraction_is_given: bool
+
+
+class ServerStart:
+    """Start of one scheduler process, from the first turn of its event loop until it serves.
+
+    :param reservation: this rank's KV cache.
+    :param release: function to call when the number of tokens is final. The launcher then learns the number.
+    """
+
+    board: ranks.Board
+    _limits: phases.Limits
+    """Limits of the forward passes in the rehearsal that began last."""
+
+    def __init__(self, scheduler: Any, reservation: Reservation, release: Callable[[], None]) -> None:
+        self.scheduler, self._release = scheduler, release
+        self.reservation, self.pools = reservation, reservation.pools
+        self.launch, self.leads, self.margin = reservation.launch, reservation.leads, reservation.margin
+        self.log = partial(log_on_rank_0, self.leads)
+        self.metrics = serving.Metrics(arguments_of(scheduler.server_args), reservation.gpu)
+        self.orders = ranks.Orders(scheduler, self.obey)
+        self.needs: list[RankNeed] = []
+        """Needs that all ranks published after the last rehearsal."""
+        self._rehearsal: Rehearsal | None = None
+        self._serving: serving.Serving | None = None
+        self._pass = self._fewer_requests = self._exceptions = 0
+        self._has_started_over = self._limits_penalized = False
+        self._sleeper = Patcher()
+        """Patch that shortens the sleep of ``--sleep-on-idle`` until the server serves."""
+        # The following numbers are maxima over all passes since the start began, or since it started over. A later pass
+        # runs only the phases that have become larger. `Measured.expected`, of a phase that did not run, is left out,
+        # because this phase runs in the next pass.
+        self._need = self._bytes_before = self._slack_bytes = self._graph_bytes = 0
+        self._seconds, self._phases = dict[str, float](), dict[str, int]()
+
+    def begin(self, problem: str) -> None:
+        """Begin the start. If a rank has a problem, all ranks serve with the engine's KV cache size. Collective.
+
+        :param problem: reason why this rank's KV cache cannot be resized; "": it can.
+        """
+        self.board = ranks.Board(ranks.share_secret())
+        if not problem:
+            try:
+                if getattr(self.scheduler, "idle_sleeper", None) is not None:
+                    sleeper = SimpleNamespace(maybe_sleep=partial(time.sleep, IDLE_SLEEP_S))
+                    self._sleeper.add(self.scheduler, "idle_sleeper", sleeper)
+                self.orders.open()
+                self._begin_rehearsal(phases.derive_phases)
+            except Exception as error:
+                problem = str(error) if isinstance(error, RuntimeError) else one_line_error(error)
+        # Tell all ranks of a failure, because they would wait for the failed rank.
+        problem = next(filter(None, ranks.all_gather(problem, str)), "")
+        if not problem:
+            limit_s = rehearsal.timeout_s()
+            self.log(f"rehearses the largest forwards before the first request, at most {limit_s:.0f} s")
+            self._runner = StartRunner(self.start_up(), self.orders, self.board, leads=self.leads)
+            self._runner.run()
+            return
+        if self._rehearsal is not None:
+            self._rehearsal.end()
+        self.orders.close()
+        self._sleeper.undo()
+        self.log(f"the KV cache keeps the engine's size and is not measured because {problem}", warn=True)
+        self._show("rule", problem)
+        self._release()
+
+    def start_up(self) -> Start:
+        """Yield the steps of the start: measure, resize, serve. After each step, all ranks resume in the same turn.
+
+        All ranks get the same values from an exchange, so they make the same decisions.
+        """
+        failure = ""
+        while True:
+            assert self._rehearsal is not None
+            measured = Measured(failure=failure) if failure else (yield self._rehearsal)
+            needs = yield Exchange(f"measured {self._pass}", self._need_from(measured))
+            before, rank_0 = self.pools.counts.tokens, needs[0]
+            tokens, reason, ended_early = self._decide(needs)
+            requests = self._requests_to_start_over(needs, tokens < before, ended_early)
+            # If an object of the engine refuses its own size, the start goes on instead of starting over.
+            if requests is not None and not self._use(before):
+                failure = self._start_over(requests)
+                continue
+            rehearse_again, missed = tokens < before and ended_early, tuple(rank_0.missed.values())
+            if tokens > before:
+                problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
+                if None in problems:
+                    reason = "not every rank has reported that it mapped memory"
+                elif problem := next(filter(None, problems), ""):
+                    reason = f"a rank had no memory to map: {problem}"
+                tokens = before if reason else tokens
+                rehearse_again, missed = not reason, ()  # phases may be larger with the larger KV cache
+            if problem := self._use(tokens):
+                reason, rehearse_again = problem, False
+            self._fewer_requests = rank_0.fewer_requests
+            derive = self._derive_next_pass(missed) if rehearse_again else None
+            if derive is None:
+                break
+            failure = self._begin_next(derive)
+        self._log_size(reason)
+        self._limit_requests(rank_0)
+        self._serve()
+
+    def obey(self, order: ranks.Order) -> None:
+        """Carry out an order of rank 0. This is called between two turns. In a rehearsal, no request runs then."""
+        if self._serving is not None:
+            self._serving.obey(order)
+        elif isinstance(order, ResumeStart):
+            self._runner.obey(order)
+        elif isinstance(order, phases.Plant) and self._rehearsal is not None:
+            self._rehearsal.plant(order)
+
+    # --- 1. Rehearse ---------------------------------------------------------------------------------------------
+
+    def _begin_rehearsal(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> None:
+        """Begin a rehearsal of the phases that ``derive`` makes from the scheduler's limits.
+
+        :raises Exception: this rank cannot rehearse; the caller must end the rehearsal.
+        """
+        self._pass += 1
+        limits = self._limits_in_force()
+        self._rehearsal = Rehearsal(
+            *(self.scheduler, self.reservation.gpu, self.board, self._pass, derive, limits),
+            leads=self.leads,
+            peaks=self._phases,
+            bytes_per_token=self.reservation.bytes_per_token,
+            margin=self.margin,
+        )
+        self._rehearsal.begin()
+        self._limits = limits
+
+    def _limits_in_force(self) -> phases.Limits:
+        """Return the limits of this scheduler's forward passes with its present KV cache size."""
+        limits = limits_of(self.scheduler, self._fewer_requests)
+        return replace(limits, limits_penalized=True) if self._limits_penalized else limits
+
+    def _begin_next(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> str:
+        """Begin another rehearsal. Return the reason why this rank cannot; "": it has begun."""
+        try:
+            self._begin_rehearsal(derive)
+        except Exception as error:
+            if self._rehearsal is not None:
+                self._rehearsal.end()
+            return one_line_error(error)
+        return ""
+
+    def outlives_exception(self) -> bool:
+        """Return whether the server can go on after an exception: a rehearsed forward pass has failed on all ranks.
+
+        A rank that failed alone cannot go on, because the other ranks wait for it in a collective. Stages of a pipeline
+        run different forward passes, so a stage always fails alone.
+        """
+        if self._rehearsal is None or not self._rehearsal.is_running or self._limits.stages > 1:
+            return False
+        self._exceptions += 1
+        topic = f"exception {self._exceptions}"
+        try:
+            self.board.publish(topic, "")
+            return None not in self.board.wait_for_all(topic, str, EXCEPTION_WAIT_S)
+        except Exception as error:
+            log.logger.warning(log.format_line("kv-sizing", "the other ranks do not answer: %s"), error)
+            return False
+
+    def fail_rehearsal(self, problem: str) -> None:
+        """Drop the requests of the rehearsal, whose forward pass has raised, and end the rehearsal early.
+
+        :param problem: description of the exception.
+        """
+        drop_requests(self.scheduler)
+        assert self._rehearsal is not None
+        self._rehearsal.fail(problem)
+
+    # --- 2. Grow, or shrink --------------------------------------------------------------------------------------
+
+    def _need_from(self, measured: Measured | None) -> RankNeed:
+        """Return the need of this rank, as the rank publishes it after a rehearsal.
+
+        :param measured: result of this rank's rehearsal; ``None`` if rank 0 did not wait for its end.
+        """
+        measured = measured or Measured(failure="rank 0 did not wait for its rehearsal")
+        try:
+            need = self._rank_need(measured)
+        except Exception as error:
+            need = RankNeed(failure=measured.failure or one_line_error(error))
+        if not self.leads:
+            return need
+        fewer = measured.fewer_requests or self._fewer_requests
+        limits = self._limits.with_requests(fewer) if fewer else self._limits
+        is_limited = limits.default_requests or limits.limits_penalized
+        return replace(
+            need,
+            missed=measured.missed,
+            fewer_requests=fewer,
+            restart_requests=measured.restart_requests,
+            can_limit_penalized=self._limits.with_fewer_penalized() is not None,
+            request_limits=(limits.batch, limits.penalized) if is_limited else (0, 0),
+        )
+
+    def _rank_need(self, measured: Measured) -> RankNeed:
+        for name, seconds in measured.seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        for name, peak in measured.phases.items():
+            self._phases[name] = max(self._phases.get(name, 0), peak)
+        # Request tables and states were allocated together with the KV cache, and count neither as KV cache nor as
+        # need.
+        beside_cache = server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
+        mapped = self.pools.bytes_behind(self.pools.counts)
+        without_forwards = self.launch.free - beside_cache - mapped
+        if not measured.failure:
+            self._need = max(self._need, without_forwards - measured.lowest)
+            # Keep the first pass's number: a later pass begins with memory that the allocator has kept since then.
+            self._bytes_before = self._bytes_before or without_forwards - measured.free
+            self._slack_bytes, self._graph_bytes = max(self._slack_bytes, measured.slack), measured.graphs
+        lowest = min(without_forwards - self._need, measured.expected)
+        not_run = sizing.MIN_FREE_BYTES if measured.stopped else 0
+        spare = lowest - self.margin - self.launch.images - not_run
+        fits = self.pools.tokens_within(int(mapped + spare))
+        return RankNeed(fits, int(without_forwards - lowest), measured.failure, measured.stopped)
+
+    def _decide(self, needs: list[RankNeed | None]) -> tuple[int, str, bool]:
+        """Decide on the number of tokens, from the needs of all ranks.
+
+        :param needs: needs of all ranks; ``None`` in the place of a rank that has published none.
+        :returns: three values: the tokens; the reason if they are not the tokens that fit, else ""; whether a rank's
+            rehearsal ended early.
+        """
+        now = self.pools.counts.tokens
+        known = [need for need in needs if need is not None]
+        if len(known) < len(needs):
+            return now, "not every rank has reported its need", False
+        self.needs = known
+        most = min(self.pools.top.tokens, self.reservation.max_tokens or self.pools.top.tokens)
+        tokens, reason = sizing.decide(known, now, most, serving.least_tokens(self.scheduler, self.pools))
+        if any(need.failure for need in known):
+            tokens = min(tokens, self.pools.first.tokens)  # the need with a larger KV cache is not known
+        return tokens, reason, any(need.stopped for need in known)
+
+    def _requests_to_start_over(self, needs: list[RankNeed | None], is_smaller: bool, ended_early: bool) -> int | None:
+        """Return the number of requests with which the first rehearsal starts over; ``None``: it does not start over.
+
+        By default the rehearsal tries more concurrent requests than the user asked for. If these would make the KV
+        cache smaller than the engine's own, the rehearsal starts over with fewer requests.
+
+        The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
+        """
+        rank_0 = needs[0]
+        if self._pass > 1 or rank_0 is None or any(need is None or need.failure for need in needs):
+            return None
+        if rank_0.restart_requests and (is_smaller or ended_early):
+            return rank_0.restart_requests
+        return 0 if is_smaller and rank_0.can_limit_penalized else None
+
+    def _start_over(self, requests: int) -> str:
+        """Forget all measurements, and begin the first rehearsal again. Return the reason if this rank cannot, or "".
+
+        :param requests: as :meth:`_requests_to_start_over` returns it.
+        """
+        if self.leads:
+            limits = self._limits.with_requests(requests) if requests else replace(self._limits, limits_penalized=True)
+            fewer = f"{limits.batch:,}" if requests else f"{limits.penalized:,} penalized ones of {limits.batch:,}"
+            self.log(f"rehearses again with {fewer} requests at once: with more, too little memory was left")
+        self._has_started_over, self._limits_penalized = True, not requests
+        self._fewer_requests = requests
+        self._need = self._bytes_before = self._slack_bytes = 0
+        self._phases.clear()
+        return self._begin_next(phases.derive_phases)
+
+    def _try_to_map(self, tokens: int) -> str:
+        """Map memory for a number of tokens. Return the reason if this rank cannot, or ""."""
+        try:
+            self.pools.map(self.pools.counts_for(tokens))
+        except Exception as error:
+            return str(error) or type(error).__name__  # "" would say that there is memory
+        return ""
+
+    def _use(self, tokens: int) -> str:
+        """Set the KV cache size in all objects of the engine, and unmap the memory of all slots after it.
+
+        :returns: the reason why the engine keeps a smaller size, or "". The reason is the same on every rank, because
+            all ranks have objects of the same kinds.
+        """
+        counts, problem = self.pools.counts_for(tokens), ""
+        try:
+            self._set_tokens(counts)
+        except Exception as error:
+            problem = f"an object of the engine does not accept the size: {error}"
+            counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
+            with suppress(Exception):
+                self._set_tokens(counts)
+        self.pools.unmap_from(counts)
+        return problem
+
+    def _set_tokens(self, counts: TokenCounts) -> None:
+        token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
+        token_count.set_token_count(self.scheduler, counts)
+
+    def _derive_next_pass(
+        self, missed: tuple[phases.PhaseKind, ...]
+    ) -> Callable[[phases.Limits], list[phases.Phase]] | None:
+        """Return a function that derives the phases of another pass.
+
+        Phases that were not reached (``missed``) run again. So do phases that are larger with the new KV cache size.
+
+        :returns: ``None`` if no phase has to run again, or no pass is left. The answer is the same on every rank.
+        """
+        before, passes = self._limits, self._pass - self._has_started_over
+        if passes >= sizing.MAX_PASSES or not phases.derive_second_pass(before, self._limits_in_force(), missed):
+            return None
+        return lambda limits: phases.derive_second_pass(before, limits, missed)
+
+    def _limit_requests(self, rank_0: RankNeed) -> None:
+        """Let the server admit no more requests at once than were rehearsed.
+
+        The limit applies if the user has set none. It also applies to penalized requests if memory for the user's limit
+        would make the KV cache smaller than the engine's own. If the KV cache keeps the engine's size, the server
+        admits as many requests as the engine does, unless the rehearsal has started over.
+        """
+        batch, penalized = rank_0.request_limits
+        if not batch or (self.pools.counts == self.pools.first and not self._has_started_over):
+            return
+        why = "because only so many were rehearsed; set --max-running-requests to choose another limit"
+        if self._limits_penalized:
+            why = f"because memory for {batch:,} such requests would make the KV cache smaller than the engine's own"
+        serving.limit_requests(self.scheduler, batch, penalized)
+        self.log(
+            f"at most {batch:,} requests run at once, and at most {penalized:,} in a batch in which one has penalties, "
+            f"min_p, a logit bias or log-probabilities, {why}"
+        )
+
+    def _log_size(self, reason: str) -> None:
+        rule, now = self._tokens_by_rule(), self.pools.counts.tokens
+        state = "grown" if now > rule else "shrunk" if now < rule else "rule"
+        self._show(state, reason)
+        if not self.leads:
+            return
+        if self.needs and self._seconds:
+            self._log_needs()
+        size = f"{state} from {rule:,} to {now:,}" if now != rule else f"kept at {now:,}"
+        free = f"{megabytes(self.margin)} stay free"
+        images = f", and {megabytes(self.launch.images)} for images" if self.launch.images else ""
+        limit = f"; --max-total-tokens {now:,} is used" if now == self.reservation.max_tokens else ""
+        why = f"; {reason}" if reason else ""
+        more_bytes = (now - self.pools.first.tokens) * self.reservation.bytes_per_token
+        fraction = sizing.pinned_fraction(self.launch, more_bytes)
+        hybrid = server_facts(self.scheduler.tp_worker.model_runner).hybrid == phases.MAMBA
+        same = ""
+        if fraction and not hybrid and now != rule:
+            same = f". The same size without measuring: --mem-fraction-static {fraction:.4f}"
+        self.log(f"KV cache {size} tokens; {free}{images}{limit}{why}{same}", warn=bool(reason) or now < rule)
+        if self.reservation.fraction_is_given and now < rule and fraction:
+            self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
+
+    def _log_needs(self) -> None:
+        total_s = self._seconds.pop(rehearsal.ALL, 0.0)
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
+        missed = f"; not reached: {', '.join(self.needs[0].missed)}" if self.needs[0].missed else ""
+        early = "; ended early, before memory ran out" if any(need.stopped for need in self.needs) else ""
+        self.log(f"rehearsed in {total_s:.0f} s: {parts}{missed}{early}")
+        if any(need.failure for need in self.needs):
+            return  # the need is not known
+        need = megabytes(max(need.need for need in self.needs))
+        self.log(
+            f"needed in addition to weights and KV cache: {need}, on the rank that needs most. "
+            f"On rank 0: largest forward passes: {sizing.largest_phases(self._phases)}; "
+            f"{megabytes(self._bytes_before)} CUDA graphs and buffers, including {megabytes(self._graph_bytes)} decode "
+            f"graphs; {megabytes(self._slack_bytes)} allocator slack"
+        )
+
+    def _tokens_by_rule(self) -> int:
+        """Return the KV cache size of a stock server: by the given fraction, or by the engine's own.
+
+        If the rehearsal began with a larger fraction, the KV cache began with more tokens than this.
+        """
+        return max(0, self.pools.first.tokens - self.reservation.raised_tokens)
+
+    def _show(self, state: str, reason: str) -> None:
+        self.metrics.show(serving.STATE, 1, state=state, reason=reason)
+        self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
+        self.metrics.show(serving.BY_RULE, self._tokens_by_rule())
+        if self.needs:
+            self.metrics.show(serving.NEED, max(need.need for need in self.needs))
+
+    # --- 3. Serve ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Let the scheduler read users' requests, and watch free memory in each turn from now on."""
+        self.orders.read_instead = None
+        self._sleeper.undo()
+        try:
+            memory = serving.FreeMemory(lambda: gpu_memory.read(self.reservation.gpu), self.margin)
+            self._serving = serving.Serving(
+                *(self.scheduler, self.pools, memory, self.orders, self.board, self.metrics),
+                leads=self.leads,
+                extra_tokens=self._limits.beside_prompt(),
+            )
+            self.orders.on_turn = self._serving.look
+        except Exception as error:
+            self.log(f"free memory is not watched: {error}", warn=True)
+        self._release()
