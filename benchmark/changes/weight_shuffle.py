@@ -4,9 +4,9 @@
     python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
 
 Each case first checks that both functions return the same bytes. Times are medians of many runs of one layer after a
-warm-up, measured by CUDA events. Copy bandwidth is that of a plain device-to-device copy. The memory that the
-allocator keeps is measured after whole loading steps: the engine's align_fp4_moe_weights_for_flashinfer_trtllm calls
-the function and copies its results into the parameters.
+warm-up, measured by CUDA events. The copy bandwidth is the bandwidth of a plain device-to-device copy. The memory that
+the allocator keeps is measured after whole loading steps: the engine's align_fp4_moe_weights_for_flashinfer_trtllm
+calls the function and copies its results into the parameters.
 """
 
 from __future__ import annotations

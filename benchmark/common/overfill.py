@@ -214,7 +214,7 @@ class _Load:
     def run(
         self, work: Callable[[int, threading.Event], None], clients: int, is_over: Callable[[], bool], server: Server
     ) -> None:
-        """Run clients in threads until ``is_over``. Then abort their requests, or wait until they end.
+        """Run clients in threads until ``is_over`` returns true. Then abort their requests, or wait until they end.
 
         :param work: function of a client. It takes the client's number, and an event that is set at the end.
         """

@@ -173,7 +173,13 @@ def failure(log: str, error: Exception) -> str:
 # --- The table -------------------------------------------------------------------------------------------------------
 
 MEMORY = ("server", "allocated MB", "reserved MB", "in holes MB", "peak reserved MB", "loading s")
-TOKENS = ("server", "KV tokens by the rule", "grown", "answers as stock-zeros'", "log-probabilities as stock-zeros'")
+TOKENS = (
+    "server",
+    "KV tokens by the rule",
+    "KV tokens, grown",
+    "answers equal to stock-zeros",
+    "equal log-probabilities",
+)
 
 
 def tables(results: Sequence[output.Result]) -> str:

@@ -267,7 +267,7 @@ def tables(results: Sequence[output.Result]) -> str:
     of_times = ("run", "server", "prefill ms", "decode ms", f"decode of {BATCH} ms", "mixed requests/s")
     found = [output.table(of_memory, memory, left=2), output.table(of_times, times, left=2)]
     if answers:
-        found.append(output.table(("run", "server", "answers as stock's"), answers, left=2))
+        found.append(output.table(("run", "server", "answers equal to stock's"), answers, left=2))
     return "\n".join(found)
 
 

@@ -590,9 +590,9 @@ def tables(results: Sequence[output.Result]) -> str:
         (("run", "served", "GPU", "load", "date"), runs, 5),
         (("run", "server", "KV tokens", "tokens/s (times stock's)", "ms per token", "first token s"), speed, 2),
         (("run", "server", "weights MB", "need MB", "lowest free MB"), memory, 2),
-        (("run", "server", "ready after s", "rehearsal s", "answers as stock's", "log-probabilities"), starts, 2),
-        (("run, server", "load", "answered", "errors", "lowest free MB", "answers as before"), loads, 2),
-        (("run, server", "KV tokens", "then", "MB given back", "lowest free MB"), given_back, 1),
+        (("run", "server", "ready after s", "rehearsal s", "answers equal to stock's", "log-probabilities"), starts, 2),
+        (("run, server", "load", "answered", "errors", "lowest free MB", "equal answers"), loads, 2),
+        (("run, server", "KV tokens", "KV tokens at the end", "freed MB", "lowest free MB"), given_back, 1),
     )
     found = [output.table(header, rows, left=left) for header, rows, left in titled if rows]
     return "\n".join([*found, *filter(None, map(peak_table, results))])

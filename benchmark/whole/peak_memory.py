@@ -183,7 +183,7 @@ def in_mb(value: float | None) -> str:
 
 KEYS = ("live_at_kernel_bytes", "peak_forward_bytes")
 PEAK_COLUMNS = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
-ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilities apart, at most")
+ANSWERS = ("answers, compared with stock's first answers", "equal tokens", "largest difference of log-probabilities")
 
 
 def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -2,8 +2,9 @@
 
     python benchmark whole/room --json benchmark/results/room/0.5.12.post1.json
 
-No server starts. ``doctor`` is asked about each server in benchmark/results/serving that measured its need with the
-installed release. The result keeps the engine's answers; the page is made from them and from the measured servers.
+No server starts. This script asks ``doctor`` about each server in benchmark/results/serving in which kv-sizing measured
+the memory of forward passes, with the installed release. The result has the engine's answers. The page is made from
+these answers and from the results of the measured servers.
 """
 
 from __future__ import annotations

@@ -506,14 +506,16 @@ def tables(result: output.Result) -> str:
     figures = result["figures"]
     servers = figures["servers"]
     counted = ("answered", "aborted", "left", "flushes", "updates")
-    names = {"left": "hung up on", "updates": "weight updates", "columns": "forward passes in columns"}
-    names |= {"probes": "fixed prompts asked", "forwards": "forward passes"}
+    names = {"left": "connections closed early", "updates": "weight updates"}
+    names |= {"columns": "forward passes with column slices", "flushes": "flushes of the radix cache"}
+    names |= {"probes": "fixed prompts sent", "forwards": "forward passes"}
+    names |= {"answered": "answered requests", "aborted": "aborted requests"}
     megabytes = {
-        "first_half": "reserved MB at most, first half",
-        "second_half": "reserved MB at most, second half",
-        "first_peak": "tensors MB at most, first half",
-        "second_peak": "tensors MB at most, second half",
-        "lowest_free": "lowest free MB",
+        "first_half": "largest reserved memory in MB, first half",
+        "second_half": "largest reserved memory in MB, second half",
+        "first_peak": "largest allocated memory in MB, first half",
+        "second_peak": "largest allocated memory in MB, second half",
+        "lowest_free": "lowest free memory in MB",
     }
     found = list(servers.values())
     rows = [
@@ -524,7 +526,7 @@ def tables(result: output.Result) -> str:
         *((name, *(f"{server[key] / MB:,.0f}" for server in found)) for key, name in megabytes.items()),
     ]
     failures = find_failures(figures)
-    verdict = "**It held.**" if not failures else f"**It did not hold**: {'; '.join(failures)}."
+    verdict = "**The run passed.**" if not failures else f"**The run failed**: {'; '.join(failures)}."
     alike = [f"{len(several)} of {key}" for key, several in distinct_answers(servers).items()]
     with_logprobs = max((len(several) for several in distinct_answers(servers, "logprobs").values()), default=0)
     return (

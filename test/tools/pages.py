@@ -191,7 +191,8 @@ def offers_table(found: dict[str, Any]) -> str:
             of_a_class = re.sub(r"\b\w+(Layer|Model)\b", r"its \1", reason)
             why.setdefault(of_a_class.replace("its Layer", "its layer"), []).append(f"`{name}`")
     rows = [(", ".join(alike), cell) for cells in (where, why) for cell, alike in sorted(cells.items())]
-    return table(("offers, or does not in the newest release", "where, or why"), rows).replace("its Model", "its loop")
+    titles = ("model families", "releases on which they may, or reason why they may not on the newest release")
+    return table(titles, rows).replace("its Model", "its loop")
 
 
 def test_all_table(outcomes: dict[str, Any]) -> str:
@@ -237,7 +238,7 @@ def generated_text(name: str) -> str:
 def render(page: str) -> str:
     """Replace the generated parts of a page.
 
-    :raises ValueError: the name of a generated part is unknown, or a line begins with a comment of a part within it.
+    :raises ValueError: the name of a generated part is unknown, or a line of text begins with a generated part.
     """
 
     def replace(mark: re.Match[str]) -> str:
