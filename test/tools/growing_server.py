@@ -34,7 +34,14 @@ SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--conte
 NO_LIMIT = ("--max-total-tokens", "100000000")
 """Server arguments that override the small KV cache of the test environment for servers without a GPU."""
 FRACTION_FLAG = "--mem-fraction-static"
-NO_GPU = "Without a GPU: a stand-in answered in place of the driver."
+NO_GPU = (
+    "Without a GPU, a stand-in reports the free memory of a GPU with 107 GB. So the sizes are made up, and the engine, "
+    "its forward passes and the growth are real."
+)
+NO_FIGURES = ("rehearses the largest forwards", "needed in addition to weights and KV cache")
+"""Beginnings of kv-sizing's log lines that mean nothing without a GPU: the time limit and the memory of forward passes
+are the stand-in's.
+"""
 
 
 class Start(NamedTuple):
@@ -75,11 +82,13 @@ def fragments(start: Start, *, gpu: bool) -> dict[str, str]:
     :returns: HTML by the name of a marker in the report. :func:`insert` inserts the HTML before this marker.
     """
     note = "" if gpu else f" {NO_GPU}"
-    outcome = "which did not grow."
+    outcome, bars = "which did not grow.", ""
     if start.growth:
         outcome = f"{start.growth.rule_tokens:,} by the engine's rule: no forward pass needed the rest."
-    rows = "".join(f"<tr><td>{escape(line)}</td></tr>" for line in start.lines)
+        bars = draw_bars(start.growth)
+    rows = "".join(f"<tr><td>{escape(line)}</td></tr>" for line in select_lines(start.lines, gpu=gpu))
     return {
+        "bars": bars,
         "overview": f'<tr><th scope="row">KV cache</th><td>{start.tokens:,} tokens, {outcome}{note}</td></tr>\n',
         "sections": "<h2>The start of the patched server with SGLANG_MOE_PATCHES_KV_SIZING=auto</h2>\n"
         '<section class="card scroll"><table>\n<thead><tr><th>Log lines of kv-sizing</th></tr></thead>\n'
@@ -87,6 +96,21 @@ def fragments(start: Start, *, gpu: bool) -> dict[str, str]:
         '<p class="soft">Before its first request the server ran its largest forward passes. It then gave the memory '
         f"that none of them needed to the KV cache. It was ready after {start.ready_s:.0f} s.{note}</p></section>\n\n",
     }
+
+
+def select_lines(lines: Sequence[str], *, gpu: bool) -> list[str]:
+    """Return kv-sizing's log lines. Without a GPU, the lines of :data:`NO_FIGURES` are left out."""
+    return [line for line in lines if gpu or not line.startswith(NO_FIGURES)]
+
+
+def draw_bars(sizing: Growth) -> str:
+    """Draw the KV cache size by the engine's rule and the grown one, as HTML like the other charts of the report."""
+    bars = "".join(
+        f'<div class="bar"><span style="width: {70 * tokens / sizing.tokens:.1f}%; background: var(--{server})"></span>'
+        f"{tokens:,} tokens</div>\n"
+        for server, tokens in (("stock", sizing.rule_tokens), ("patched", sizing.tokens))
+    )
+    return f"<figure><figcaption>KV cache</figcaption>\n{bars}</figure>\n"
 
 
 def start_server(arguments: list[str], variables: dict[str, str], output: Path) -> Start:
@@ -101,7 +125,8 @@ def start_server(arguments: list[str], variables: dict[str, str], output: Path) 
         if error := client.generate([list(range(2, 200))], 8):
             raise SystemExit(f"growing_server: {error}; see {server.log}")
     lines = growth.kv_sizing_lines(server.log_text())
-    print(f"{tokens:,} KV tokens, ready in {server.startup_s:.0f} s", *lines, sep="\n  ", flush=True)
+    shown = select_lines(lines, gpu=has_gpu())
+    print(f"{tokens:,} KV tokens, ready in {server.startup_s:.0f} s", *shown, sep="\n  ", flush=True)
     return Start(tokens, server.startup_s, growth.read_growth(metrics), lines)
 
 
@@ -144,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = start_server(environment.server_arguments(arguments), variables, output)
     if options.report is not None:
         insert(options.report, fragments(start, gpu=has_gpu()))
-        print(f"Added to {options.report}")
+        print(f"The report shows the KV cache, too: {options.report}")
     if start.growth:
         return 0
     print(f"The KV cache did not grow; see {output}", file=sys.stderr)

@@ -323,10 +323,13 @@ def test_the_page_is_complete_and_loads_nothing(comparison):
 
 def test_sections_can_be_inserted_into_a_written_report(tmp_path):
     path = report.write(identical(), tmp_path)
-    insert(path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>"})
+    insert(
+        path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>", "bars": "<b>KV bar</b>"}
+    )
     text = Page(path.read_text()).text
     places = [
-        text.index(heading) for heading in ("Answers", "KV cache", "At a glance", "Second start", "Meaning and limits")
+        text.index(heading)
+        for heading in ("Answers", "KV cache", "At a glance", "KV bar", "Figures", "Second start", "Meaning and limits")
     ]
     assert places == sorted(places)
     with pytest.raises(ValueError, match="no marker 'x'"):
