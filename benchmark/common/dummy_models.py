@@ -117,7 +117,7 @@ def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     :param vision: ``vision_config`` of the model.
     """
-    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}  # pixels, as published
+    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}  # areas in pixels, as in the published processor files
     common = {"patch_size": vision["patch_size"], "temporal_patch_size": 2, "merge_size": 2, "size": size}
     common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
     return {

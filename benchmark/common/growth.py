@@ -54,7 +54,7 @@ def read_gauges(metrics: str) -> dict[str, float]:
 def read_growth(metrics: str) -> Growth | None:
     """Read the KV cache size that kv-sizing chose.
 
-    :param metrics: text of ``/metrics``, read before the server gives any KV cache back.
+    :param metrics: text of ``/metrics``. It must be read before the server frees a part of its KV cache.
     :returns: ``None`` if kv-sizing did not measure, or kept the size of the engine's rule.
     """
     gauges = read_gauges(metrics)
@@ -64,7 +64,7 @@ def read_growth(metrics: str) -> Growth | None:
 
 
 def kv_sizing_lines(log: str) -> list[str]:
-    """Log lines of kv-sizing, without the text before and including ``LOG_PREFIX``."""
+    """Find the log lines of kv-sizing. Return each line without the text up to ``LOG_PREFIX``."""
     return [line.partition(LOG_PREFIX)[2] for line in log.splitlines() if LOG_PREFIX in line]
 
 

@@ -106,7 +106,7 @@ def _driver() -> str | None:
 
 
 def _first_line(command: list[str]) -> str | None:
-    """First line that a command prints; ``None`` if the command fails or does not exist."""
+    """Return the first line that a command prints; ``None``: the command fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -146,8 +146,8 @@ def rule_tables(result: output.Result) -> str:
 
 
 def layers_table(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
-    """Make a table of all layers for one number of tokens, with a column for each GPU model, and a table of all
-    measurements.
+    """Make two tables: one of all layers for one number of tokens, with a column for each GPU model, and one of all
+    measurements together.
 
     :param results: results of the benchmark. Results of the same GPU model share a column.
     """

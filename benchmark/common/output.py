@@ -172,8 +172,8 @@ def load(name: str) -> Result:
 def pyplot() -> Any:
     """Import matplotlib's ``pyplot`` with settings that make a plot small and the same on every machine.
 
-    Text stays text, ids are not random, and the user's own settings do not count. Paths are not simplified, because the
-    last bit of a coordinate can decide which point would be left out.
+    An SVG contains text as text instead of outlines, and its ids are not random. The user's own settings of matplotlib
+    are ignored. Paths are not simplified, because the last bit of a coordinate could decide which points are left out.
     """
     import matplotlib
 

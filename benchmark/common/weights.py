@@ -176,7 +176,9 @@ def draw_int4(packed: Any, generator: Any) -> None:
 
 def int4_scale(inputs: int) -> float:
     """Scale with which :func:`draw_int4`'s weights have a standard deviation of 1 / sqrt(inputs)."""
-    return 1 / math.sqrt(17.5 * inputs)  # the mean square of -7 to 7 is 17.5, with 0 twice as probable
+    return 1 / math.sqrt(
+        17.5 * inputs
+    )  # 17.5 is the mean square of the weights from -7 to 7, of which 0 is twice as probable
 
 
 def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
@@ -199,7 +201,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}.weight", codes
         scale = 64 + 384 * torch.rand(rows, columns // 16, device=device, generator=random_bits)
         yield f"{name}.weight_scale", scale.to(torch.float8_e4m3fn)
-        # The root mean square of uniform codes is 2.93, and that of these scales is 279.
+        # The root mean square of uniform codes is 2.93, and the root mean square of these scales is 279.
         yield f"{name}.weight_scale_2", torch.tensor(1 / (2.93 * 279 * math.sqrt(columns)), device=device)
         down = name.endswith(families.FAMILIES[spec.family].projections[2])
         yield f"{name}.input_scale", torch.tensor((16 if down else 8) / (448 * 6), device=device)

@@ -77,7 +77,7 @@ def measure(runs: int) -> dict[str, Any]:
     for run in range(runs + 1):
         for name, launches in launched.items():
             figures = launch(name == "patched")
-            if run:  # the first runs only fill the disk cache
+            if run:  # the first run of each launcher only fills the disk cache
                 launches.append(figures)
     stock, patched = (launches[-1] for launches in launched.values())
     only_ours = set(patched["imported_by_plugins"]) - set(stock["imported_by_plugins"])

@@ -442,7 +442,8 @@ def make_server(name: str, options: Any, work: Path, model: Path, group: str) ->
         allocator_trace.VARIABLE: str(forward_files[0]),
         forwards.VARIABLE: str(forward_files[1]),
         forwards.UNTIMED: "1",
-        # Each server compiles small kernels. It would choose among several by their time, and they round differently.
+        # Each server compiles small kernels. It would choose kernels by their time, and different kernels round
+        # differently.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}

@@ -96,7 +96,8 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             for name in names:
                 ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
                 answers[name].append(servers.generate(running[name], ids, options.new_tokens))
-        # The batches come after all single prompts. Otherwise their memory would count in the figures of the prompts.
+        # The batches come after all single prompts. Otherwise the memory that a batch leaves allocated would count in
+        # the figures of the prompts.
         for round_, names in rounds:
             for name in names:
                 time_request(running[name], [SHORT] * options.batch, options.new_tokens, round_)
