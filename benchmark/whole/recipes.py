@@ -31,7 +31,7 @@ DOES_NOT_START = "does not start: its weights leave no memory"
 HOPPER = ("H100", "H200", "H20")
 IN_LAYERS = {"output-buffer", "deferred-shared-experts", "moe-workspace", "cutedsl-sizing", "mori-input-truncation"}
 LITTLE = 0.05
-"""Fraction of the peak memory. A recipe saves little if its patched peak is less than this fraction smaller."""
+"""Fraction of the stock peak memory. A recipe that saves at most this fraction counts as saving little."""
 Key = tuple[models.Sizes, int]
 
 

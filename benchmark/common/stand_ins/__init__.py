@@ -1,4 +1,4 @@
-"""Stand-ins for packages that the engine's client and tests import, but only downloads need."""
+"""Stand-ins for packages that the engine's client and tests import. They use these packages only for downloads."""
 
 from __future__ import annotations
 

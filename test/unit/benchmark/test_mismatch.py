@@ -1,4 +1,4 @@
-"""Tests of ``test/tools/mismatch.py``. It tells whether this package or the engine causes differences between
+"""Tests of ``test/tools/mismatch.py``. The tool says whether this package or the engine causes differences between
 answers."""
 
 from __future__ import annotations

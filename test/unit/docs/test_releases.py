@@ -1,4 +1,4 @@
-"""Tests that releases.toml is the only place that states the engine releases."""
+"""Tests that the engine releases are listed only in releases.toml."""
 
 from __future__ import annotations
 
