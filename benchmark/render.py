@@ -117,9 +117,10 @@ def added_host_time(load: Load) -> str:
 SECTIONS = {
     "launched-chart": Section(headlines=overview.make_readme_chart),
     "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=overview.make_launched),
+    "older-table": Section(headlines=overview.make_older_table),
     "gains": Section(headlines=overview.make_gains),
     "charts": Section(headlines=overview.make_charts),
-    "index": Section(headlines=headlines.index),
+    "index": Section(headlines=overview.make_index),
     "weight-shuffle": section_of_one(
         "weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))
     ),

@@ -65,7 +65,7 @@ def launched(load: Load) -> str:
         "unknown reasons. Most of gpt-oss's tokens/s gain is from "
         "[fp4-weights](docs/changes/fp4-weights.md). DeepSeek-R1 has `--mem-fraction-static 0.82` and "
         "`SGLANG_MOE_PATCHES_KV_SIZING=always`. "
-        "[How this was measured](docs/benchmarks/earlier-measurements.md#how-the-first-table-was-measured)."
+        "[How this was measured](docs/benchmarks/earlier-measurements.md#five-servers-of-several-commits)."
     )
     return f"\n{launched_table(load)}\n{note}\n"
 
@@ -75,8 +75,12 @@ def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return next(row for row in rows if all(row[name] == value for name, value in values.items()))
 
 
-def index(load: Load) -> str:
-    """Make a table with a row for each question that the benchmark pages answer."""
+def index(load: Load, served: str = "serving/qwen3-30b-default", memory: str = "one H100") -> str:
+    """Make a table with a row for each question that the benchmark pages answer.
+
+    :param served: name of the result whose KV cache the first row has.
+    :param memory: the GPU memory of this result, in words.
+    """
 
     def figures(name: str) -> dict[str, Any]:
         return load(name)["figures"]
@@ -95,7 +99,7 @@ def index(load: Load) -> str:
     shuffled = find(figures("weight-shuffle/h200")["cases"], model="kimi-k2.5", shard="tp4")
     buffers = find(figures("cutedsl-memory/layouts")["rows"], model="kimi-k2.5", tp=4, dp=1)
     before, after = buffers["stock"]["total"] * buffers["moe_layers"] / 1e9, buffers["ours"]["total"] / 1e6
-    served = figures("serving/qwen3-30b-default")["servers"]
+    whole = figures(served)["servers"]
     recipe = figures("serving/deepseek-r1-recipe")["servers"]
     held = figures("serving/qwen3-30b-penalties")["servers"]["stock"]["penalized"]["held"]
     penalized = sum(held.values()) / 1e6
@@ -108,7 +112,7 @@ def index(load: Load) -> str:
     rows = [
         (
             "How much larger is the KV cache, and what does it serve?",
-            f"Qwen3-30B, one H100: {tokens_of(served['stock']['tokens'], served['grown']['tokens'])}",
+            f"Qwen3-30B, {memory}: {tokens_of(whole['stock']['tokens'], whole['grown']['tokens'])}",
             "serving",
         ),
         (

@@ -134,6 +134,15 @@ def make_launched(load: Load) -> str:
     return table(load) if stored_rows() else headlines.launched(load)
 
 
+def make_older_table(load: Load) -> str:
+    """Introduce the older table on the page of earlier measurements. The table itself is on one page: on README, or
+    here once README has first starts.
+    """
+    if not has_first_starts():
+        return "\nREADME's first table takes two servers of each run:\n"
+    return f"\nUp to version 0.4 README's first table had these servers:\n\n{headlines.launched_table(load)}"
+
+
 def kv_cache_chart(load: Load, names: tuple[str, ...] = CHART_ROWS) -> str:
     """Draw the KV cache size of servers in their first start, relative to the stock server's.
 
@@ -513,10 +522,17 @@ def make_gains(load: Load) -> str:
     return f"\n{output.table(('server', 'as run', *FIGURES), rows, left=5)}\n{_wrap(describe_origin(load))}\n"
 
 
+def make_index(load: Load) -> str:
+    """Make the table of all pages. Its first row has a first start, if one is stored."""
+    if has_sweep():
+        return headlines.index(load, f"{FOLDER}/{SWEPT_ROW}", "an H100's free memory")
+    return headlines.index(load)
+
+
 def describe_origin(load: Load) -> str:
     """Name the releases, the commit and the date of the servers in the table of gains."""
     if not has_first_starts():
-        return "These servers ran with [several commits](earlier-measurements.md#how-the-first-table-was-measured)."
+        return "These servers ran with [several commits](earlier-measurements.md#five-servers-of-several-commits)."
     results = first_starts(load)
     conditions = [result["conditions"] for result in results.values()]
     engine, dates = (" and ".join(sorted({one[key] for one in conditions})) for key in ("engine", "date"))

@@ -19,6 +19,8 @@ PATCHED = {
 SWEPT = [{"prompts": 2, "total_throughput": 40.0, "median_tpot_ms": 15.0}]
 LOAD = {"prompts": 4, "input": [200, 400], "output": 100}
 NAMES = list(ROWS)[:3]
+OLDER = {f"serving/{name}": output.load(f"serving/{name}") for name in headlines.LAUNCHED}
+"""Results of the older table, loaded before a test replaces the folder of results."""
 
 
 @pytest.fixture
@@ -113,14 +115,18 @@ def test_a_chart_without_figures_is_left_out(stock, patched, missing, store):
 
 
 def test_without_first_starts_the_older_table_remains_and_their_charts_are_left_out(tmp_path, monkeypatch):
-    load = output.load
-    older = headlines.launched(load)
-    stored = {f"serving/{name}": load(f"serving/{name}") for name in headlines.LAUNCHED}
+    load = OLDER.__getitem__
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    assert overview.make_launched(stored.__getitem__) == older
+    assert overview.make_launched(load) == headlines.launched(load)
     assert overview.make_readme_chart(load) == ""
+    assert "README's first table takes" in overview.make_older_table(load)
     assert list(overview.drawings()) == ["forward-pass-by-change.svg", "need-predicted-and-measured.svg"]
-    assert headlines.launched_table(stored.__getitem__) in overview.make_gains(stored.__getitem__)
+    assert headlines.launched_table(load) in overview.make_gains(load)
+
+
+def test_with_first_starts_the_older_table_moves_to_the_earlier_measurements(store):
+    store("a")
+    assert headlines.launched_table(OLDER.__getitem__) in overview.make_older_table(OLDER.__getitem__)
 
 
 def test_each_rehearsed_phase_counts_once():

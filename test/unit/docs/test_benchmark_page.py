@@ -36,6 +36,17 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
     assert images <= set(re.findall(r"images/([^)\s\"]+)", text))
 
 
+def test_no_server_is_stored_twice_and_no_run_is_on_two_tables():
+    stored: dict[str, list[str]] = {}
+    for name in names():
+        servers = output.load(name)["figures"].get("servers")
+        for kind, server in servers.items() if isinstance(servers, dict) else ():
+            stored.setdefault(json.dumps(server, sort_keys=True), []).append(f"{name}, {kind}")
+    assert [same for same in stored.values() if len(same) > 1] == []
+    shown = [*render.SERVING, *render.SERVING_EARLIER, *render.SERVING_RECIPES]
+    assert len(shown) == len(set(shown))
+
+
 @pytest.fixture
 def copied_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy the results and images to a folder in which the test may write. README is empty there."""
