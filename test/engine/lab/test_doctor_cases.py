@@ -160,6 +160,34 @@ def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report
     return check
 
 
+def loads_as_mxfp4(layers: int, ranks: int) -> Callable[[Report], None]:
+    """Return a check of DeepSeek-V4's experts on Marlin. A packed weight has half a byte, and 32 weights share a scale
+    of one byte. Up to 0.5.13 the scales are loaded in float32, and a stock server keeps these, too.
+    """
+
+    def check(report: Report) -> None:
+        model = public(V4)
+        weights = layers * model["n_routed_experts"] * 3 * model["hidden_size"] * model["moe_intermediate_size"] / ranks
+        assert report["server"]["format"] == "MXFP4"
+        assert (0.5 + 1 / 32) * weights < report["fit"]["weights"] < 1.1 * (0.5 + 1 / 32) * weights
+        keeps = RELEASE in ("0.5.12.post1", "0.5.13")
+        assert report["stock_fit"]["loading"] == pytest.approx(weights / 8 * keeps, rel=0.001)
+        assert report["fit"]["loading"] == 0
+        assert report["fit"]["layout"] < report["stock_fit"]["layout"] / 5
+        does("fp4-weights", "the peak while loading is")(report)
+
+    return check
+
+
+def has_weights_and_tokens(least: float, most: float) -> Callable[[Report], None]:
+    def check(report: Report) -> None:
+        is_known(report)
+        assert least < report["fit"]["weights"] < most
+        assert report["fit"]["tokens"] > 0
+
+    return check
+
+
 def weighs(size: float) -> Callable[[Report], None]:
     """Return a check that the weights on a GPU have more than ``size`` bytes, the size of the experts, and at most a
     sixth more.
@@ -488,6 +516,15 @@ CASES = {
         ),
         gpu="b300",
         since="0.5.17",
+    ),
+    "DeepSeek-V4's experts on Marlin": Case(
+        public(V4), "--tp 4 --moe-runner-backend marlin", loads_as_mxfp4(43, 4), since="0.5.12.post1"
+    ),
+    # No rank shares an expert here, and DeepEP is not installed. Attention and dense layers are whole on each rank.
+    "DeepEP": Case(
+        public(R1),
+        f"{ATTENTION} --moe-a2a-backend deepep",
+        has_weights_and_tokens(expert_bytes(public(R1), 8), 1.4 * expert_bytes(public(R1), 8)),
     ),
     "DeepSeek-V4's shared experts": Case(
         public(V4),

@@ -334,8 +334,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         )
         lays_out = plans["fp4-weights"].status in patch.ACTIVE
         experts = next(iter(runners.layers_of(model)), None)
-        start, end = stages[stage]
-        moe_layers = end - max(start, dense_layers(vars(config.hf_text_config)))
+        moe_layers = _count_moe_layers(model, *stages[stage])
         rooms = [
             replace(room, loading=found.kept, layout=found.transient)
             for found in (loading_of(experts, moe_layers, patched=patched) for patched in (False, lays_out))
@@ -558,6 +557,7 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
     first = resolved.pp_size * (dense_layers(vars(config.hf_text_config)) + _MOE_LAYERS)
     config.hf_text_config.num_hidden_layers = min(layers, first)
     _keep_attributes_of_fake_tensors()
+    _stand_in_for_missing_dispatchers()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _make_groups(server_args, resolved, config)
         quantization = loader._get_quantization_config(config, LoadConfig())
@@ -589,6 +589,24 @@ def _keep_attributes_of_fake_tensors() -> None:
         return made
 
     BasevLLMParameter.__new__ = make_with_attributes
+
+
+def _stand_in_for_missing_dispatchers() -> None:
+    """Give layers a stand-in for their dispatcher if its all-to-all package, such as DeepEP, is not installed.
+
+    A dispatcher moves tokens between ranks and has no weights. A query moves no tokens.
+    """
+    layer = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    create = getattr(layer, "create_moe_dispatcher", None)
+
+    def create_or_stand_in(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return create(*args, **kwargs)  # type: ignore[misc]
+        except ImportError:
+            return unused_imports.stand_in("Dispatcher")()
+
+    if create is not None:
+        layer.create_moe_dispatcher = create_or_stand_in  # type: ignore[attr-defined]
 
 
 def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
@@ -643,6 +661,21 @@ def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list
     if len(stages) > 1:
         by_stage[-1] += embeddings
     return by_stage, average + outside
+
+
+def _count_moe_layers(model: Any, start: int, end: int) -> int:
+    """Return the number of layers with routed experts. Layers that were not built count as layers with experts.
+
+    :param start: first layer of the pipeline stage.
+    :param end: layer after the last one of the stage.
+    """
+    experts = runners.layers_of(model)
+    built: dict[int, bool] = {}
+    for name, module in model.named_modules():
+        numbered = re.search(r"\blayers\.(\d+)\b", name)
+        if numbered and type(module).__name__ != "PPMissingLayer":
+            built[int(numbered[1])] = built.get(int(numbered[1]), False) or any(module is each for each in experts)
+    return sum(built.get(layer, True) for layer in range(start, end))
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:

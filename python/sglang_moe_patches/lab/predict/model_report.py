@@ -23,6 +23,7 @@ from sglang_moe_patches.core.patch import (
     SHARED_LAST,
     Change,
     Decision,
+    Status,
     describe_unread_variables,
 )
 from sglang_moe_patches.lab import without_gpu
@@ -284,7 +285,22 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     if (version := engine.version()) is None:
         raise CannotAdvise("SGLang is not installed in this environment; pip install sglang")
     report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": version}
-    return report | advise(sizes, ask_engine(content, arguments, gpu, path))
+    report |= advise(sizes, ask_engine(content, arguments, gpu, path))
+    return report | {"remarks": describe_unused_variables(report["changes"], os.environ)}
+
+
+def describe_unused_variables(rows: list[dict[str, Any]], environ: Mapping[str, str]) -> list[str]:
+    """Return a line for each environment variable that is set, but that this server does not read.
+
+    :param rows: rows of the report on the changes.
+    """
+    why = {row["name"]: row["reason"] for row in rows if row["status"] == Status.NOT_NEEDED}
+    return [
+        f"{variable.name}={environ[variable.name]} is set, but this server does not read it: {why[change.name]}"
+        for change in CHANGES
+        for variable in change.variables
+        if change.name in why and change.name != "kv-sizing" and variable.name in environ
+    ]
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:

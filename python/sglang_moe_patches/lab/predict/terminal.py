@@ -65,6 +65,8 @@ def show(report: Mapping[str, Any]) -> None:
         changes.add_row(change["name"], f"[{colours[acts]}]{marks[acts]}[/]", escape(words))
     if console.width >= NARROW_COLUMNS:
         console.print(changes)
+    for remark in report.get("remarks", ()):
+        print_line(remark)
     for name in SERVERS if report["room"] else ():
         if report["room"][name]["need"] and report["room"][name]["highest_fraction"] is None:
             print_line(f"No --mem-fraction-static leaves {name} enough room for weights, KV cache and need.")

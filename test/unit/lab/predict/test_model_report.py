@@ -194,6 +194,20 @@ def test_fp4_weights_acts_by_format_and_runner(method, runner, acts):
     assert row_of("fp4-weights", advise(layer=LAYER | {"method": method, "runner": runner}))["acts"] is acts
 
 
+def test_a_variable_that_this_server_does_not_read_is_named():
+    environ = {"SGLANG_MORI_MOE_MAX_INPUT_TOKENS": "abc", "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "400"}
+    rows = [
+        {"name": "mori-input-truncation", "status": "not needed here", "reason": "--moe-a2a-backend is none"},
+        {"name": "moe-workspace", "status": "applied", "reason": ""},
+    ]
+    assert model_report.describe_unused_variables(rows, environ) == [
+        "SGLANG_MORI_MOE_MAX_INPUT_TOKENS=abc is set, but this server does not read it: --moe-a2a-backend is none"
+    ]
+    rows[0]["status"] = "applied"
+    assert model_report.describe_unused_variables(rows, environ) == []
+    assert model_report.describe_unused_variables(rows, {}) == []
+
+
 def test_fp4_weights_says_how_much_less_memory_loading_takes():
     stock = replace(FIT, loading=9 * GB, layout=8 * GB)
     layer = LAYER | {"runner": "triton_kernel", "method": "Mxfp4MoEMethod"}
