@@ -248,6 +248,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[NVFP4 on TRT-LLM]": [('name.endswith("_blockscale_swizzled")', "False", SWIZZLED_UNTIL)],
         SAID + "[MXFP4 experts, whose loading leaves pieces]": [("loading=found.kept, ", "")],
         SAID + "[MXFP4 experts that the stock server cannot load]": [(", layout=found.transient", "")],
+        SAID + "[DeepSeek-V4's experts on Marlin]": [
+            ('type(quantization).__name__.startswith("Mxfp4")', "False", SWIZZLED_UNTIL)
+        ],
+        SAID + "[DeepEP]": [("    if create is not None:\n", "    if False:\n")],
         SAID + "[a KV cache of another kind]": [("skip_reason or why_not_pools", "skip_reason")],
         SAID + "[a KV cache that the engine cannot be asked for]": [("fit.unknown if fit else unknown", '""')],
         SAID + "[out of place by the engine]": [('"in_place": runners.is_in_place(experts)', '"in_place": True')],
@@ -256,9 +260,27 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[a chunk that is larger than the graphs of prefills]": [("and server.tokens <= graphs[1]", "")],
         SAID + "[prefill alone]": [('source = "the given --mem-fraction-static" if given else', "source =")],
         "test_a_layer_that_could_not_be_built_is_not_known": [("if change.decide and decision is None:", "if False:")],
+        "test_a_format_is_known_by_the_engines_class": [('if layer.get("mxfp4"):', "if False:")],
+        "test_fp4_weights_acts_by_format_and_runner": [
+            ("if server.runner not in LAID_OUT[server.format]:", "if False:")
+        ],
+        "test_a_variable_that_this_server_does_not_read_is_named": [('if row["status"] == Status.NOT_NEEDED', "")],
         "test_what_acts_is_what_the_changes_decided": [
             ('or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family))', "")
         ],
+    },
+    OURS + "core/runners.py": {
+        "test_the_runner_is_the_one_that_runs": [
+            ('else "cutlass"\n', "else None\n"),
+            ('if engine.mentions(apply, "runner") else ""', ""),
+        ],
+    },
+    OURS + "changes/fp4_weights/sizes.py": {
+        "test_loading_takes_memory_by_runner_and_format": [("0 if patched else unread", "unread")],
+        "test_the_memory_of_loading_is_as_it_was_measured": [("_TEMPORARIES * w13, growth)", "_TEMPORARIES * w13)")],
+    },
+    OURS + "lab/predict/room.py": {
+        "test_the_verdict_compares_room_and_need": [("if self.free < self.need.graphs:", "if False:")],
     },
     OURS + "lab/predict/engine_pools.py": {
         SAID + "[a GPU that shares its memory]": [
