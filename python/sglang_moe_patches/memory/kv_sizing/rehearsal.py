@@ -52,8 +52,8 @@ STUCK_AFTER_S = 10.0
 """Seconds without a forward pass after which a rehearsal concludes that the scheduler will not admit its waiting
 requests."""
 MORE_REQUESTS_FRACTION = 1 / 32
-"""Largest fraction of the KV cache that the server gives up to run more requests at once than fit into the memory of
-the other forward passes. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
+"""Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
+has. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
 LOW = "little memory is left"
 """Flag that a rank raises on the board (:class:`.ranks.Board`). Rank 0 then ends the rehearsal."""
 ALL = "all"
@@ -301,17 +301,15 @@ class Rehearsal:
         now, is_required = gpu_memory.read(self.gpu), not estimate.fewer_requests
         taken_next = int(estimate.times * taken)
         left = now.free + now.reserved - self._at_start.allocated - taken_next
-        largest = max([*self._phases.values(), *self._peaks.values()])
-        if self._reserved_by_others is None and not is_required:
-            self._reserved_by_others = self._peak_reserved
-        if left >= MIN_FREE_BYTES and (is_required or taken_next <= largest):
-            return True
         if is_required:
+            if left >= MIN_FREE_BYTES:
+                return True
             self._stopped, self._expected = True, min(self._expected, left)
             return False
-        # If its free blocks are too small, the allocator reserves new memory for a larger decode. So count the memory
-        # that it has reserved since the first decode of more requests than the user asked for, not the tensors.
-        assert self._reserved_by_others is not None
+        if self._reserved_by_others is None:
+            self._reserved_by_others = self._peak_reserved
+        # The allocator often reserves new memory for a larger decode, even if an earlier forward pass had more tensors.
+        # So count the memory that it has reserved since the first decode of more requests than the user asked for.
         cost = self._peak_reserved - self._reserved_by_others + taken_next - taken
         # The margin must stay free, too, so that more requests never make the KV cache smaller than the engine's own.
         return cost <= self._for_more_requests and left >= self._margin + MIN_FREE_BYTES

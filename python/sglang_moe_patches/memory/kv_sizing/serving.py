@@ -561,7 +561,7 @@ class Retirement:
 # request and each token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server then ends with
 # an out-of-memory error. The rehearsal runs such sampling with as many requests as the largest decode graph has. A
 # batch gets no more requests than that while a request of the batch, or a waiting request, asks for such sampling.
-# Without such requests, a batch has as many requests as need no more memory than the other forward passes.
+# Without such requests, a batch has more requests if these cost at most a thirty-second of the KV cache.
 
 
 def is_penalized(request: Any) -> bool:

@@ -105,11 +105,12 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
         (6, False, {}, 0, 0, True, 0, {}),
         # The estimate uses the measurement of this rehearsal, not that of an earlier one.
         (5, False, {CAPTURED: 3 * GB}, 0, 0, True, -1, {}),
-        # Unless the user sets the number, 300 requests run only if another phase needs as much memory.
+        # Unless the user sets the number, 300 requests run only if they cost little, even if another phase needs more
+        # memory: the allocator may not be able to use that memory for them.
         (50, True, {}, 0, 150, False, 50, {}),
-        (50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, {}),
-        # The estimate includes the memory of the graphs. No other phase needs as much.
-        (50, True, {"prefill chunk": 6 * GB}, 1, 150, False, 50, {}),
+        (50, True, {"prefill chunk": 6 * GB}, 0, 150, False, 50, {}),
+        # The estimate includes the memory of the graphs: 1 GB, which the decode of 300 requests would need twice.
+        (50, True, {}, 1, 150, False, 50, {"bytes_per_token": 1_920_000}),
         (50, False, {}, 1, 0, False, 50, {}),
         # 300 requests cost 3 GB more than 150, which is 1/32 of the KV cache of 50,000 tokens.
         (50, True, {}, 0, 0, False, 50, {"bytes_per_token": 1_920_000}),
@@ -141,7 +142,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
     ],
     ids=str,
 )
-def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_others_need_as_much(
+def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_little(
     free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
     """The sampling of a decode takes 20 MB for each request. One GB must stay free.
