@@ -269,12 +269,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family))', "")
         ],
     },
-    OURS + "core/runners.py": {
-        "test_the_runner_is_the_one_that_runs": [
-            ('else "cutlass"\n', "else None\n"),
-            ('if engine.mentions(apply, "runner") else ""', ""),
-        ],
-    },
     OURS + "changes/fp4_weights/sizes.py": {
         "test_loading_takes_memory_by_runner_and_format": [("0 if patched else unread", "unread")],
         "test_the_memory_of_loading_is_as_it_was_measured": [("_TEMPORARIES * w13, growth)", "_TEMPORARIES * w13)")],
@@ -318,6 +312,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_an_unknown_pool_is_named_and_its_buffers_are_freed": [("if fixed & ours:", "if False:")],
     },
     OURS + "core/runners.py": {
+        "test_the_runner_is_the_one_that_runs": [
+            ('else "cutlass"\n', "else None\n"),
+            ('if engine.mentions(apply, "runner") else ""', ""),
+        ],
         "test_addresses_outside_the_pool_are_checked_again": [
             ("        if found:\n            if", "        if True:\n            if")
         ],

@@ -34,7 +34,10 @@ SERVERS = {
     "check_server_args": (QWEN, ["--served-model-name", "a:b"]),
     "misspelt": (QWEN, ["--mem-fraction-statics", "0.8", "--served-model-name", "a", "b"]),
     "another release's": (QWEN, ["--cuda-graph-max-bs", "8"]),
+    "MoRI": ("deepseek-ai/DeepSeek-R1", ["--tp", "8", "--moe-a2a-backend", "mori", CHUNK, "4096"]),
 }
+ENVIRON = {"MoRI": {"SGLANG_MORI_MOE_MAX_INPUT_TOKENS": "abc"}}
+"""Environment variables of the servers that have some."""
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
@@ -53,8 +56,13 @@ def answers(tmp_path_factory):
     del content["quantization_config"]
     (folder / "config.json").write_text(json.dumps(content))
     servers = [
-        {"model": str(folder) if model == IN_BF16 else model, "gpu": "h200", "flags": flags, "env": {}}
-        for model, flags in SERVERS.values()
+        {
+            "model": str(folder) if model == IN_BF16 else model,
+            "gpu": "h200",
+            "flags": flags,
+            "env": ENVIRON.get(name, {}),
+        }
+        for name, (model, flags) in SERVERS.items()
     ]
     found = doctor_answers.call_for_servers(servers, f"{__name__}:examine")
     return {name: answer for name, (_, answer) in zip(SERVERS, found, strict=True)}
@@ -118,6 +126,7 @@ def test_deepseeks_shared_expert_is_a_routed_one_there(answers):
         ),
         ("attention's ranks", "Refused", r"AssertionError: assert .*tp_size % "),
         ("check_server_args", "Refused", "served_model_name cannot contain a colon"),
+        ("MoRI", "Refused", "^SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 .* got 'abc'$"),
         (
             *("misspelt", "Refused"),
             "unrecognized arguments: --mem-fraction-statics 0.8 b; this release has --mem-fraction-static$",
