@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.changes.fp4_weights import put_zeros_behind_scales
+from sglang_moe_patches.changes.fp4_weights import append_zeros_to_scales
 
 from common import plugins, weights
 
@@ -148,7 +148,7 @@ def _wrap_loader(loader: Any) -> None:
         if os.environ.get(ZEROS_BEHIND_SCALES):
             for module in model.modules():
                 if method := getattr(module, "quant_method", None):
-                    put_zeros_behind_scales(method)
+                    append_zeros_to_scales(method)
         if torch.cuda.is_available():
             print(_LOADED.format(torch.cuda.memory_allocated()), flush=True)
         return model

@@ -68,9 +68,8 @@ def register() -> None:
 def _register_hooks() -> None:
     """Register import hooks: functions that run when an engine module is imported.
 
-    One hook wraps the model runner. The other hooks are the launcher hooks of the selected changes (``launcher_hooks``
-    in
-    :class:`.patch.Change`).
+    One hook wraps the model runner. The other hooks are the launcher hooks of the selected changes (the field
+    ``launcher_hooks`` of a ``Change``).
     """
     names = patch.selected_names(CHANGES)
     for change in CHANGES:

@@ -32,8 +32,8 @@ from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: 
 from sglang_moe_reference.families import ModelSpec  # noqa: E402
 from sglang_moe_reference.model import make_model  # noqa: E402
 
-#: Beginning of each program. ``Coordinator`` stands in for the engine's context manager around captures, which needs a
-#: server.
+#: Beginning of each program that :func:`run` starts. ``Coordinator`` stands in for the engine's context manager around
+#: captures, which needs a server.
 BEGIN = """
 from contextlib import contextmanager
 import torch
@@ -221,9 +221,9 @@ GREEDY = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Case:
-    """Kind of server, and an event between two rounds of the same questions.
+    """Test case: a kind of server, and an event between two rounds of the same questions.
 
-    :param meanwhile: causes the event. It receives the server and its model's folder.
+    :param meanwhile: function that causes the event. It receives the server and its model's folder.
     :param aborts: whether many requests are aborted before the second round. With a draft model, neither a stock nor a
         patched server then answers for half a minute (0.5.12.post1).
     """
@@ -238,7 +238,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Observations:
-    """Observations of a server.
+    """Results of one server in a test case.
 
     :param answers: answers to the same questions, before and after the event.
     :param prefills: rank 0's observations after each prefill: kinds of segments in the pools of graphs and elsewhere.
@@ -258,7 +258,7 @@ def post(server: Server, path: str, **asked: Any) -> Any:
 
 
 def ask(server: Server) -> list[list[int]]:
-    """Send prompts of several lengths one after another. Return the answers."""
+    """Send prompts of several lengths to a server, one after another. Return the answers."""
     found = [generate(server, prompt(length, 1), STEPS, logprobs=False)["tokens"] for length in LENGTHS]
     assert all(len(answer) == STEPS for answer in found)
     return found
@@ -284,7 +284,7 @@ def update_from_disk(server: Server, model: Path) -> None:
 
 
 def update_from_tensor(server: Server, model: Path) -> None:
-    """Load the same weights from tensors of this process."""
+    """Send the server the same weights again, as tensors of this process."""
     from safetensors.torch import load_file
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -318,14 +318,16 @@ def load_adapter(server: Server, model: Path) -> None:
 
 
 def evict(server: Server, model: Path) -> None:
-    """Evict a prompt's KV cache to the host by other prompts, and load it back."""
+    """Send prompts that make the server evict the KV cache of an earlier prompt to the host, and then load that KV
+    cache back.
+    """
     for seed in (0, 1, 2, 3, 0):
         answer = post(server, "generate", input_ids=prompt(3000, seed), sampling_params=GREEDY)
     assert answer["meta_info"]["cached_tokens"] > 2000
 
 
 def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
-    """Run one server through a case.
+    """Start one server, and run a test case on it.
 
     :param mode: ``control`` runs without the change, ``guarded`` with it, ``unguarded`` with it but without the tested
         guard, ``unset`` with the default settings.
@@ -364,7 +366,7 @@ def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
 
 
 def at_once(case: Case, modes: Sequence[str], work: Path) -> list[Observations | Exception]:
-    """Run several servers through a case at the same time. The result of a server that ended is an exception."""
+    """Run a test case on several servers at the same time. If a server ends, its result is an exception."""
     model = work / "model"
     make_model(model, ModelSpec(**case.spec), quantized=False)
 
@@ -385,7 +387,7 @@ def get_observations(found: Observations | Exception) -> Observations:
 
 
 def check_switched(seen: Observations, ranks: int) -> None:
-    assert seen.log.count("activation-segments: on from here") == ranks
+    assert seen.log.count("activation-segments: expandable segments are on from now on") == ranks
     assert "activation-segments: applied" in seen.log
     assert seen.prefills[-1]["expandable"] > 0, "forwards allocate from expandable segments"
     assert not any(seen.prefills[0]["pools"].values()), "the graphs of the start are ordinary"
@@ -421,7 +423,9 @@ def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, rank
 
 
 def test_a_graph_captured_while_serving_uses_ordinary_segments(tmp_path: Path) -> None:
-    """No server fails without the guard on one GPU, but its graphs use expandable segments."""
+    """A CUDA graph that is captured while the server serves uses ordinary segments. On one GPU no server fails without
+    the guard, but its graphs then use expandable segments.
+    """
     case = Case(meanwhile=update_from_disk, variables={"ANEW": "1"})
     control, guarded, unguarded = map(get_observations, at_once(case, ("control", "unset", "unguarded"), tmp_path))
     check_switched(guarded, 1)
@@ -442,7 +446,9 @@ LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600
 def test_two_ranks_that_capture_again_fail_without_the_guard_and_serve_with_it(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    """Without the guard, the new graphs read expandable segments, for which CUDA IPC has no handles."""
+    """If two ranks capture their graphs again without the guard, the server fails. The new graphs then read expandable
+    segments, for which CUDA IPC has no handles.
+    """
     case = Case(2, LARGE, {"ANEW": "1", **variables}, meanwhile=update_from_disk)
     control, guarded, unguarded = at_once(case, ("control", "guarded", "unguarded"), tmp_path)
     for seen in (get_observations(control), get_observations(guarded)):
@@ -454,7 +460,7 @@ def test_two_ranks_that_capture_again_fail_without_the_guard_and_serve_with_it(
     assert not any(get_observations(guarded).prefills[-1]["pools"].values())
     assert isinstance(unguarded, Exception), "the server without the guard did not fail"
     log = (tmp_path / "unguarded.log").read_text()
-    assert log.count("activation-segments: on from here") == 2
+    assert log.count("activation-segments: expandable segments are on from now on") == 2
     assert "Scheduler hit an exception" in log
 
 

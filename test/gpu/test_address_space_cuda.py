@@ -1,4 +1,6 @@
-"""GPU tests of KV buffers over reserved addresses: mapped memory is zero, and CUDA graphs stay valid."""
+"""GPU tests of KV buffers that reserve addresses and map memory later. Mapped memory is zero, and CUDA graphs stay
+valid.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GPU tests of one CuteDSL wrapper for all layers, with CUDA graphs.
+"""GPU tests of cutedsl-sizing with CUDA graphs: all layers share one CuteDSL wrapper.
 
-FlashInfer's CuteDSL kernels need a Blackwell GPU. The wrapper here has their buffers and their guard, and two matrix
-products instead of the kernels.
+FlashInfer's CuteDSL kernels need a Blackwell GPU. A stand-in for FlashInfer's wrapper has the same buffers, and raises
+the same error for too many tokens. It computes two matrix products instead of the kernels.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def inputs(tokens, seed):
 
 
 def model(wrappers, weights, hidden):
-    """Run all layers. Each layer offers its input as a buffer, as decoder layers do. No code reads the input any
-    more when the layer's experts write their output.
+    """Run all layers of a small model. Each layer offers its input as a buffer for the experts' output, as decoder
+    layers do.
+
+    No code reads the input any more when the layer's experts write their output.
     """
     residual = torch.zeros_like(hidden)
     hidden = hidden.clone()

@@ -1,4 +1,5 @@
-"""GPU tests of families without special cases in the code: stock and patched answers with the engine's own kernels.
+"""GPU tests of model families for which this package has no special code. With the engine's own kernels, patched
+answers equal stock answers.
 
 Each family runs in a process of its own, with the engine's model runner: four layers with a model's widths, few experts
 and dummy weights. It runs one prefill with expert outputs that are large enough for column slices, and then decodes.

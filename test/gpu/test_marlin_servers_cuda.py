@@ -1,8 +1,9 @@
 """GPU test of INT4 experts on Marlin: the shipped arithmetic model, quantized like Kimi-K2.5's checkpoint.
 
-Two stock servers and a patched server answer 200 questions, one at a time. Marlin adds some of its sums in random
-order, so the second stock server shows how much stock differs from itself. The model is too narrow for column slices to
-pay. The patched server is therefore forced to use them for every tensor, in prefills and in the CUDA graph of decodes.
+Two stock servers and a patched server answer the same 200 questions, one question at a time. Marlin adds some of its
+sums in random order, so the second stock server shows how much stock differs from itself. The model is too narrow for
+column slices to pay. The patched server is therefore forced to use them for every tensor, in prefills and in the CUDA
+graph of decodes.
 """
 
 from __future__ import annotations

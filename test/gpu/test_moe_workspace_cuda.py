@@ -50,7 +50,9 @@ else:
 
 @pytest.fixture(scope="module")
 def modules():
-    """The engine's modules with the fused-MoE function and with its GEMM, ready to run on this device."""
+    """The engine's modules that define the fused-MoE function and its GEMM. On the CPU they run in Triton's
+    interpreter.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang_moe_patches.core import engine
@@ -130,7 +132,7 @@ def layer(
     block=32,
     **more,
 ):
-    """Draw the arguments of the engine's fused-MoE function: weights, activations and routing."""
+    """Return random arguments for the engine's fused-MoE function: weights, activations and routing."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -208,7 +210,9 @@ def layer(
 
 
 def run(modules, given):
-    """Run the module's fused-MoE function as it is patched now, on a copy of the input. Return its output."""
+    """Run the fused-MoE function, with the patches that are installed now, on a copy of the input. Return the
+    output.
+    """
     sequence = getattr(modules.sequence, triton.FUSED_MOE)
     # Options that this layer does not set are off, as in the engine's own calls.
     off = dict.fromkeys(inspect.signature(sequence).parameters)
@@ -230,14 +234,16 @@ def small(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """Replace our sum kernel by plain PyTorch in the interpreter. The kernel takes half of the time there."""
+    """Replace this package's sum kernel by plain PyTorch in the interpreter. The kernel takes half of the time
+    there.
+    """
     if INTERPRETED and not re.search("our_sum|bf16-True", request.node.name):
         monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """List with the number of slices of each call in this test."""
+    """List with one entry for each call of the fused-MoE function in this test: the number of column slices."""
     counts = []
     slices = deferred_tensor.choose_column_slices
 
@@ -255,7 +261,9 @@ def patched():
 
 
 def both(modules, given):
-    """Return the output of the engine's function and the output in column slices."""
+    """Return two outputs for the same arguments: of the engine's function, and of the patched function in column
+    slices.
+    """
     stock = run(modules, given)
     with patched():
         return stock, run(modules, given)
@@ -273,7 +281,7 @@ KINDS = (
     *("int8-channel", "int8-block", "w8a16", "w4a16"),
 )
 FURTHER = ("fp8-static", "int8-channel", "int8-block")
-"""Cases whose quantization is covered by another case as well."""
+"""Names of test cases with a quantization that another case tests, too. Only `make test-all` runs them."""
 
 
 def product(*case):
@@ -298,7 +306,9 @@ def test_column_slices_give_the_same_bits(modules, ran, kind, inplace):
 
 
 def elsewhere():
-    """Return routing with some experts on other ranks. All experts of row 7 are on other ranks."""
+    """Return a copy of the routing in which some experts are on other ranks. All experts of row 7 are on other
+    ranks.
+    """
     ids = layer()["topk_ids"].cpu().clone()
     ids[ids >= 3] = -1
     ids[7] = -1
@@ -346,8 +356,8 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
     invoke = getattr(modules.sequence, triton.INVOKE)
 
     def activating(activations, weights, bias, output, *args, fuse_swiglu, **kwargs):
-        """Stand-in for the engine's kernel. That kernel requires bfloat16, which the interpreter computes
-        incorrectly.
+        """Stand-in for the engine's GEMM that includes the activation. The engine's kernel requires bfloat16, which the
+        interpreter computes incorrectly.
         """
         if not fuse_swiglu:
             return invoke(activations, weights, bias, output, *args, fuse_swiglu=False, **kwargs)
@@ -371,7 +381,8 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
         engines(patch)
         stock = [run(modules, given(inplace)) for inplace in (False, True)]
     with patched(), monkeypatch.context() as patch:
-        engines(patch)  # only now, because the test reads the patched function
+        # The engine's kernels are replaced only here, because ``patched()`` reads the function's source code.
+        engines(patch)
         ours = [run(modules, given(inplace)) for inplace in (False, True)]
     assert all(torch.isfinite(one).all() for one in stock)
     assert all(map(same_bits, stock, ours))
@@ -405,11 +416,10 @@ def test_forward_passes_in_two_threads_share_no_state(modules, ran):
 
 @pytest.fixture
 def read_beside(modules, monkeypatch):
-    """List of the input's values that a concurrent reader sees during each GEMM.
+    """List with one entry for each GEMM: the input's values that another stream reads while the GEMM runs.
 
-    On a GPU, another stream reads the input while a GEMM runs, as shared experts do that run at the same time. The
-    reading
-    ends with the GEMM.
+    Shared experts that run at the same time as the routed experts read the input in this way. The reading ends with the
+    GEMM.
     """
     found, side = [], None if INTERPRETED else torch.cuda.Stream()
     invoke = getattr(modules.sequence, triton.INVOKE)
@@ -461,8 +471,8 @@ def test_an_out_of_place_output_is_written_at_once(modules, ran, monkeypatch):
 
 
 def with_dead_input(modules, given, dead, hidden=None):
-    """Run the module's fused-MoE function as it is patched now, while ``dead`` is offered: a tensor that no code
-    reads any more. Return the output.
+    """Run the fused-MoE function, with the patches that are installed now, while the tensor ``dead`` is offered as a
+    dead input. Return the output.
     """
     hidden = given["hidden_states"].clone() if hidden is None else hidden
     given = {**given, "hidden_states": SimpleNamespace(clone=lambda: hidden)}
@@ -475,7 +485,9 @@ def nans(*shape):
 
 
 def output_into_dead_input():
-    """Patch the fused-MoE function as deferred-shared-experts does. It then writes its output into the dead input."""
+    """Patch the fused-MoE function as deferred-shared-experts does, so that it writes its output into the dead
+    input.
+    """
     return patched_by(takers.probe_triton())
 
 
@@ -597,7 +609,7 @@ def test_another_tile_size_changes_the_bits(modules, ran, monkeypatch):
 
 
 class Allocations(TorchDispatchMode):
-    """Recorder of the sizes of allocated tensors, in order."""
+    """PyTorch mode that records the sizes of all allocated tensors, in order."""
 
     def __init__(self):
         super().__init__()
@@ -627,8 +639,8 @@ def test_no_tensor_of_the_full_size_is_made(modules, ran):
     ("in_kernel", "more", "stock_tensors"), [(False, {"no_combine": True}, 2), (True, {"inplace": True}, 1)]
 )
 def test_no_unwritten_tensor_is_allocated(modules, ran, monkeypatch, in_kernel, more, stock_tensors):
-    """The stock engine allocates a tensor that it never writes in two cases: no sum is needed, or the kernel
-    computes the sum. The patched function does not.
+    """The stock engine allocates a tensor that it never writes in two cases: no sum is needed, or the kernel computes
+    the sum. The patched function does not allocate it.
     """
     monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", in_kernel)
     monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", in_kernel)

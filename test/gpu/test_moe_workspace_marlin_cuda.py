@@ -1,8 +1,8 @@
-"""GPU tests of column slices with Marlin: the answers of the engine's own function, in less memory.
+"""GPU tests of column slices with Marlin: the results equal those of the engine's own function, in less memory.
 
 Without a GPU, a unit test runs these tests with TRITON_INTERPRET=1 and a stand-in for the compiled GEMM
-(test/standins/marlin_moe.py). The bits of the stand-in's columns do not depend on the other columns. The real GEMM adds
-some sums in random order; a benchmark measures its error against float32.
+(test/standins/marlin_moe.py). The bits of each column of the stand-in's result do not depend on other columns. The real
+GEMM adds some sums in random order; a benchmark measures its error against float32.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _stand_in(patch, module):
 def layer(
     tokens=40, experts=4, hidden=512, intermediate=128, top_k=3, kind="int4", *, gated=True, seed=0, ids=None, **more
 ):
-    """Draw the arguments of the engine's function: weights, activations and routing."""
+    """Return random arguments for Marlin's fused-MoE function: weights, activations and routing."""
     generator = torch.Generator().manual_seed(seed)
     bits, group = (8, 32) if kind == "int8" else (4, 16 if kind == "nvfp4" else 32)
 
@@ -145,8 +145,9 @@ def layer(
 
 
 def run(module, given):
-    """Run the engine's function on a copy of the input and return its output. The arguments follow the operator's
-    schema.
+    """Run Marlin's fused-MoE function on a copy of the input, and return the output.
+
+    The arguments are passed in the order of the operator's schema.
     """
     return getattr(module, marlin.NAME)(**given | {"hidden_states": given["hidden_states"].clone()})
 
@@ -156,7 +157,10 @@ def patched():
 
 
 class Poison(TorchDispatchMode):
-    """Mode that fills allocated tensors with NaN. ``largest`` is the size of the largest tensor, in elements."""
+    """PyTorch mode that fills all allocated tensors with NaN.
+
+    The attribute ``largest`` is the size of the largest allocated tensor, in elements.
+    """
 
     largest = 0
 
@@ -177,8 +181,9 @@ def both(module, given):
 
 
 def same(a, b):
-    """Return whether two outputs have the same bits. On a GPU they need only be close, because stock differs from run
-    to run."""
+    """Return whether two outputs have the same bits. On a GPU the outputs need only be close, because the stock
+    engine's output differs from run to run.
+    """
     if INTERPRETED:
         return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
     return bool((a.float() - b.float()).abs().max() <= 0.02 * a.float().abs().max())
@@ -195,7 +200,9 @@ def small(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """Replace our kernels by plain PyTorch in the interpreter, where they are slow. One test runs them."""
+    """Replace this package's kernels by plain PyTorch in the interpreter, because they are slow there. One test runs
+    the kernels.
+    """
     if INTERPRETED and "kernels" not in request.node.name:
 
         def sum_then_copy(expert_outputs, output, scale, copies):
@@ -208,7 +215,7 @@ def quick(monkeypatch, request):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """List of the column slices of each call in this test."""
+    """List with one entry for each call of Marlin's function in this test: the column slices."""
     found = []
     choose = marlin.choose_column_slices
 
@@ -284,8 +291,8 @@ def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, 
 
 @pytest.mark.parametrize("given_map", [False, True])
 def test_experts_of_other_ranks_add_nothing_to_the_sum(module, ran, given_map):
-    """The GEMM does not write rows whose experts are on other ranks. The memory of these rows then has values of the
-    previous slice, which must not be added.
+    """Experts on other ranks add nothing to the output. The GEMM does not write the rows of these experts. The memory
+    of these rows then has values of the previous slice, which must not be added.
     """
     ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
@@ -299,7 +306,9 @@ def test_experts_of_other_ranks_add_nothing_to_the_sum(module, ran, given_map):
 
 
 def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
-    """The test sets ``inplace``, which no caller in the engine does."""
+    """No kernel reads the input after the output was written over it. The test sets ``inplace``. No caller in the
+    engine sets it.
+    """
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
     with patched():
@@ -316,7 +325,7 @@ def test_no_tensor_is_larger_than_the_output(module, ran):
     with patched(), Poison() as poison:
         run(module, given)
     assert len(ran[0]) == 4
-    assert poison.largest == 40 * 512  # the output
+    assert poison.largest == 40 * 512  # one tensor of this size is the output
 
 
 def test_the_first_gemms_output_is_freed_before_the_slices_begin(module, monkeypatch):
@@ -463,7 +472,7 @@ def test_a_function_of_another_plugin_is_left_alone(module, monkeypatch, owner, 
     [
         (".view(-1, topk, K)", ".view(-1, topk, K); print(intermediate_cache3)", "another use for intermediate_cache3"),
         ("intermediate_cache3.view(-1, K)", "intermediate_cache3.t()", "another use for intermediate_cache3"),
-        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "torch is not only a global"),
+        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "uses torch otherwise than as"),
         (
             "intermediate_cache2 = torch.empty",
             "intermediate_cache2 = torch.empty((M,), device=hidden_states.device)\n    "

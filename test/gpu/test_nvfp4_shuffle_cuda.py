@@ -1,4 +1,6 @@
-"""GPU tests of the NVFP4 shuffle kernels: bit-identical to the engine's, in place, and within their memory limits."""
+"""GPU tests of the kernels that shuffle NVFP4 weights. The result has the same bits as the engine's. The kernels work
+in place and within their memory limits.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ GRID = [
 
 @pytest.fixture(autouse=True)
 def no_kernel_gives_up(caplog):
-    """Fail the test if a kernel fails to compile or launch. The shuffle would only log a warning and use plain
-    PyTorch."""
+    """Fail the test if a Triton kernel cannot be compiled or launched.
+
+    The shuffle itself would only log a warning and use plain PyTorch.
+    """
     shuffle._warn_no_kernel.cache_clear()
     with caplog.at_level(logging.WARNING, logger=shuffle.log.logger.name):
         yield
@@ -87,8 +91,8 @@ def test_kernels_and_the_plain_path_agree_with_the_engine(engine, monkeypatch, e
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 512), (7168, 2048), (4096, 192)])
 def test_kernels_that_work_in_place_have_no_race(hidden, intermediate):
-    """The kernels work in place, so a missing barrier between threads would be a race. Many programs run many times,
-    and their results must equal an out-of-place gather.
+    """No thread writes a row before other threads have read it. The kernels work in place, so a missing barrier between
+    threads would be a race. Many programs run many times, and their results must equal an out-of-place gather.
     """
     w13, w2, s13, s2 = random_layer(64, hidden, intermediate)
     plan = shuffle.row_permutations(hidden, intermediate, True)
@@ -133,7 +137,9 @@ def test_unaligned_tensors_are_prepared_by_plain_pytorch():
 
 
 class _Used:
-    """Context manager that measures the additional device memory and allocations of a block."""
+    """Context manager that measures how much device memory its ``with`` block allocates, and in how many
+    allocations.
+    """
 
     def __enter__(self):
         torch.cuda.synchronize()

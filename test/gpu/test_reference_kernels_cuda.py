@@ -1,5 +1,5 @@
-"""GPU tests of the Triton reference kernels: equal to the plain PyTorch ones, capturable, deterministic, and within
-their memory limits.
+"""GPU tests of the reference kernels in Triton. Their results equal those of the plain PyTorch kernels, and are
+deterministic. CUDA graphs can capture the kernels, and their memory stays within its limit.
 
 Without a GPU, a unit test runs the small cases in Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -54,7 +54,7 @@ def plain(monkeypatch, function, *args, **kwargs):
 
 
 def in_triton(**arguments):
-    """Run ``run_routed`` with the Triton kernels on any device."""
+    """Call ``run_routed`` so that it uses the Triton kernels on any device."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernels._Layer, "has_triton_kernels", True)
         return run_routed(**arguments)
@@ -73,7 +73,9 @@ def peak_bytes(function):
 
 
 def awkward(rows, columns, seed=0):
-    """Draw difficult numbers: all magnitudes, midpoints between two codes, zeros, infinities and NaNs."""
+    """Return random numbers that are difficult to quantize: all magnitudes, midpoints between two codes, zeros,
+    infinities and NaNs.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, columns, device=DEVICE, generator=generator)
     x *= torch.exp(6 * torch.randn(rows, columns // 16, device=DEVICE, generator=generator)).repeat_interleave(16, 1)
@@ -183,7 +185,9 @@ def test_computing_in_passes_and_strips_gives_the_same_bits(monkeypatch):
 
 @ON_GPU
 def test_a_captured_kernel_can_be_replayed_with_another_routing():
-    """The test covers the kernel with the final sum and without it (``do_finalize``)."""
+    """A CUDA graph of the kernels can be captured, and replayed with another routing. The test covers the kernel with
+    the final sum and without it (``do_finalize``).
+    """
     shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
     buffers: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
     output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def variants(engine: Any) -> dict[str, Any]:
-    """Return context managers for three variants: the stock engine, the patched engine, and the patched engine
+    """Return context managers that install three variants: the stock engine, the patched engine, and the patched engine
     without the tested code.
     """
     from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
@@ -73,7 +73,7 @@ def variants(engine: Any) -> dict[str, Any]:
 
 
 def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> None:
-    """Run one rank in this process. Write its counts and answers into ``folder``."""
+    """Run one rank of the engine in this process. Write its counts of collectives and its answers into ``folder``."""
     from common.in_process import InProcess
 
     engine = InProcess(Path(folder) / "model", rank=rank, load_format="dummy", quantization=None,
@@ -153,6 +153,6 @@ def test_stock_and_patched_have_equally_many_symmetric_collectives(layout, tmp_p
             assert symmetric(without["decodes"]) < symmetric(stock["decodes"])
 
 
-if __name__ == "__main__":  # a trial run on a CPU, where no collective is symmetric
+if __name__ == "__main__":  # a trial run on a CPU: no collective uses symmetric memory there
     ranks = run(Path(sys.argv[1]), device="cpu")
     print(SimpleNamespace(same=ranks[0]["stock"]["bits"] == ranks[0]["patched"]["bits"], pid=os.getpid()))

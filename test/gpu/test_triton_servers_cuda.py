@@ -51,21 +51,22 @@ KEPT = Path(os.environ.get("MISMATCHES", Path(tempfile.gettempdir()) / "mismatch
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of server, and the way in which it gets its prompts."""
+    """Test case: a kind of server, and the way in which it receives its prompts."""
 
     arguments: tuple[str, ...] = EAGER
     model: str = QWEN
     gpus: int = 1
     before: str = ""
-    """Endpoint that is called before the prompts; empty: none."""
+    """Endpoint that is called before the prompts are sent. If it is empty, no endpoint is called."""
     lora: str = ""
-    """Modules that a LoRA adapter changes, ``attention`` or ``experts``; empty: no adapter."""
+    """Modules that a LoRA adapter changes: ``attention`` or ``experts``. If it is empty, the server has no adapter."""
     whole: bool = False
-    """Whether the expert outputs stay uncut, because other code reads them."""
+    """Whether the expert outputs are not cut into column slices, because other code reads them."""
     ranks: int = 1
     """Number of ranks that record their forward passes."""
     scattered: bool = False
-    """Whether the experts receive other tokens than the layer, or only a part of the tokens at a time."""
+    """Whether the experts receive other tokens than the decoder layer, or only a part of the layer's tokens at a
+    time."""
     draft: bool = False
     """Whether the server has EAGLE-3's draft model, which reads hidden states of the model's layers."""
     staged: bool = False
@@ -196,9 +197,10 @@ def write_adapter(folder: Path, target: str) -> Path:
 
 
 def requests(case: Case) -> list[Request]:
-    """Return prompts that are sent one after another, and prompts that are sent at the same time.
+    """Return two lists: prompts to send one after another, and prompts to send at the same time.
 
-    The latter fill a forward pass and ask for one token, so that batches do not depend on arrival times.
+    The prompts of the second list fill a forward pass and ask for one token, so that batches do not depend on arrival
+    times.
     """
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
@@ -275,7 +277,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
 
 
 def layers(case: Case) -> int:
-    """Return the number of layers with routed experts."""
+    """Return the number of layers with routed experts in a server's model."""
     return STAGED_LAYERS - (case.model == DEEPSEEK) if case.staged else LAYERS
 
 

@@ -106,11 +106,11 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "changes/fp4_weights/unread.py": {
-        "test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same": [("and name not in read", "")],
-        "test_where_a_newer_release_may_read_them_they_stay": [
+        "test_unread_scales_take_no_memory_and_the_answer_is_the_same": [("and name not in read", "")],
+        "test_scales_that_a_newer_release_may_read_stay": [
             ("and name not in read", ""),
-            ("name in _unsettled(kind)", "False"),
-            ("and not _said_elsewhere(type(method), type(layer), name)", ""),
+            ("name in _changing_attributes(kind)", "False"),
+            ("and not _is_named_elsewhere(type(method), type(layer), name)", ""),
             ("engine.require(not holds_layer,", "engine.require(True,"),
             ("engine.require(not replaced,", "engine.require(True,"),
             ("return function, *arguments, *keywords.values()", "return ()"),
@@ -125,19 +125,19 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "changes/fp4_weights/__init__.py": {
-        "test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same": [
+        "test_unread_scales_take_no_memory_and_the_answer_is_the_same": [
             (
                 "result = original(self, layer, *args, **kwargs)\n    with best_effort(\"a layer's",
-                'give_up_unread_scales(layer)\n    result = original(self, layer)\n    with best_effort("x',
+                'free_unread_scales(layer)\n    result = original(self, layer)\n    with best_effort("x',
             )
         ],
-        "test_behind_hoppers_scales_lie_zeros": [
-            ("\n        put_zeros_behind_scales(self)", "\n        pass"),
+        "test_zeros_follow_the_scales_on_hopper": [
+            ("\n        append_zeros_to_scales(self)", "\n        pass"),
             ("data.new_zeros(", "data.new_empty("),
             ("_SCALE_BYTES_AT_ONCE = 128", "_SCALE_BYTES_AT_ONCE = 64"),
         ],
         "test_a_scale_whose_memory_is_read_is_not_counted": [(" if storage.expired()", "")],
-        "test_an_update_ends_as_on_the_stock_server": [("    if loader is not None:", "    if False:")],
+        "test_a_weight_update_ends_as_on_the_stock_server": [("    if loader is not None:", "    if False:")],
         "test_placeholders_are_not_allocated": [
             ("_placeholder(scale) if _no_swizzled_scales.get() else original(scale)", "original(scale)", SWIZZLED_UNTIL)
         ],
@@ -147,10 +147,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "        pass",
             )
         ],
-        "test_what_another_kernel_reads_stays": [("if self._moe_runner_backend.value in MARLIN:", "if True:")],
-        "test_where_a_hook_point_is_somebody_elses_it_does_nothing": [
-            ("    engine.require_unpatched(utils, _REPACK)\n", "")
-        ],
+        "test_scales_that_another_kernel_reads_stay": [("if self._moe_runner_backend.value in MARLIN:", "if True:")],
+        "test_a_hook_point_of_another_plugin_is_left_alone": [("    engine.require_unpatched(utils, _REPACK)\n", "")],
         "test_a_release_that_stacks_no_list_is_left_alone": [
             ('if engine.mentions(helper or prepare, _REPACK, "stack"):', "if True:")
         ],
@@ -169,8 +167,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("missing = 0 if layout is None else", "missing = 0 if True else"),
             ("memory = _memory_of(loaded, data)", "memory = None"),
         ],
-        "test_weights_that_something_else_holds_are_not_written_over": [
-            ("weight.untyped_storage()._cdata not in held", "True")
+        "test_weights_with_another_reference_are_not_laid_out_in_place": [
+            ("weight.untyped_storage()._cdata not in shared", "True")
         ],
         "test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights": [
             ("step = max(1, experts // PARTS)", "step = experts"),
@@ -178,28 +176,28 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_release_that_reads_loaded_weights_again_is_left_alone": [("read == [*WEIGHTS] and ", "")],
     },
     OURS + "changes/fp4_weights/repack.py": {
-        "test_experts_are_repacked_where_they_were_with_the_same_bits": [
+        "test_experts_are_repacked_in_place_with_the_same_bits": [
             ("if function is torch.stack:", "if False:"),
             ("self._written.append(memory.view(result.shape).copy_(result))", "self._written.append(result)"),
         ],
-        "test_weights_that_somebody_holds_are_not_written_over": [
-            (" if _references(layer._parameters, name) != alone", " if False"),
+        "test_weights_with_another_reference_are_not_repacked_in_place": [
+            (" if _references(layer._parameters, name) != unshared", " if False"),
             ("sys.getrefcount(parameters[name])", "0"),
             ("torch._C._storage_Use_Count(memory._cdata)", "0"),
             (", *self._kept)", ",)"),
         ],
-        "test_in_another_order_they_are_stacked_by_the_engine_with_the_same_bits": [
+        "test_experts_repacked_in_another_order_are_stacked_by_the_engine": [
             (" and _lie_in_order(written)", ""),
             ("_are_the_same(args[0], written)", "written"),
         ],
-        "test_where_a_newer_release_reads_loaded_weights_again_they_are_left_alone": [
-            ("engine.require(given == [*_LOCALS],", "engine.require(True,"),
+        "test_weights_that_a_newer_release_reads_again_are_not_overwritten": [
+            ("engine.require(repacked == [*_LOCALS],", "engine.require(True,"),
             ("node in inside or ", ""),
             ("or node.lineno >= calls[0].lineno", ""),
             ("*_LOCALS, *WEIGHTS", "*_LOCALS,"),
-            ('and "layer" in map(_said, arguments)', "and False"),
+            ('and "layer" in map(_source_text, arguments)', "and False"),
         ],
-        "test_where_a_newer_release_reads_an_expert_twice_it_is_left_alone": [
+        "test_an_expert_that_a_newer_release_reads_twice_is_not_overwritten": [
             ("engine.require(sorted(read) ==", "engine.require(True or sorted(read) ==")
         ],
     },

@@ -9,9 +9,9 @@ Hook points
     :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and Triton's fused-MoE function.
 
 Skipped
-    Each layer is decided by itself. Shared experts run first with runners that overwrite their input, with fused shared
-    experts, with all-to-all, and with single-batch overlap. They also run first in Triton layers of a server with LoRA
-    adapters, and on AMD.
+    The change decides for each layer separately. Shared experts run first with runners that overwrite their input, with
+    fused shared experts, with all-to-all, and with single-batch overlap. They also run first in Triton layers of a
+    server with LoRA adapters, and on AMD.
     ``--moe-runner-backend`` does not decide, because it does not say which runner a layer has.
 
 How
@@ -62,8 +62,8 @@ _deferring: ContextVar[bool] = ContextVar("moe_deferring_shared_experts", defaul
 
 
 _REASON_TO_RUN_FIRST = "_moe_patches_why_shared_experts_run_first"
-"""Name of a layer's attribute. Its value is the reason why the layer's shared experts run first. "" means that this
-change runs them last, and ``None`` that the engine itself does."""
+"""Name of an attribute of each DeepSeek MoE layer. Its value is the reason why the layer's shared experts run before
+the routed experts. The value is "" if this change runs them last, and ``None`` if the engine itself runs them last."""
 
 
 def reason_to_run_first(
@@ -76,11 +76,12 @@ def reason_to_run_first(
     serves_lora: bool,
     uses_all_to_all: bool,
 ) -> str:
-    """Return why a layer's shared experts must run before its routed experts; "" if they may run after them.
+    """Return why a layer's shared experts must run before its routed experts, or "" if they may run after the routed
+    experts.
 
     :param inplace: whether the runner's configuration lets it write its output over its input.
-    :param preserves_input: whether the runner never overwrites its input, or can be configured so.
-    :param is_overlapped: whether single-batch overlap already runs the shared experts at another place.
+    :param preserves_input: whether the runner never overwrites its input, or can be configured not to overwrite it.
+    :param is_overlapped: whether single-batch overlap already decides when the shared experts run.
     :param is_fused: whether the shared experts are fused into the routed experts.
     :param has_shared_experts: whether the layer has shared experts of its own.
     :param serves_lora: whether the server may run LoRA adapters, which use other runners.
@@ -91,7 +92,7 @@ def reason_to_run_first(
     if not has_shared_experts:
         return "the layers have no shared experts of their own"
     if is_overlapped:
-        return "single-batch overlap runs the shared experts elsewhere"
+        return "single-batch overlap decides when the shared experts run"
     if uses_all_to_all:
         return "tokens are sent to their experts' ranks (all-to-all)"
     if inplace and not preserves_input:
@@ -100,8 +101,9 @@ def reason_to_run_first(
 
 
 class DeferredSharedExperts:
-    """Stand-in for the shared experts' output. The output is computed when the stand-in is added in place to the routed
-    experts' output.
+    """Stand-in for the output of the shared experts, which is computed later.
+
+    The shared experts run when the engine adds the stand-in in place to the routed experts' output.
 
     The stand-in is no tensor. Every use other than ``routed += deferred`` raises ``TypeError``.
     """
@@ -121,7 +123,9 @@ class DeferredSharedExperts:
 
 
 def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``forward_normal``: set :data:`_deferring` during the call if the layer defers its shared experts."""
+    """Wrap a MoE layer's ``forward_normal``: if the layer defers its shared experts, :data:`_deferring` is set during
+    the call.
+    """
 
     @functools.wraps(original)
     def forward_normal(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,12 +141,14 @@ def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[]
 
 
 def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``_forward_shared_experts``: while :data:`_deferring` is set, return a :class:`DeferredSharedExperts`."""
+    """Wrap a MoE layer's ``_forward_shared_experts``: while :data:`_deferring` is set, return a stand-in that computes
+    the output later (:class:`DeferredSharedExperts`).
+    """
 
     @functools.wraps(original)
     def _forward_shared_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # is_compiling comes first: the tracer does not support ContextVar, and piecewise CUDA graphs trace this
-        # function without an alternative.
+        # ``is_compiling`` is called first. ``torch.compile`` cannot trace a ContextVar, and piecewise CUDA graphs
+        # always trace this function.
         if is_compiling() or not _deferring.get():
             return original(self, *args, **kwargs)
         return DeferredSharedExperts(lambda: original(self, *args, **kwargs))
@@ -158,8 +164,10 @@ def _init(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Construct a layer, and decide whether its shared experts run after its routed experts.
+    """Wrap the constructor of DeepSeek's MoE layers: construct a layer, and decide whether its shared experts run after
+    its routed experts.
 
+    :param original: the engine's constructor.
     :param mark: function that switches ``inplace`` off in the configuration of the routed experts' runner.
     :param is_native: function that returns whether the engine itself runs the shared experts after these routed
         experts.
@@ -182,7 +190,7 @@ def _init(
 
 
 def _clear_inplace(config: Any) -> None:
-    """Configure a runner so that it preserves its input. The setting is permanent."""
+    """Configure the runner of a layer's routed experts so that it preserves its input from now on."""
     config.inplace = False
 
 
@@ -190,8 +198,8 @@ def _clear_inplace(config: Any) -> None:
 
 
 def _plan() -> Plan:
-    """Return the plan, after a probe of DeepSeek's class of MoE layers, the offers of dead inputs and Triton's
-    fused-MoE function.
+    """Return the plan for deferred-shared-experts, after a probe of DeepSeek's class of MoE layers, the offers of dead
+    inputs and Triton's fused-MoE function.
 
     :raises engine.Unsupported: the engine's code is not what this change expects.
     """
@@ -248,9 +256,9 @@ def _plan() -> Plan:
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return whether a built model's layers run their shared experts last, or why not.
+    """Return whether the layers of a built model run their shared experts last, or why they run them first.
 
-    Each layer stored its answer when it was constructed.
+    Each layer has stored its own decision in an attribute when it was constructed.
     """
     reasons = {
         getattr(module, _REASON_TO_RUN_FIRST)
@@ -261,7 +269,7 @@ def decide(built: BuiltModel) -> Decision:
         return Decision((SHARED_LAST,))
     if None in reasons:
         return Decision(reason="the engine itself runs the shared experts last here")
-    return Decision(reason="; ".join(sorted(reasons)) or "none of the layers is DeepSeek's")
+    return Decision(reason="; ".join(sorted(reasons)) or "the model has no MoE layers of DeepSeek's architecture")
 
 
 DEFERS = Count(

@@ -58,9 +58,10 @@ from sglang_moe_patches.core.patch import (
 
 
 def _plan() -> Plan:
-    """Return the plan, after a probe of the offers of dead inputs, of the TRT-LLM runner and of the attention inputs.
+    """Return the plan for output-buffer, after a probe of the offers of dead inputs, the TRT-LLM runner and DeepSeek's
+    attention.
 
-    If the engine offers dead inputs itself, the plan only corrects its offers.
+    If the engine offers layer inputs itself, the plan only corrects the engine's offers.
     """
     offers = probe.probe_offers()
     if probe.has_engine_offer():
@@ -104,23 +105,25 @@ def _probe_attention_inputs() -> Install:
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return the decision: whether a layer writes its output into its dead input, and whether attention's inputs are
-    dropped.
+    """Return what output-buffer does in a built model: whether a layer writes its output into its dead input, and
+    whether attention's inputs are freed early.
     """
     offering, reasons = probe.find_offers(built.model)
     taking = [experts for experts in offering if runners.runner_of(experts) in runners.TRTLLM]
     effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
     if not probe.has_engine_offer() and _has_attention_inputs(built.model):
         effects.append(INPUTS_DROPPED)
-    named = {runners.runner_of(experts) or "the method's own kernel" for experts in runners.layers_of(built.model)}
-    used = ", ".join(sorted(named))
+    runner_names = {
+        runners.runner_of(experts) or "the method's own kernel" for experts in runners.layers_of(built.model)
+    }
+    used = ", ".join(sorted(runner_names))
     takes_none = f"{used} uses no output buffer here"
     reason = takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}"
     return Decision(tuple(effects), "" if taking else reason)
 
 
 def _has_attention_inputs(model: Any) -> bool:
-    """Return whether the model has layers of the attention class whose inputs are dropped."""
+    """Return whether the model has layers of DeepSeek's attention class, whose inputs this change frees early."""
     try:
         attention = engine.module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA
     except engine.Unsupported:
@@ -133,7 +136,7 @@ ATTENTION_INPUTS = Count(
     "dropped attention's inputs",
     "sglang.srt.layers.communicator",
     "AttnTpContext.set_attn_inputs",
-    lambda result, context, inputs: inputs is None,  # the engine itself never passes None
+    lambda result, context, inputs: inputs is None,  # the engine's own callers never pass None
     before_layer=True,
 )
 CHANGE = Change(

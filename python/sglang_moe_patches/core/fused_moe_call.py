@@ -58,7 +58,7 @@ def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
 
 
 def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[..., Any]:
-    """Wrap the engine's fused-MoE function.
+    """Wrap the engine's fused-MoE function, so that routes can replace some of its calls.
 
     :returns: the wrapper. Its attribute :data:`_ROUTES` contains the routes. :func:`add_route` adds a route there.
     """

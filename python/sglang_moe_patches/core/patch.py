@@ -278,8 +278,8 @@ def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
     :returns: pairs of a reader and a variable. The reader is a change, ``all changes`` or ``observers``.
     """
     changes = tuple(changes)
-    theirs = [(change.name, variable) for change in changes for variable in change.variables]
-    return [("all changes", _selection(changes)), *OWN_VARIABLES, *theirs]
+    of_changes = [(change.name, variable) for change in changes for variable in change.variables]
+    return [("all changes", _selection(changes)), *OWN_VARIABLES, *of_changes]
 
 
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
@@ -326,8 +326,8 @@ class PatchError(RuntimeError):
 def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
     """Install each change in ``names`` that the engine supports and this server needs.
 
-    :returns: the plan of every change, in order. If an installer failed, its patches were undone and the change is
-        *unsupported*.
+    :returns: the plan of every change, by the change's name. If an installer raised an exception, its patches were
+        undone and the change's plan is *unsupported*.
     """
     return {change.name: _apply_change(change, names, server_args) for change in changes}
 
@@ -452,7 +452,8 @@ class Patcher:
 
 
 def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a ``make_wrapper`` for :meth:`Patcher.wrap` that calls ``wrapper`` instead of the original function.
+    """Return a function for the parameter ``make_wrapper`` of :meth:`Patcher.wrap`. It replaces an original function by
+    a call of ``wrapper``.
 
     A call through such a wrapper needs one more stack frame than a wrapper that is written by hand. Do not use it for
     functions that run in a forward pass.

@@ -62,8 +62,8 @@ def runner_of(experts: Any) -> str | None:
         return None
     from sglang.srt.layers.moe import get_moe_runner_backend
 
-    asked = str(get_moe_runner_backend().value)
-    return asked if asked in (*TRTLLM, "cutlass", "flashinfer_cutlass") else None
+    selected = str(get_moe_runner_backend().value)
+    return selected if selected in (*TRTLLM, "cutlass", "flashinfer_cutlass") else None
 
 
 _TRTLLM_FLAGS = ("enable_flashinfer_trtllm_moe", "use_flashinfer_trtllm")
@@ -295,8 +295,12 @@ def disable_inplace_while(config: Any, is_disabled: Callable[[], bool]) -> None:
         vars(self)["inplace"] = value
 
     kind = type(config)
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "inplace": property(inplace, set_inplace)}
-    config.__class__ = type(kind.__name__, (kind,), own)
+    namespace = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "inplace": property(inplace, set_inplace),
+    }
+    config.__class__ = type(kind.__name__, (kind,), namespace)
 
 
 def clear_inplace(layer: Any, patcher: Patcher) -> None:

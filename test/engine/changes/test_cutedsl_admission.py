@@ -1,8 +1,10 @@
-"""cutedsl-sizing's bound compared with the engine's own scheduler: admission, mixed chunks, retraction, decode batches.
+"""Tests that no forward pass of the engine's own scheduler has more tokens than cutedsl-sizing expects.
 
-Each case is a server with random arguments and random requests. The bound is the number of tokens in a forward pass
-for which the change allocates buffers. The scheduler is the engine's own. Only the forward pass is left out: every
-request receives its next token at once.
+The scheduler admits requests, mixes chunks and decodes, retracts requests, and runs decode batches.
+
+Each case is a server with random arguments and random requests. The bound is the number of tokens in a forward pass for
+which the change allocates buffers. The scheduler is the engine's own. Only the forward pass is left out: every request
+receives its next token at once.
 """
 
 from __future__ import annotations
@@ -74,12 +76,12 @@ def random_case(seed: int) -> Case:
 
 
 def known_as(owner: Any, *names: str) -> str:
-    """Return the one of these attribute names that the installed release has."""
+    """Return the first of these names that is an attribute in the installed engine release."""
     return next(name for name in names if hasattr(owner, name))
 
 
 class AllOff:
-    """Object whose attributes are all ``None``. Options that a case does not set are then off."""
+    """Stand-in for server arguments, whose attributes are ``None`` if a case does not set them."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -87,7 +89,9 @@ class AllOff:
 
 @pytest.fixture(scope="module")
 def tokens_of_forwards():
-    """Function that runs a case and returns its server arguments and the tokens of every forward pass."""
+    """Function that runs a case. It returns the case's server arguments and the number of tokens of each forward
+    pass.
+    """
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound: {outcome.reason}")
@@ -202,8 +206,8 @@ def tokens_of_forwards():
         return {"new_token_ratio_tracker": tracker}
 
     def tokens_per_request(args: Any) -> list[int]:
-        """Return the tokens per request of a decode, or of EAGLE's draft, verification and draft-extend forward
-        passes. They are computed from the engine's inputs.
+        """Return the tokens per request of a decode, or of EAGLE's draft, verification and draft-extend forward passes.
+        The numbers are computed from the engine's inputs.
         """
         if not args.speculative_algorithm:
             return [1]
@@ -223,7 +227,9 @@ def tokens_of_forwards():
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one case: the change's limits, the tokens of its largest forward pass, and the engine's own bound."""
+    """Result of one case: the limits that cutedsl-sizing computes, the tokens of the largest forward pass, and the
+    bound that the engine itself computes.
+    """
 
     case: Case
     limits: ForwardLimits
@@ -277,8 +283,8 @@ def test_each_term_is_needed(outcomes, without):
 @pytest.mark.usefixtures("tokens_of_forwards")
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
-    """Data-parallel attention in both padding modes of the engine. The mode that pads every rank to the longest one
-    is used only for decodes.
+    """No forward pass exceeds the buffers with data-parallel attention, in both padding modes of the engine. The mode
+    that pads every rank to the longest rank is used only for decodes.
     """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0
@@ -295,5 +301,7 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
 
 
 def upstreams_bound(limits: ForwardLimits) -> int:
-    """Return the bound that the pull request sgl-project/sglang#26696 uses: the largest of its three terms."""
+    """Return the largest number of tokens in a forward pass according to the pull request sgl-project/sglang#26696. It
+    is the largest of three terms.
+    """
     return max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)

@@ -1,5 +1,5 @@
-"""cutedsl-sizing on the engine's own model, in this process. FlashInfer's wrapper is real, and its kernels are
-stand-ins.
+"""Tests of cutedsl-sizing on the engine's own model, in this process. FlashInfer's wrapper is real. Stand-ins replace
+its kernels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 @pytest.fixture(autouse=True)
 def no_pools(monkeypatch):
-    """Ignore the sizes of the memory pools, because the tests' model runner has made them before the change is
-    installed.
+    """Make the change ignore the sizes of the memory pools. The tests' model runner has created its pools before the
+    change is installed.
     """
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
@@ -63,7 +63,7 @@ def small_buffers():
 
 
 def run(engine, path, *changes, steps=STEPS, **arguments):
-    """Load a model, and return its greedy tokens and logits of all steps, and the model."""
+    """Load a model. Return three values: its greedy tokens, its logits of all steps, and the model."""
     with engine.override_arguments(**{**large_buffers(), **arguments}), installed(*changes):
         model = engine.load(path)
         return *engine.generate(model, PROMPTS, steps), model
@@ -71,13 +71,15 @@ def run(engine, path, *changes, steps=STEPS, **arguments):
 
 @pytest.fixture(scope="module")
 def stock(engine, checkpoint):
-    """Return the stock engine's tokens, logits and model. They are computed once for each checkpoint."""
+    """Return the stock engine's tokens, logits and model. The results are computed once for each checkpoint."""
     return functools.cache(lambda **options: run(engine, checkpoint(**options)))
 
 
 @contextmanager
 def poison_buffers(monkeypatch):
-    """Fill the wrapper's buffers and the output with NaN whenever a layer's kernels start, while the block runs."""
+    """While the ``with`` block runs, fill the wrapper's buffers and the output with NaN whenever a layer's kernels
+    start.
+    """
     run_into = SharedMoE._run_into
 
     def poison(self, output, arguments):
@@ -114,8 +116,8 @@ def test_one_shared_wrapper_gives_the_answers_of_one_wrapper_per_layer(
 
 
 def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, monkeypatch):
-    """The change keeps FlashInfer from allocating its output buffer. Stock allocates the buffer when the KV cache
-    already occupies the rest of the GPU, and with data-parallel ranks it is the largest one.
+    """The change keeps FlashInfer from allocating its output buffer. The stock engine allocates this buffer when the KV
+    cache already occupies the rest of the GPU. With data-parallel ranks the output buffer is the largest buffer.
     """
     made, empty = [], torch.empty
 
@@ -136,7 +138,7 @@ def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, mo
 
 
 def dispatched(layer, seed, tokens=4):
-    """Output of the engine's dispatcher, as a layer's quantization method receives it."""
+    """Stand-in for the output of the engine's dispatcher, which a layer's quantization method receives."""
     from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -165,7 +167,9 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
 
 
 def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, stock, monkeypatch):
-    """A target and a draft model take turns with one shared wrapper. Each gives the answers that it gives alone."""
+    """A target and a draft model take turns with one shared wrapper. Each model gives the same answers as without the
+    other model.
+    """
     target_and_draft = ({"dense_layers": 0}, {"dense_layers": 0, "seed": 7})
     alone = [stock(**options) for options in target_and_draft]
     with engine.override_arguments(**large_buffers()), installed(*CHANGES), poison_buffers(monkeypatch):
@@ -254,7 +258,9 @@ def test_the_bound_includes_the_pools_of_the_model_runner(engine):
 
 
 def bound(args):
-    """Return the number of tokens for which the buffers have room, before the server's start has chosen any size."""
+    """Return the number of tokens for which the buffers have room, before the model runner has chosen the sizes of its
+    memory pools.
+    """
     return max_forward_tokens(forward_limits(args, Pools()))
 
 
@@ -327,8 +333,8 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 
 @pytest.mark.every_release
 def test_the_stated_default_of_the_budget_is_the_installed_engines():
-    """The default budget in README's table is the installed engine's. The package's own check is used only if the
-    engine has none.
+    """The default budget in the README's table is equal to the installed engine's. The package's own check is used only
+    if the engine has no check.
     """
     dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     overrides = [dispatcher]
@@ -345,7 +351,7 @@ def test_the_stated_default_of_the_budget_is_the_installed_engines():
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
     """Either this package's check or the engine's own check refuses a budget that is too small. Releases 0.5.11 and
-    0.5.12.post1 do not allow this combination of arguments.
+    0.5.12.post1 do not allow the combination of arguments in this test.
     """
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},

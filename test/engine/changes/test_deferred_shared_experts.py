@@ -1,5 +1,5 @@
-"""deferred-shared-experts on the engine's own model: the shared experts run after the routed ones, with the same
-result.
+"""Tests of deferred-shared-experts on the engine's own model: the shared experts run after the routed experts, with the
+same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHANGE = deferred_shared_experts.CHANGE
 
 @pytest.fixture
 def run_order(monkeypatch):
-    """List that receives "shared" or "routed" whenever such experts run."""
+    """List to which "shared" or "routed" is added whenever the shared or the routed experts of a layer run."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
 
@@ -75,8 +75,8 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
 
 @pytest.mark.usefixtures("only_applied")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
-    """The guard checks whether the runner overwrites its input. Without it, the shared experts read the overwritten
-    input, and the answer differs.
+    """Without the guard of the change, the shared experts read an overwritten input, and the answer differs. The guard
+    checks whether the runner overwrites its input.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -109,7 +109,7 @@ def test_empty_batches_and_other_paths_are_unchanged(engine, checkpoint, monkeyp
         some = torch.randn(3, 256).to(torch.bfloat16)
         # Outside forward_normal (dual stream, single-batch overlap, all-to-all) the output is computed at once.
         assert isinstance(moe._forward_shared_experts(some), torch.Tensor)
-        # The AMX path computes its shared experts by itself.
+        # The engine's code for Intel AMX computes the shared experts by itself.
         monkeypatch.setattr(deepseek_v2, "use_intel_amx_backend", lambda layer: True)
         monkeypatch.setattr(type(moe), "forward_cpu", lambda self, hidden, fuse: hidden + 1)
         assert torch.equal(moe.forward_normal(some), some + 1)
@@ -119,8 +119,9 @@ def test_empty_batches_and_other_paths_are_unchanged(engine, checkpoint, monkeyp
 def test_deepseek_v4_runs_its_shared_experts_last_and_as_often_as_stock(
     engine, checkpoint, run_order, monkeypatch, skips
 ):
-    """The decoder layer runs the shared experts if ``SGLANG_DP_SHARED_EXPERT_LOCAL`` is set. The MoE block must then
-    not run them a second time.
+    """DeepSeek-V4's shared experts run after the routed experts, and as often as with the stock engine. If
+    ``SGLANG_DP_SHARED_EXPERT_LOCAL`` is set, the decoder layer itself runs them, and the MoE block must not run them a
+    second time.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
@@ -146,7 +147,8 @@ def test_deepseek_v4_runs_its_shared_experts_last_and_as_often_as_stock(
         for parameter in block.parameters():
             if parameter.is_floating_point():
                 parameter.data.normal_(0, 0.1)
-        block.gate.forward = block.topk.forward = lambda *args, **more: None  # they need a GPU, and no result is used
+        # These functions need a GPU, and their results are not used.
+        block.gate.forward = block.topk.forward = lambda *args, **more: None
         hidden = torch.randn(5, config.hidden_size).to(next(block.shared_experts.parameters()).dtype)
         more = {"skip_shared_experts": True} if skips else {}
         return block.forward_normal(hidden, **more), list(run_order)

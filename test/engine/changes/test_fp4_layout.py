@@ -1,5 +1,5 @@
-"""fp4-weights lays out MXFP4 experts for ``triton_kernels`` in parts: the result equals the engine's own, and leaves no
-holes.
+"""Tests that fp4-weights lays out MXFP4 experts for ``triton_kernels`` in parts. The result equals the engine's own,
+and no holes remain.
 
 A hole is memory that PyTorch's allocator has reserved and no tensor uses. The engine's functions and the layouts of
 ``triton_kernels`` are the real ones, for a Hopper GPU. Whole layers run on the ``meta`` device, and a model of
@@ -40,7 +40,7 @@ SHAPES = {
 
 @pytest.fixture
 def mxfp4(engine, monkeypatch):
-    """The engine's module for MXFP4, set up as on a Hopper GPU."""
+    """The engine's module for MXFP4, which works here as on a Hopper GPU."""
     from sglang.srt.layers.quantization import mxfp4
 
     as_on_hopper(monkeypatch)
@@ -50,13 +50,13 @@ def mxfp4(engine, monkeypatch):
 
 
 def has_room(mxfp4):
-    """Return whether the change creates this release's weights with room for their layout."""
+    """Return whether the change allocates room for the layout when this engine release creates weights."""
     return fp4_weights.creates_only_zeros(mxfp4.Mxfp4MoEMethod.create_weights)
 
 
 @pytest.fixture
 def room(mxfp4):
-    """Skip the test on releases whose weights have no room for their layout."""
+    """Skip the test on engine releases in which the change allocates no room for the layout (:func:`has_room`)."""
     if not has_room(mxfp4):
         pytest.skip("this release does not create the weights as zeros")
 
@@ -76,7 +76,7 @@ def make_layer(engine, mxfp4, experts, hidden, intermediate):
 
 
 def load(layer):
-    """Fill a layer with the same random bytes in each call. Return the address of each parameter."""
+    """Fill a layer's parameters with random bytes, the same in each call. Return the address of each parameter."""
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         generator = torch.Generator().manual_seed(place)
         if "bias" not in name:
@@ -125,8 +125,8 @@ def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monk
 
 
 def count_parts(monkeypatch):
-    """Return a list that receives the number of experts in each call that lays out weights. Calls on the ``meta``
-    device do not count.
+    """Return a list to which each call of the engine's layout function adds its number of experts. Calls on the
+    ``meta`` device do not count.
     """
     calls, tensor = [], importlib.import_module("triton_kernels.tensor")
     convert = tensor.convert_layout
@@ -170,7 +170,7 @@ def test_weights_whose_memory_has_no_room_are_laid_out_elsewhere(engine, mxfp4):
 
 
 @pytest.mark.parametrize("name", in_parts.WEIGHTS)
-def test_weights_that_something_else_holds_are_not_written_over(engine, mxfp4, name):
+def test_weights_with_another_reference_are_not_laid_out_in_place(engine, mxfp4, name):
     with installed(fp4_weights.CHANGE):
         layer = make_layer(engine, mxfp4, *SHAPES["odd"])
         load(layer)
@@ -184,8 +184,9 @@ def test_weights_that_something_else_holds_are_not_written_over(engine, mxfp4, n
 
 
 def record(engine, mxfp4, monkeypatch, layers, shape):
-    """Return the memory events of a model's layers on the ``meta`` device, in three lists: creation of all layers,
-    layout of the first layer, and layout of the others.
+    """Record the allocations and frees of a model's layers on the ``meta`` device.
+
+    Return three lists of events: creation of all layers, layout of the first layer, and layout of the other layers.
     """
     recorder, marks = Recorder("meta"), []
 
@@ -216,10 +217,10 @@ def record(engine, mxfp4, monkeypatch, layers, shape):
 
 
 def measure(created, first, others):
-    """Replay the memory events in a model of PyTorch's allocator.
+    """Replay recorded allocations and frees in a model of PyTorch's allocator.
 
-    :returns: the allocator after all layers, and the most bytes that the layout of the first layer allocated and
-        reserved.
+    :returns: the allocator after all layers, and the largest numbers of bytes that were allocated and reserved during
+        the layout of the first layer.
     """
     allocator = Allocator()
     allocator.run(created)

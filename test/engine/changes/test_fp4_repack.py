@@ -1,5 +1,6 @@
-"""fp4-weights on the engine's own functions that repack FP4 experts for Marlin: the same bits, in the memory of the
-loaded weights.
+"""Tests of fp4-weights on the engine's own functions that repack FP4 experts for Marlin.
+
+The repacked weights have the same bits as the engine's, and lie in the memory of the loaded weights.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def loaded(name, shape):
 
 
 def prepare(name, layer):
-    """Run the engine's function on a layer. Return the layer's parameters, or the text of the engine's error."""
+    """Run the engine's function that prepares a layer for Marlin. Return the layer's parameters, or the text of the
+    engine's error.
+    """
     try:
         getattr(engine_code.module(fp4_weights._MARLIN_UTILS), name)(layer)
     except Exception as error:
@@ -93,9 +96,9 @@ def assert_same(stock, ours):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_experts_are_repacked_where_they_were_with_the_same_bits(name, alive, shape):
-    """The fixture ``alive`` has one entry for each run of the kernel: how many earlier results have memory of their
-    own. With the change there are none, because each result is written over the loaded weights.
+def test_experts_are_repacked_in_place_with_the_same_bits(name, alive, shape):
+    """Each result of the repacking kernel is written over the loaded weights. The list ``alive`` has one entry for each
+    call of the kernel: how many earlier results have memory of their own. With the change there are none.
     """
     stock = prepare(name, loaded(name, shape))
     assert max(alive, default=0) >= shape[0] - 1 or isinstance(stock, str)
@@ -128,7 +131,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("which", repack.WEIGHTS)
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_weights_that_somebody_holds_are_not_written_over(name, hold, which):
+def test_weights_with_another_reference_are_not_repacked_in_place(name, hold, which):
     shape = SHAPES["biases"] if name == MXFP4 else SHAPES["not gated"]
     stock = prepare(name, loaded(name, shape))
     layer = loaded(name, shape)
@@ -153,7 +156,7 @@ def test_a_layer_that_is_refused_ends_as_on_the_stock_server(name):
         assert refused() == stock
 
 
-def test_where_a_hook_point_is_somebody_elses_it_does_nothing(name, monkeypatch):
+def test_a_hook_point_of_another_plugin_is_left_alone(name, monkeypatch):
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     places = [(utils, name), (utils, "gptq_marlin_repack")]
     places += [(module, name) for module in [engine_code.module(fp4_weights._MODELOPT)] if hasattr(module, name)]
@@ -168,7 +171,9 @@ def test_where_a_hook_point_is_somebody_elses_it_does_nothing(name, monkeypatch)
 
 
 def newer(function, tmp_path, source):
-    """Compile ``source`` as a replacement of one of the engine's functions, with the same globals."""
+    """Compile ``source``, as a newer release might write it, as a replacement for one of the engine's functions, with
+    the same globals.
+    """
     path = tmp_path / f"{function.__name__}.py"
     path.write_text(source)
     linecache.checkcache(str(path))
@@ -178,14 +183,14 @@ def newer(function, tmp_path, source):
 
 
 def repacking():
-    """Return the release's functions that prepare or repack a layer's experts, by name."""
+    """Return the engine's functions that prepare or repack a layer's experts, by their names."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     names = (MXFP4, NVFP4, fp4_weights._REPACK_EXPERTS)
     return {each: getattr(utils, each) for each in names if hasattr(utils, each)}
 
 
 def changed(monkeypatch, tmp_path, old, new):
-    """Replace ``old`` by ``new`` in the source of the release's repacking functions."""
+    """Replace the text ``old`` by ``new`` in the source code of the engine's repacking functions."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     for each, function in repacking().items():
         source = inspect.getsource(function)
@@ -200,7 +205,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_in_another_order_they_are_stacked_by_the_engine_with_the_same_bits(name, monkeypatch, tmp_path, order):
+def test_experts_repacked_in_another_order_are_stacked_by_the_engine(name, monkeypatch, tmp_path, order):
     changed(monkeypatch, tmp_path, *order)
     stock = prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"]))
     assert isinstance(stock, dict)
@@ -220,7 +225,7 @@ NEWER = {
 
 
 @pytest.mark.parametrize("change", NEWER, ids=NEWER.values())
-def test_where_a_newer_release_reads_loaded_weights_again_they_are_left_alone(name, tmp_path, change):
+def test_weights_that_a_newer_release_reads_again_are_not_overwritten(name, tmp_path, change):
     function, helper = repacking()[name], repacking().get(fp4_weights._REPACK_EXPERTS)
     source = inspect.getsource(function)
     if isinstance(change, tuple):
@@ -232,7 +237,7 @@ def test_where_a_newer_release_reads_loaded_weights_again_they_are_left_alone(na
         repack.require_last_use(newer(function, tmp_path, source), helper)
 
 
-def test_where_a_newer_release_reads_an_expert_twice_it_is_left_alone(monkeypatch, tmp_path, name):
+def test_an_expert_that_a_newer_release_reads_twice_is_not_overwritten(monkeypatch, tmp_path, name):
     changed(monkeypatch, tmp_path, "tensor_list.append(marlin_qweight)", "tensor_list.append(weight[i])")
     plan = probe(fp4_weights.CHANGE)
     assert (plan.status, plan.install) == (Status.UNSUPPORTED, None)

@@ -1,5 +1,5 @@
-"""fp4-weights on the engine's MXFP4 and NVFP4 methods: after loading, it frees the scales that no kernel reads, and no
-others.
+"""Tests of fp4-weights on the engine's MXFP4 and NVFP4 methods: after loading, it frees the scales that no kernel
+reads, and no other scales.
 
 The layers are the engine's own ``FusedMoE``. The kernels that run them need a GPU, and stand-ins replace them.
 """
@@ -28,7 +28,9 @@ NAN_E8M0 = 255
 
 
 def run_experts(dispatched, quant_info):
-    """Stand-in for the kernels. Its result depends on every byte of the tensors that the kernels receive."""
+    """Stand-in for the kernels of the experts. Its result depends on every byte of the tensors that the kernels
+    receive.
+    """
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     given = dict(vars(quant_info))
@@ -44,7 +46,7 @@ def run_experts(dispatched, quant_info):
 
 
 class Config:
-    """Quantization config that returns the quantization method of a test."""
+    """Quantization configuration that returns the quantization method of a test."""
 
     def __init__(self, method):
         self.method = method
@@ -76,15 +78,15 @@ def any_kind(request, engine, monkeypatch):
 
 @pytest.fixture(params=["triton_kernels", "deepseek_v4_on_marlin"])
 def giving(request, engine, monkeypatch):
-    """Kind of layer with scales that no kernel reads. The test is skipped if the release deletes these scales
-    itself.
+    """Kind of layer whose unread scales fp4-weights frees. The test is skipped if the engine release deletes these
+    scales itself.
     """
     found = made_kind(request.param, engine, monkeypatch)
     return found if found.names else pytest.skip("this release deletes these scales itself")
 
 
 def made_kind(name, engine, monkeypatch):
-    """Set up one of the engine's quantization methods as on the GPU that it is for.
+    """Set up one of the engine's quantization methods as on the kind of GPU for which it is made.
 
     :returns: ``make`` builds a layer with this method. ``names`` are the scales that the method keeps although no
         kernel reads them.
@@ -204,7 +206,7 @@ def poison(layer, names):
         value.reshape(-1).view(torch.uint8).fill_(NAN_E8M0)  # bytes of 255 are a NaN in float32, too
 
 
-def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_kind):
+def test_unread_scales_take_no_memory_and_the_answer_is_the_same(any_kind):
     stock = processed(any_kind)
     expected = answer(stock)
     with installed(fp4_weights.CHANGE):
@@ -221,14 +223,14 @@ def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_ki
     for layer in (stock, ours):
         poison(layer, any_kind.names)
         assert torch.equal(answer(layer), expected)
-    for name in sorted(read):  # each parameter that is read changes the answer
+    for name in sorted(read):  # a change of any parameter that the kernels read changes the answer
         layer = processed(any_kind)
         poison(layer, [name])
         assert not torch.equal(answer(layer), expected)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss_on_marlin", "deepseek_v4_on_marlin", "nvfp4_on_marlin"])
-def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypatch, name):
+def test_marlins_repacked_weights_lie_in_the_memory_of_the_loaded_weights(engine, monkeypatch, name):
     """The repacked weights have the addresses of the loaded ones, because only the layer refers to the loaded
     weights.
     """
@@ -241,7 +243,7 @@ def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypat
     assert [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()] == places
 
 
-def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
+def test_zeros_follow_the_scales_on_hopper(engine, monkeypatch):
     """Hopper's kernels read 128 bytes of a row at once. The rows of w2's scales have 64 bytes, so a kernel also
     reads the 64 bytes after the last row. These bytes must be zero.
     """
@@ -269,13 +271,13 @@ def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
     assert after_rows == [[], [0] * (128 - rows[1])]
 
 
-def test_it_says_which_scales_go_and_why_not(kind):
+def test_unread_scales_are_named_or_a_reason_is_given(kind):
     layer = processed(kind)
     sizes = {name: getattr(layer, name).nbytes for name in kind.names}
     reason = "" if sizes else f"{type(layer.quant_method).__name__} reads all of its scales"
     assert unread_scales(layer) == (sizes, reason)
     layer._mega_moe_weights_built = True
-    assert unread_scales(layer) == ({}, "DeepGEMM's mega kernel runs its experts")
+    assert unread_scales(layer) == ({}, "DeepGEMM's mega kernel runs the layer's experts")
 
 
 READS = "use(layer.{0}, layer.{1})"
@@ -293,23 +295,23 @@ NEWER = {
     "apply: layer.named_parameters()": "calls named_parameters of its layer",
     "apply: layer._parameters['{0}']": "reads its layer's _parameters",
     "apply: getattr(layer, name())": "by computed names",
-    "apply: [f(layer) for f in self.hooks]": "gives its layer to f",
+    "apply: [f(layer) for f in self.hooks]": "passes its layer to f",
     "apply: wrapped(layer)": "wrapped",
     f"get_marlin_quant_info: {READS}": "reads all of its scales",
     f"forward of the layer: {READS}": "reads all of its scales",
     f"another function of the layer: {READS}": "reads all of its scales",
-    "runner: holds its layer": "holds its layer",
-    "partial: holds its layer": "holds its layer",
-    "closure: holds its layer": "holds its layer",
-    "bound method of the layer: holds its layer": "holds its layer",
-    "list of partials: holds its layer": "holds its layer",
+    "runner: keeps a reference to its layer": "keeps a reference to its layer",
+    "partial: keeps a reference to its layer": "keeps a reference to its layer",
+    "closure: keeps a reference to its layer": "keeps a reference to its layer",
+    "bound method of the layer: keeps a reference to its layer": "keeps a reference to its layer",
+    "list of partials: keeps a reference to its layer": "keeps a reference to its layer",
     f"apply of the instance: {READS}": "apply of a Newer is set on the instance",
     f"forward of the layer's instance: {READS}": "forward of a Newer is set on the instance",
 }
 
 
 @pytest.mark.parametrize("change", NEWER)
-def test_where_a_newer_release_may_read_them_they_stay(giving, tmp_path, change):
+def test_scales_that_a_newer_release_may_read_stay(giving, tmp_path, change):
     layer = processed(giving)
     where, _, statement = change.format(*giving.names).partition(": ")
     source = f"""
@@ -324,7 +326,7 @@ def quiet(layer):
 def wrapped(*args):
     return helper(*args)
 def function(self, layer, dispatch_output=None):
-    {"pass" if statement.startswith("holds") else statement}
+    {"pass" if statement.startswith("keeps") else statement}
     return self.runner.run(dispatch_output, None)
 def apply(self, layer, dispatch_output):
     return self.runner.run(dispatch_output, quiet(layer))
@@ -369,11 +371,11 @@ def test_a_scale_whose_memory_is_read_is_not_counted(giving):
     layer = processed(giving)
     alias = getattr(layer, giving.names[0]).data
     other = getattr(layer, giving.names[1]).nbytes
-    assert fp4_weights.give_up_unread_scales(layer) == other
+    assert fp4_weights.free_unread_scales(layer) == other
     assert alias.view(torch.uint8).sum() > 0
 
 
-def test_an_update_ends_as_on_the_stock_server(any_kind):
+def test_a_weight_update_ends_as_on_the_stock_server(any_kind):
     def update(layer):
         outcomes = []
         shapes = ((EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32), (EXPERTS, HIDDEN, INTERMEDIATE // 32), (5, 5))
@@ -402,8 +404,8 @@ def test_an_update_ends_as_on_the_stock_server(any_kind):
 
 @pytest.fixture
 def gpt_oss(engine, monkeypatch, tmp_path):
-    """Two functions: ``load`` builds gpt-oss with the engine's MXFP4 experts, and ``update`` returns the engine's
-    answer to a weight update from a file.
+    """Two functions. ``load`` builds gpt-oss with the engine's MXFP4 experts. ``update`` loads a weight update from a
+    file, and returns the engine's answer.
     """
     from sglang.srt.configs import load_config
     from sglang.srt.configs.load_config import LoadConfig

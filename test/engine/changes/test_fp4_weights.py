@@ -1,4 +1,6 @@
-"""fp4-weights on the engine's own loading path: the parameters and answers equal stock, also after a weight update."""
+"""Tests of fp4-weights on the engine's own loading path. Parameters and answers are equal to the stock engine's, also
+after a weight update.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def assert_same(a, b):
 
 
 def update(engine, model, path):
-    """Update a model's weights from a checkpoint, as a request does. The engine must report success."""
+    """Update a model's weights from a checkpoint, as a request to the server does. The engine must report success."""
     runner = engine.runner
     runner.model = model
     updater = getattr(runner, "weight_updater", runner)  # newer releases have a component for updates
@@ -147,17 +149,17 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
 
 
 @pytest.mark.usefixtures("marlin")
-def test_what_another_kernel_reads_stays(engine, checkpoint):
-    """The server runs on the same GPU, but its arguments choose another kernel. The change goes by the layer's
-    kernel and not by the kind of GPU.
+def test_scales_that_another_kernel_reads_stay(engine, checkpoint):
+    """Scales stay if a kernel reads them. The server runs on the same kind of GPU, but its arguments choose another
+    kernel than Marlin. The layer's kernel decides, and not the kind of GPU.
     """
     with installed(fp4_weights.CHANGE), engine.override_arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 
-def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch, patcher):
-    """The change is applied on Hopper if the release serves NVFP4 there. It asks the engine's own functions about
-    the platform.
+def test_the_change_is_applied_on_hopper_if_the_release_serves_nvfp4_there(monkeypatch, patcher):
+    """On Hopper the change is applied if the engine release serves NVFP4 models on Hopper. The engine's own functions
+    decide whether it does.
     """
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang_moe_patches.core.patch import Status

@@ -1,7 +1,7 @@
-"""moe-workspace in the engine's own model, on the CPU with the reference kernels.
+"""Tests of moe-workspace in the engine's own model, on the CPU with the reference kernels.
 
-A CPU server never runs the Triton runner's function, which runs column slices. Triton's interpreter runs it in
-test/unit/changes/test_moe_workspace.py, and a GPU in test/gpu/test_moe_workspace_cuda.py.
+A CPU server never runs the Triton runner's fused-MoE function, and therefore no column slices. Triton's interpreter
+runs this function in test/unit/changes/test_moe_workspace.py, and a GPU in test/gpu/test_moe_workspace_cuda.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_tr
 
 @pytest.mark.every_release
 def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
-    """Up to 0.5.17 the engine sums an unwritten tensor if top-k is 1. The result must still be scaled by the factor."""
+    """The output is multiplied by the routed scaling factor, also with a top-k of 1. Up to 0.5.17 the engine sums a
+    tensor that it never wrote in this case.
+    """
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)
     with engine.override_arguments(moe_runner_backend="triton"):
@@ -117,7 +119,9 @@ def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
 @pytest.mark.every_release
 @pytest.mark.parametrize("backend", ["flashinfer_cutedsl", "flashinfer_mxfp4", "aiter"])
 def test_shared_experts_are_deferred_if_the_routed_experts_run_on_triton(engine, checkpoint, backend, monkeypatch):
-    """BF16 layers run on Triton with any --moe-runner-backend. The BF16 draft model of an NVFP4 model is an example."""
+    """The shared experts of BF16 layers are deferred with any value of --moe-runner-backend, because BF16 experts
+    always run on Triton. An example is the BF16 draft model of an NVFP4 model.
+    """
     change = deferred_shared_experts.CHANGE
     load_unquantized(monkeypatch)
     plan = plan_for(change, {change.name}, SimpleNamespace(device="cuda", moe_runner_backend=backend))

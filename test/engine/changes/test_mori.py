@@ -1,10 +1,10 @@
-"""mori-input-truncation on the engine's MoE layers that receive their rows from MoRI. There is one layer per rank, with
-stand-ins for AMD's kernels.
+"""Tests of mori-input-truncation on the engine's MoE layers that receive their rows from MoRI. There is one layer per
+rank, with stand-ins for AMD's kernels.
 
-The change cuts unused rows off the kernel's input. Up to 0.5.12.post1 the class ``MoriEPMoE`` cuts, and the engine's
-constructor builds it here. In later releases AITER's runner cuts, and the layer's constructor needs a GPU. The tests'
-layers therefore have only the attributes that ``run_moe_core`` and the runner need. The reference network makes the
-dispatch outputs. Where the whole forward pass runs, the engine's own dispatcher makes them.
+The change cuts rows that cannot have arrived off the kernel's input. Up to 0.5.12.post1 the class ``MoriEPMoE`` cuts,
+and the engine's constructor builds it here. In later releases AITER's runner cuts, and the layer's constructor needs a
+GPU. The tests' layers therefore have only the attributes that ``run_moe_core`` and the runner need. The reference
+network makes the dispatch outputs. Where the whole forward pass runs, the engine's own dispatcher makes them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Group:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """List with the arguments of each call of AITER's kernel, by name."""
+    """List with one entry for each call of AITER's MoE kernel: the arguments of the call, by name."""
     calls: list[dict[str, Any]] = []
 
     def fused_moe(hidden_states, *args, **kwargs):
@@ -88,7 +88,7 @@ def kernel(monkeypatch):
 
 @pytest.fixture
 def make_layers(engine, monkeypatch, kernel) -> Iterator[Callable[..., list[Any]]]:
-    """Function that constructs the layers of all ranks, with the patches that are installed now."""
+    """Function that constructs one layer for each rank, with the patches that are installed at the time of the call."""
     if hooks.layer_class().__name__ != "MoriEPMoE":
         yield lambda: [layer_with_runner(rank) for rank in range(RANKS)]
         return
@@ -197,7 +197,7 @@ def set_limit(monkeypatch):
 
 
 def set_counts(counts: list[int], local: int) -> None:
-    """Set the token counts that the engine's layers find in a forward pass."""
+    """Set the token counts of all ranks that the engine's layers read in a forward pass."""
     from sglang.srt.layers import dp_attention
 
     dp_attention.set_dp_buffer_len(sum(counts), local, True, counts)
@@ -225,14 +225,18 @@ def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = 
 
 
 class Exchange:
-    """Rows that all ranks send each other over the reference network, and the combined results."""
+    """Stand-in for the exchange of one forward pass: the rows that all ranks send each other over the reference
+    network, and the combined results.
+    """
 
     def __init__(self, sent: list[reference.Sent], kind: Any, kernel: list[dict[str, Any]], seed: int = 0) -> None:
         self.network = reference.Network(RANKS, EXPERTS // RANKS, PER_RANK, seed=seed)
         self.received, self.sent, self.kind, self.kernel = self.network.dispatch(sent), sent, kind, kernel
 
     def dispatched(self, rank: int) -> Any:
-        """Return the dispatcher's output on a rank. It has the user's limit if the dispatcher applies the limit."""
+        """Return the dispatcher's output on a rank. If the engine's dispatcher applies the user's limit, the output
+        contains the limit.
+        """
         buffer, mine = self.received[rank], self.sent[rank]
         arrived = (buffer.rows, None, buffer.ids, buffer.weights, buffer.count)
         output = self.kind(*arrived, mine.ids, mine.weights, torch.bfloat16)
@@ -245,7 +249,9 @@ class Exchange:
         return output._replace(**{hooks._RECV_CAP: cap})
 
     def run(self, layers: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-        """Run all layers. Return each rank's combined rows, and the number of rows that each kernel received."""
+        """Run the layers of all ranks. Return each rank's combined rows, and the number of rows that each rank's kernel
+        received.
+        """
         self.kernel.clear()
         outputs = [layer.run_moe_core(self.dispatched(rank)).hidden_states for rank, layer in enumerate(layers)]
         combined = self.network.combine(outputs, self.received)
@@ -338,8 +344,9 @@ def test_the_engines_own_cut_is_off_in_layers_with_a_limit(make_layers, monkeypa
 
 @pytest.mark.usefixtures("cuts_in_runner")
 def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
-    """The engine's layer for MoRI and, if the release has it, the layer for EPv2 use the wrapped class. Each layer
-    has a policy from the engine's own state.
+    """Each MoE layer of the engine that uses MoRI calls the wrapped methods. In newer releases this includes the layer
+    for EPv2, the second version of MoRI's dispatch. The settings of each layer (its policy) are read from the engine's
+    own state.
     """
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe import utils
@@ -348,7 +355,7 @@ def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
     monkeypatch.setenv(LIMIT.name, "7")
     monkeypatch.setenv(BOUND.name, "1")
     layer = SimpleNamespace(moe_ep_size=1)
-    assert read_policy(layer) is None  # another all-to-all backend
+    assert read_policy(layer) is None  # a server with another all-to-all backend has no policy
     for module in (utils, layer_module):
         monkeypatch.setattr(module, "get_moe_a2a_backend", lambda: utils.MoeA2ABackend.MORI)
     has_epv2 = hasattr(utils.MoeA2ABackend, "is_mori_epv2")

@@ -1,5 +1,5 @@
-"""output-buffer on the engine's own model: answers equal stock, all layers share one buffer, and every guard is
-needed.
+"""Tests of output-buffer on the engine's own model: answers are equal to stock's, all layers share one buffer, and
+every guard is needed.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, 
 @pytest.mark.compatibility
 @pytest.mark.usefixtures("only_hardened")
 def test_only_our_offer_remains(engine, checkpoint, kernels, monkeypatch):
-    """The engine's own offer is withheld in every layer. Every layer with a residual gets this package's offer and
-    uses it.
+    """The engine's own offer is disabled in every layer. The experts of every layer with a residual take the buffer
+    that this package offers.
     """
     meanwhile, make = [], offer.make_empty_offer
     monkeypatch.setattr(
@@ -136,7 +136,7 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
 @pytest.mark.parametrize("dense_layers", [1, 0])
 def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch, dense_layers):
     def answer():
-        """Return the embeddings and the layers' result of a forward pass that the engine has prepared."""
+        """Run a forward pass that the engine has prepared. Return the embeddings, and the result of the last layer."""
         model = engine.load(checkpoint(dense_layers=dense_layers))
         stack = type(model.model)
         original, found = stack.forward, list[torch.Tensor]()
@@ -163,7 +163,9 @@ def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels,
     """
 
     def marks():
-        """Return the marks on the tensors that the layers return, and on the buffers that the kernels write into."""
+        """Return two lists of all-reduce fusion marks: those of the tensors that the layers return, and those of the
+        buffers that the kernels write into.
+        """
         model = engine.load(checkpoint())
         if not hasattr(model.model.layers[1], "layer_communicator"):
             pytest.skip("this engine release marks no tensors")
@@ -217,8 +219,8 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     hidden_tensor = len(prompt[0]) * 256 * 2
 
     def live():
-        """Return the bytes of all tensors that exist in the last of three MoE layers. The search takes half a
-        second.
+        """Return the bytes of all tensors that exist while the last of three MoE layers runs. The search for tensors
+        takes half a second.
         """
         model = engine.load(checkpoint())
         found = []
@@ -268,8 +270,9 @@ def test_runners_that_preserve_their_input_are_marked(engine, checkpoint):
 
 @pytest.mark.usefixtures("only_applied")
 def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkeypatch):
-    """The layer's input has the tokens of one rank with data-parallel attention, and the experts compute the tokens
-    of all ranks. So the input is too small as a buffer.
+    """The experts do not take a buffer of another shape than their output. With data-parallel attention, the layer's
+    input has the tokens of one rank, and the experts compute the tokens of all ranks. The input is therefore too small
+    as a buffer.
     """
     right = stock(checkpoint())
 
@@ -289,8 +292,8 @@ def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkey
 
 @pytest.mark.usefixtures("only_applied")
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, monkeypatch):
-    """The shared experts read the MoE input after the routed experts have written their output, so the input must
-    stay intact.
+    """The routed experts never write their output into their own input. The shared experts read this input after the
+    routed experts have written their output.
     """
     right = stock(checkpoint())
     monkeypatch.setattr(offer, "make_layer_forward", lambda original, **how: original)

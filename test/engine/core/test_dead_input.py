@@ -367,8 +367,8 @@ def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monke
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, path, kernels, monkeypatch):
-    """The engine's runner searches the pool for each offered buffer. Once the addresses of the buffers are cached, it
-    does not search the pool again.
+    """For each offered buffer, the engine's runner searches the pool of symmetric memory for the buffer's address. Once
+    the addresses of the buffers are cached, it does not search the pool again.
     """
     pool = Pool(monkeypatch)
 

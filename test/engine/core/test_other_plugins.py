@@ -1,5 +1,5 @@
-"""Tests of a server that also runs another plugin. If that plugin has patched a function or class, no change patches
-it, too.
+"""Tests of a server that also runs another plugin. If that plugin has patched a function or class, the changes do not
+patch this function or class.
 
 This module plays the other plugin. It patches the engine as plugins do: through the engine's hook registry, or by
 setting attributes.
@@ -229,9 +229,9 @@ def test_a_family_that_another_plugin_patches_is_left_out_and_the_changes_apply(
             assert plan.install is not None, name
         with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
             probe.probe_layer(layer)
-    somebody_elses = type("Layer", (layer,), {"__module__": "another_plugin"})
+    layer_of_another_plugin = type("Layer", (layer,), {"__module__": "another_plugin"})
     with pytest.raises(engine_code.Unsupported, match=r"Layer has code of another package: another_plugin\.Layer"):
-        probe.probe_layer(somebody_elses)
+        probe.probe_layer(layer_of_another_plugin)
 
 
 @pytest.mark.parametrize("foreign_patch", [wrap, replace, subclass], ids=lambda foreign_patch: foreign_patch.__name__)

@@ -102,7 +102,7 @@ def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_requ
     assert what.count(switch.ON) == 1
     assert what.index("__init__") < what.index(switch.ON)
     assert "forward" in what[what.index(switch.ON) :]
-    assert log.count("activation-segments: on from here") == 1
+    assert log.count("activation-segments: expandable segments are on from now on") == 1
 
 
 @pytest.mark.product
@@ -114,7 +114,7 @@ def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
     assert len(ranks) == 2
     set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
     assert [each[-1] for each in set_] == [switch.OFF if fails_on else switch.ON] * 2
-    assert log.count("activation-segments: on from here") == (0 if fails_on else 2)
+    assert log.count("activation-segments: expandable segments are on from now on") == (0 if fails_on else 2)
     assert log.count("another rank stays with ordinary segments") == (1 if fails_on else 0)
 
 

@@ -28,7 +28,7 @@ once into a cache folder, and sets the variables that make the engine run on the
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """End with one clear line and a non-zero exit."""
+    """Print an error message of one line, and end with a non-zero exit code."""
     typer.echo(f"sglang-moe-reference: {message}", err=True)
     raise typer.Exit(code)
 

@@ -1,16 +1,16 @@
-"""FlashInfer's CuteDSL NVFP4 MoE kernels in plain PyTorch, below FlashInfer's own ``CuteDslMoEWrapper``.
+"""Stand-ins in plain PyTorch for the CuteDSL NVFP4 MoE kernels that FlashInfer's ``CuteDslMoEWrapper`` calls.
 
-The wrapper is that of the installed FlashInfer release (from 0.6.14 on it has no buffers and no guard). The stand-ins
-replace the kernels that the wrapper calls (:data:`KERNELS`) and have the same signatures. Without a GPU, they also
-replace the second stream, on which the wrapper zeroes the output (:data:`ON_ONE_STREAM`).
+The wrapper itself is the installed FlashInfer's. From 0.6.14 on it has no buffers, and accepts any number of tokens.
+The stand-ins replace the kernels that the wrapper calls (:data:`KERNELS`) and have the same signatures. Without a GPU,
+they also replace the second stream, on which the wrapper zeroes the output (:data:`ON_ONE_STREAM`).
 
 The stand-ins use the wrapper's buffers as the real kernels do. A buffer that is too small, shared at the wrong time or
-poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile after the last
-token are not written, neither by the real kernels nor by the stand-ins.
+poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile after the last token
+are not written, neither by the real kernels nor by the stand-ins.
 
-As in :mod:`~sglang_moe_reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
-added in the order of their numbers. The real second kernel adds the experts with bfloat16 atomics in any order; here
-the sum is rounded to the output's dtype once.
+As in :mod:`~sglang_moe_reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are added in the
+order of their numbers. The real second kernel adds the experts with bfloat16 atomics in any order; here the sum is
+rounded to the output's dtype once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from sglang_moe_reference.flashinfer_kernels import (
 )
 
 W13_GROUP = 64
-"""Number of consecutive rows of up, and then of gate, in the first weight: up 0-63, gate 0-63, up 64-127, ..."""
+"""Number of consecutive rows of the up projection, and then of the gate projection, in the first weight: up 0-63, gate
+0-63, up 64-127, ..."""
 
 _TILE_ROWS, _TILE_COLS = 128, 4
 _ONLY = {
@@ -49,7 +50,8 @@ _ONLY = {
     "swiglu_limit": torch.finfo(torch.float32).max,
     **dict.fromkeys(("situ_beta", "situ_linear_beta", "a_per_token_scale"), None),
 }
-"""Supported values of the options of the matrix products that change results: NVFP4 data, and plain SwiGLU."""
+"""Supported values of those options of the matrix products that change results. They mean NVFP4 data and plain
+SwiGLU."""
 
 
 def moe_sort(
@@ -275,7 +277,7 @@ def unpermute(
 
 
 def zero(output: torch.Tensor) -> None:
-    """Stand-in for ``moe_output_memset_inplace``."""
+    """Stand-in for ``moe_output_memset_inplace``: fill the output with zeros."""
     output.zero_()
 
 
@@ -289,7 +291,9 @@ def _require_supported(options: dict[str, Any]) -> None:
 def _runs(
     tile_to_expert: torch.Tensor, tile_to_limit: torch.Tensor, num_tiles: torch.Tensor, tile_rows: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the local expert, its first row and the row after its last row, for each expert with tokens."""
+    """Yield three numbers for each expert with tokens: the local expert, its first row, and the row after its last
+    row.
+    """
     n = int(num_tiles)
     tiles = zip(range(n), tile_to_expert[:n].tolist(), tile_to_limit[:n].tolist(), strict=True)
     for expert, group in groupby(tiles, key=lambda tile: tile[1]):
@@ -298,8 +302,9 @@ def _runs(
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in memory order, whatever its shape and strides are. The real kernels read from its
-    address."""
+    """Return a tensor's bytes in memory order, whatever its shape and strides are. The real kernels read from the
+    tensor's address, too.
+    """
     return tensor.view(torch.uint8).as_strided((tensor.numel(),), (1,))
 
 
@@ -345,13 +350,15 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "fused_moe.moe_unpermute": unpermute,  # from 0.6.17
     "blackwell.moe_finalize.moe_unpermute": unpermute,  # from 0.7.2
 }
-"""Stand-ins, by the names of the kernels that the wrapper calls. The names differ between FlashInfer's releases."""
+"""Stand-ins for kernels, by the names under which the wrapper calls the kernels. The names differ between FlashInfer's
+releases."""
 
 ON_ONE_STREAM: dict[str, Callable[..., Any]] = {
     INIT: _without_streams,
     f"{_PACKAGE}.fused_moe._moe_core_impl": _zero_in_line,
 }
-"""Wrappers for machines without a GPU. Each is called with the original function and its arguments."""
+"""Wrappers that let FlashInfer's code run without a second CUDA stream, for machines without a GPU. Each wrapper is
+called with the original function and its arguments."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Environment in which the engine runs without a Blackwell GPU, or without any GPU. It must be enabled by a variable.
+"""Environment in which the engine runs without a Blackwell GPU, or without any GPU. An environment variable enables it.
 
 - :func:`variables` returns the environment variables of a new process. Without a GPU, they include a stub CUDA driver.
 - :func:`install` runs in each engine process when it loads plugins. It replaces FlashInfer's kernels by plain PyTorch
@@ -80,14 +80,14 @@ CPU_VARIABLES = {
     # Tiles also add in another order than vectors, which every such processor has.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
-"""Variables of a server without a GPU, unless the user has set them."""
+"""Environment variables of a server without a GPU. A value that the user has set takes precedence."""
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables with which a new process can use the reference kernels.
 
-    :raises UnusableEnvironment: as :func:`sglang_moe_patches.lab.without_gpu.variables`, or ``SGLANG_PLUGINS`` keeps
-        the plugin from being loaded.
+    :raises UnusableEnvironment: ``SGLANG_PLUGINS`` does not name the plugin, or
+        :func:`sglang_moe_patches.lab.without_gpu.variables` raises this exception.
     """
     allowed = environ.get("SGLANG_PLUGINS", "")
     if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
@@ -99,7 +99,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def server_arguments(given: list[str]) -> list[str]:
-    """Add the flags that the engine needs without a GPU to server arguments."""
+    """Return server arguments with the additional flags that the engine needs on a machine without a GPU."""
     if machine.has_gpu():
         return given
     present = {argument.split("=", 1)[0] for argument in given}
@@ -165,7 +165,7 @@ def install() -> None:
             "sglang.srt.model_executor.model_runner": _bind_to_no_core,
             "sglang.srt.utils.numa_utils": _bind_to_no_core,
         }
-        # Weight preparation moves tensors "to the GPU" unasked; here they stay.
+        # The engine's weight preparation always moves tensors to the GPU. Without a GPU, the tensors stay on the CPU.
         HookRegistry.register("torch.Tensor.cuda", lambda tensor, *args, **kwargs: tensor, HookType.REPLACE)
         for target, hook in {
             **dict.fromkeys(MATRIX_PRODUCTS, _in_double),
@@ -278,7 +278,7 @@ def _in_double(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_gpu_links(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    # Several ranks talk over gloo alone.
+    # Several ranks communicate only over gloo.
     original(self, *args, **{**kwargs, "use_pynccl": False, "use_custom_allreduce": False})
 
 
@@ -308,7 +308,8 @@ def _wrap(kind: str, method: str, around: Callable[..., Any], module: Any) -> No
 def _leave_routing(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.layers.moe import get_moe_runner_backend
 
-    # The engine always routes by itself on the CPU. The kernel that does its own routing needs the logits.
+    # On the CPU the engine always computes the routing itself. A kernel that computes the routing needs the router's
+    # logits instead.
     if get_moe_runner_backend().is_flashinfer_trtllm():
         return self.forward_cuda(*args, **kwargs)
     return original(self, *args, **kwargs)

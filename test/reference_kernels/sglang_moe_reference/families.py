@@ -1,7 +1,7 @@
 """Model families of the tiny checkpoints: their configuration and the names and shapes of their tensors.
 
-A family is data: its names in config.json, its names in the checkpoint, and its parts. They are those of
-DeepSeek-V3, Qwen3-235B-A22B, GLM-4.5 and MiniMax-M2, as the engine's model classes read them.
+A family is data: its names in config.json, its names in the checkpoint, and its parts. The families are those of
+DeepSeek-V3, Qwen3-235B-A22B, GLM-4.5 and MiniMax-M2, as the engine's model classes read their checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ HEAD_DIM = 128
 ROUTED_SCALING_FACTOR = 2.5
 
 ROW_MULTIPLE = 128
-"""Number of rows of a weight must be a multiple of this, because of the TRT-LLM kernel's layout of block scales."""
+"""Number of which every weight's number of rows must be a multiple. The TRT-LLM kernel's layout of block scales
+requires it."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -245,7 +246,7 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
 
 
 OF_FAMILY: Any = None
-"""Stands for a size that the caller does not set. The family then decides it."""
+"""Default value of a size in :class:`ModelSpec` that the model family decides."""
 
 
 @dataclass(frozen=True)
@@ -334,10 +335,10 @@ class ModelSpec:
 
     @property
     def expert_groups(self) -> tuple[int, int]:
-        """The numbers (n_group, topk_group) of DeepSeek-V3's grouped routing.
+        """Numbers of groups in DeepSeek-V3's grouped routing: (n_group, topk_group).
 
-        A group's score is that of its two best experts, so a group needs at least two experts. The chosen groups
-        together need at least top_k experts.
+        A group's score is the sum of its two best experts' scores, so a group needs at least two experts. The chosen
+        groups together need at least top_k experts.
         """
         grouped = self.experts % 4 == 0 and self.experts >= 8 and self.experts // 2 >= self.top_k
         return (4, 2) if grouped else (1, 1)

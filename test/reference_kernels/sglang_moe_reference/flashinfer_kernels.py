@@ -1,8 +1,8 @@
-"""FlashInfer's NVFP4 kernels in plain PyTorch, at FlashInfer's own signatures.
+"""Stand-ins in plain PyTorch for FlashInfer's NVFP4 kernels, with the same signatures.
 
 The stand-ins read weights in the layout of the real kernels: the rows are permuted for the tensor cores, and the block
-scales are interleaved, too. Weights that are prepared incorrectly therefore give wrong answers, as on the hardware. An
-unsupported argument is refused by its name and never ignored.
+scales are interleaved, too. Weights that are prepared incorrectly therefore give wrong answers, as on the hardware. For
+an unsupported argument, a stand-in raises an exception that names the argument.
 
 **A token's result does not depend on the rest of the batch, to the last bit.**
 
@@ -52,8 +52,8 @@ _TUNING = ("enable_pdl", "tune_max_num_tokens")
 def _at_the_signature_of(target: str, *, served: Iterable[str] = (), ignored: Iterable[str] = ()) -> Callable[..., Any]:
     """Give a stand-in the signature of ``target``, a function of the installed FlashInfer release.
 
-    The stand-in receives the arguments for which it has parameters, and those in ``served``. Another argument is
-    refused by its name, unless it has FlashInfer's default value or is in ``ignored``.
+    The stand-in receives the arguments for which it has parameters, and those in ``served``. For any other argument it
+    raises an exception, unless the argument has FlashInfer's default value or is in ``ignored``.
     """
 
     def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def nvfp4_quantize(
 
     :param a_global_sf: the multiplier.
     :param sfLayout: 0 swizzled or 2 linear block scales.
-    :returns: packed and scales as of ``fp4_quantize``.
+    :returns: the packed values and the scales, as ``fp4_quantize`` returns them.
     """
     if sfLayout not in (SF_SWIZZLED, SF_LINEAR):
         raise NotImplementedError(f"sfLayout={sfLayout!r}: only the linear and the 128x4 layouts")
@@ -167,7 +167,7 @@ def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int)
 
 @dataclass(frozen=True)
 class _Layer:
-    """An NVFP4 layer and its input. The fields are named like FlashInfer's arguments.
+    """Weights of a NVFP4 layer and the layer's input. The fields have the names of FlashInfer's arguments.
 
     :param hidden_states: uint8 [tokens, hidden // 2], NVFP4.
     :param hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
@@ -219,7 +219,7 @@ class _Layer:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the first weight."""
+        """Number of rows of an expert's first weight."""
         return self.intermediate_size * (2 if self.gated else 1)
 
     @property
@@ -371,8 +371,9 @@ def _route(
 
 
 def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the indices of the k largest values of each row, largest first. Of equal values the lower index comes
-    first."""
+    """Return the indices of the k largest values of each row, largest first. If values are equal, the lower index comes
+    first.
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -417,7 +418,7 @@ def _unshuffle_orders(
 def load_weights(
     packed: torch.Tensor, interleaved_scale: torch.Tensor, orders: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return one expert's weights as float64 [rows, K] from the kernel's layout, without the whole-tensor scale.
+    """Decode one expert's weights from the kernel's layout to float64 [rows, K], without the whole-tensor scale.
 
     :param orders: position of row i in the layout, for codes and for block scales. ``None``: the rows are not shuffled.
     """
@@ -431,7 +432,7 @@ def load_weights(
 def _answer(
     layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor | None, *, do_finalize: bool
 ) -> list[torch.Tensor]:
-    """Compute the layer with a known routing.
+    """Compute the output of an NVFP4 layer with a known routing.
 
     :param ids: int64 [tokens, top_k], numbers of local experts.
     :param weights: bfloat16 or float32 [tokens, top_k].
@@ -468,7 +469,7 @@ def _answer(
 
 
 def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor) -> None:
-    """Compute each token's experts, and add their weighted results to ``output``.
+    """Compute the experts of each token, and add the weighted results to ``output``.
 
     :param ids: int64 [tokens, top_k].
     :param weights: float32 [tokens, top_k].
@@ -500,7 +501,10 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
 
 @cache
 def _triton() -> Any:
-    """Import the Triton kernels, which compute the same on a GPU in bounded memory. Return ``None`` without Triton."""
+    """Return the module with the Triton kernels, or ``None`` if Triton is not installed.
+
+    The Triton kernels compute the same results on a GPU, in bounded memory.
+    """
     return importlib.import_module(f"{__package__}.nvfp4_triton") if util.find_spec("triton") else None
 
 

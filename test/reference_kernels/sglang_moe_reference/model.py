@@ -1,4 +1,4 @@
-"""A tiny checkpoint of random weights, for the real engine on small machines.
+"""Tiny checkpoints with random weights, with which the real engine runs on small machines.
 
 ``make_model`` writes a checkpoint of random numbers. ``benchmark/tiny_moe`` trains a model of the same form, and writes
 it with this module's ``quantize_experts`` and ``write_checkpoint``.
@@ -42,7 +42,8 @@ GAINS = {
     "lm_head": 3.0,
 }
 NORM_SPREAD = 0.1
-"""RMSNorm weights are 1 + 0.1 * N(0, 1). A norm that is skipped or applied twice then changes the answers."""
+"""Standard deviation of RMSNorm's weights, whose mean is 1. If a norm is skipped or applied twice, the answers then
+change."""
 BIAS_STD = 0.5
 """Standard deviation of the biases of queries, keys and values. The outputs of these linear layers have standard
 deviation 1."""
@@ -122,7 +123,7 @@ def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
 
 
 def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Draw float32 N(0, 1) of a shape from a random stream of its own.
+    """Return a float32 tensor of random numbers N(0, 1). Each tensor has a random stream of its own.
 
     A tensor therefore depends on the seed, its name and its shape only.
     """
@@ -207,7 +208,8 @@ def quantize_experts(
     """Quantize the routed experts of the main model to ModelOpt's NVFP4. The other weights stay unchanged.
 
     :param weights: as ``original_weights`` returns them.
-    :param seen: returns the input of an expert in calibration, float32 [n, hidden], from its layer and its number.
+    :param seen: function that receives an expert's layer and number, and returns the expert's input in calibration,
+        float32 [n, hidden].
     """
     quantized = dict(weights)
     for layer in range(spec.dense_layers, spec.layers):
@@ -261,13 +263,14 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def vocab_size() -> int:
-    """Return the number of tokens of the tokenizer. Every id below it is a token."""
+    """Return the number of tokens of the tokenizer. Every smaller id is a token."""
     return len(_vocabulary()[0])
 
 
 def _unprintable_ids() -> list[int]:
-    """Return the ids that decode to no ASCII text: control and non-ASCII bytes, and the special tokens except end of
-    sentence."""
+    """Return the ids of tokens that are no printable ASCII text: control and non-ASCII bytes, and the special tokens
+    except end of sentence.
+    """
     readable = {chr(byte) for byte in range(0x21, 0x7F)} | {"Ġ", "Ċ", SPECIAL_TOKENS[EOS_ID]}
     unreadable = [index for token, index in _vocabulary()[0].items() if token not in readable and len(token) == 1]
     return [*unreadable, BOS_ID, PAD_ID]
@@ -364,7 +367,7 @@ def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> N
 def write_checkpoint(
     directory: Path, spec: ModelSpec, weights: Mapping[str, torch.Tensor], *, quantized: bool = True
 ) -> None:
-    """Write a checkpoint with these weights, in the same form as ``make_model``.
+    """Write a checkpoint with the given weights, in the same form as the checkpoints of ``make_model``.
 
     :param weights: by the family's checkpoint names, as ``checkpoint_weights`` returns them.
     """

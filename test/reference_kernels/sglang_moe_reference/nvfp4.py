@@ -1,17 +1,18 @@
-"""NVFP4 by definition, in plain PyTorch, on any device.
+"""Conversion of tensors to NVFP4 and back, in plain PyTorch, on any device. The functions follow the definition of
+NVFP4.
 
 A tensor in NVFP4 is stored as
 
 * E2M1 codes, two to a byte, the first element in the low nibble. The sixteen codes are eight magnitudes and, with the
   high bit set, their negatives;
 * one E4M3 block scale for every 16 consecutive elements of the last dimension;
-* one float32 scale for the whole tensor. Quantization takes FlashInfer's ``global_scale``, the *multiplier*
-  448 * 6 / amax that makes the largest block scale the largest E4M3 number. Dequantization takes its inverse, which
-  ModelOpt checkpoints store as ``weight_scale_2`` and ``input_scale``.
+* one float32 scale for the whole tensor. Quantization takes FlashInfer's ``global_scale``, the *multiplier* 448 * 6 /
+  amax that makes the largest block scale the largest E4M3 number. Dequantization takes its inverse, which ModelOpt
+  checkpoints store as ``weight_scale_2`` and ``input_scale``.
 
 Source: NVIDIA's description of NVFP4 and the recipe of FlashInfer's ``fp4_quantize`` (``quantization_utils.cuh``,
-``cvt_warp_fp16_to_fp4``). The device code uses approximate reciprocals; here they are exact, so values within a unit
-in the last place of a rounding boundary may be rounded the other way.
+``cvt_warp_fp16_to_fp4``). The device code uses approximate reciprocals; here they are exact, so values within a unit in
+the last place of a rounding boundary may be rounded the other way.
 """
 
 from functools import cache
@@ -19,7 +20,7 @@ from functools import cache
 import torch
 
 BLOCK_SIZE = 16
-"""Elements that share one block scale."""
+"""Number of elements that share one block scale."""
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -30,7 +31,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @cache
 def _byte_values(device: torch.device) -> torch.Tensor:
-    """Return float32 [256, 2]: the two values that each byte stands for."""
+    """Return the two E2M1 values in each of the 256 bytes, as float32 [256, 2]."""
     values = torch.tensor([*E2M1_MAGNITUDES, *(-v for v in E2M1_MAGNITUDES)], dtype=torch.float32)
     byte = torch.arange(256)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).to(device)
@@ -55,7 +56,8 @@ def _as_float32(value: torch.Tensor | float, device: torch.device) -> torch.Tens
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest E2M1 value. Ties go to the even code, and magnitudes above 6 become 6.
+    """Round numbers to the nearest E2M1 value, and return the codes. Ties go to the even code, and magnitudes above 6
+    become 6.
 
     :param x: float tensor of any shape. NaN becomes the largest magnitude, as in the PTX conversion.
     :returns: uint8 tensor of the same shape, one code (0 to 15) per element.
@@ -66,7 +68,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize to NVFP4.
+    """Quantize a tensor to NVFP4.
 
     block_scale = e4m3(amax of the block / 6 * global_scale), value = e2m1(x * global_scale / block_scale). Both
     saturate. A block whose scale is zero is all zeros.
@@ -94,8 +96,9 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch
 
 
 def decode(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
-    """Compute e2m1 value * block_scale, without the whole-tensor scale. This is exact, because the products have at
-    most six bits.
+    """Decode NVFP4 data without the whole-tensor scale: return e2m1 value * block_scale.
+
+    The products are exact, because they have at most six significant bits.
 
     :param packed: uint8 [..., K // 2], first element in the low nibble.
     :param block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.

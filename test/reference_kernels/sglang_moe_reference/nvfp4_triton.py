@@ -48,7 +48,9 @@ def _e2m1(code):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decoded(packed, scale):  # type: ignore[no-untyped-def]
-    """Decode packed [ROWS, BYTES] with scale [ROWS, BYTES/8]. Return even and odd elements, float16 [ROWS, BYTES] each.
+    """Decode NVFP4 data: packed [ROWS, BYTES] with scale [ROWS, BYTES/8].
+
+    Return the even and the odd elements, float16 [ROWS, BYTES] each.
 
     A product over K may add the even and the odd elements separately, so they need not be interleaved.
     """
@@ -168,8 +170,9 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a CUDA matrix with the same bits as ``nvfp4.quantize``. It allocates only the result and does not
-    synchronize.
+    """Quantize a CUDA matrix to NVFP4 with the same bits as ``nvfp4.quantize``.
+
+    The function allocates only the result and does not synchronize.
 
     :param x: float [M, K] with rows of consecutive elements, K a multiple of 16.
     :param multiplier: one float32 value.
@@ -285,9 +288,7 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Compute x @ w2.T in float32, for M slots of one expert and N of the ``columns`` columns from ``first_column``
-    on.
-    """
+    """Compute x @ w2.T in float32, for M slots of one expert and N columns. The columns begin at ``first_column``."""
     strips = columns // N
     block = tl.program_id(0) // strips
     strip = tl.program_id(0) % strips
@@ -313,7 +314,7 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, expert_ptr, weight_ptr, out_ptr, experts, columns, out_stride, TOP_K: tl.constexpr, N: tl.constexpr
 ):
-    """Compute out [token, columns]: the sum over the token's slots of weight * row, one slot after another."""
+    """Sum weight * row over the slots of a token, one slot after another. The result is out [token, columns]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)
     inside = column < columns

@@ -1,5 +1,8 @@
-"""Tests of the change cutedsl-sizing, without an engine. It makes CuteDSL's MoE buffers large enough for every forward
-pass, and splits a forward pass that is larger nevertheless."""
+"""Tests of the change cutedsl-sizing, without an engine.
+
+The change makes CuteDSL's MoE buffers large enough for every forward pass. If a forward pass is larger nevertheless,
+the change splits it into slices.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +113,8 @@ def test_the_fewest_slices_cover_every_row_once(tokens, size):
 
 
 class Wrapper:
-    """Stand-in for FlashInfer's CuteDslMoEWrapper. It refuses more tokens than its buffers have room for, and computes
-    nothing.
+    """Stand-in for FlashInfer's CuteDslMoEWrapper. It computes nothing, and raises an exception if its buffers are too
+    small for the tokens.
     """
 
     max_num_tokens, hidden_size, output_dtype = 4, 3, torch.float32

@@ -1,5 +1,7 @@
-"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts. They check
-the layers in which it acts, the stand-in for the shared experts' output, and runners that preserve their input."""
+"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts. The tests
+check in which layers the change acts, the stand-in for the shared experts' output, and which runners preserve their
+input.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class _Layer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("orders", "effects", "reason"),
     [
-        ([], (), "none of the layers is DeepSeek's"),
+        ([], (), "the model has no MoE layers of DeepSeek's architecture"),
         (["", ""], (SHARED_LAST,), ""),
         (["the runner may", ""], (SHARED_LAST,), ""),
         ([None, None], (), "the engine itself runs the shared experts last here"),
@@ -78,7 +80,9 @@ def test_any_other_use_of_the_stand_in_is_an_error_with_advice(use):
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
-    """Piecewise CUDA graphs trace the layer as a whole, as this test does. A graph break would end the server."""
+    """``torch.compile`` traces a wrapped layer without a graph break. Piecewise CUDA graphs trace the layer as a whole,
+    too, and a graph break would end the server.
+    """
     is_compiling = torch.compiler.is_compiling
 
     class Layer(torch.nn.Module):
@@ -105,7 +109,9 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
 
 
 class Experts:
-    """Stand-in for the engine's MoE layer. Its constructor sets the attributes that the change reads."""
+    """Stand-in for the engine's MoE layer ``DeepseekV2MoE``. Its constructor sets the attributes that the change
+    reads.
+    """
 
     def __init__(self):
         self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
@@ -114,7 +120,7 @@ class Experts:
 
 
 class OtherExperts:
-    """MoE layer without the attributes that the change reads."""
+    """Stand-in for a MoE layer without the attributes that the change reads."""
 
     def __init__(self):
         self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
@@ -137,7 +143,9 @@ def test_no_kernel_overwrites_the_input_of_deferred_shared_experts(kind, leaves_
 
 @dataclasses.dataclass
 class Config:
-    """Stand-in for the configuration of an MoE runner. ``inplace``: the runner may write its output into its input."""
+    """Stand-in for the configuration of an MoE runner. ``inplace`` permits the runner to write its output into its
+    input.
+    """
 
     inplace: bool = True
 
@@ -205,8 +213,9 @@ def with_runner(name):
 
 
 def with_runner_named(name):
-    """Return an object with a runner of this name. The tests use it as a quantization method, its scheme, or the
-    scheme's kernel."""
+    """Return an object whose attribute ``runner`` has this name. The tests use the object as a quantization method, as
+    the method's scheme, or as the scheme's kernel.
+    """
     return UnknownMethod(runner=with_runner(name))
 
 
@@ -224,7 +233,8 @@ def with_runner_named(name):
         (experts(Fp8MoEMethod(runner=with_runner("deep_gemm"))), "cutlass", False),
         (experts(KTEPWrapperMethod(runner=with_runner("triton"))), "auto", False),
         (experts(UnknownMethod(), trtllm=True), "flashinfer_trtllm", True),
-        # An unknown method may have anything as its runner: any object, a function, or a backend that is a text.
+        # The attribute ``runner`` of an unknown method may be of any type: an object, a function, or an object whose
+        # backend is a text.
         (experts(UnknownMethod(runner=object())), "triton", False),
         (experts(Fp8MoEMethod(runner=print)), "cutlass", False),
         (experts(UnknownMethod(runner=SimpleNamespace(runner_backend="triton"))), "triton", False),

@@ -1,5 +1,6 @@
-"""Tests of the change moe-workspace, which computes the experts' outputs in column slices. They check the width of a
-slice, tensors that are not cut, and the engine's code in Triton's interpreter."""
+"""Tests of the change moe-workspace, which computes the experts' outputs in column slices. The tests check how wide
+slices are, when a tensor is not cut, and the results of the engine's code in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +83,10 @@ def tensor_bytes(layer):
 
 
 def triton_bytes(layer, gemm, width):
-    """Return the bytes that the Triton runner has allocated at two times: at the activation, and during the second GEMM
-    of a slice of ``width`` columns."""
+    """Return the bytes that the Triton runner has allocated at the activation, and during the second GEMM of a slice.
+
+    The slice has ``width`` columns.
+    """
     rows, inner, size, whole = layer.tokens * layer.top_k, layer.intermediate, layer.itemsize, width >= layer.hidden
     own = 0 if gemm.activation_in_dead_input else inner * size
     quantized = inner + 4 * inner / 128 if gemm.quantized else 0  # a float32 scale for each 128 values
@@ -93,8 +96,11 @@ def triton_bytes(layer, gemm, width):
 
 
 def triton_us(layer, gemm, slices):
-    """Return the additional time of ``slices`` slices, and the time of the layer, in microseconds. The constants were
-    fitted to measurements."""
+    """Return two times in microseconds: the extra time of ``slices`` slices with the Triton runner, and the time of the
+    layer.
+
+    The constants were fitted to measurements.
+    """
     rows, tiles, size = layer.tokens * layer.top_k, gemm.tiles, 1 if gemm.quantized else 2
     small = size == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE_ELEMENTS
     rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[size]
@@ -109,8 +115,10 @@ def triton_us(layer, gemm, slices):
 
 
 def marlin_bytes(layer, gemm, width):
-    """Return the bytes that Marlin has allocated at two times: at the activation, and during the second GEMM of a slice
-    of ``width`` columns."""
+    """Return the bytes that Marlin has allocated at the activation, and during the second GEMM of a slice.
+
+    The slice has ``width`` columns.
+    """
     rows, inner, hidden = layer.tokens * layer.top_k, layer.intermediate, layer.hidden
     final = 0 if gemm.output_in_dead_input and width < hidden else 2 * layer.tokens * hidden
     own_weights = gemm.column_bytes if width < hidden else 0
@@ -119,8 +127,10 @@ def marlin_bytes(layer, gemm, width):
 
 
 def marlin_us(layer, gemm, slices):
-    """Return the additional time of ``slices`` slices with Marlin, and the time of the layer, in microseconds. The
-    constants were fitted to measurements."""
+    """Return two times in microseconds: the extra time of ``slices`` slices with Marlin, and the time of the layer.
+
+    The constants were fitted to measurements.
+    """
     rows, hidden = layer.tokens * layer.top_k, layer.hidden
     constant, for_each_row = column_slices.MARLIN_SLICE_US
     cost = column_slices.MARLIN_SLICING_US + 2 * hidden * gemm.column_bytes / column_slices.MARLIN_COPIED_BYTES_PER_US
@@ -133,7 +143,7 @@ def marlin_us(layer, gemm, slices):
 
 
 def triton_step(gemm):
-    """Return the number of columns that must divide a slice's width in the Triton runner."""
+    """Return the number of columns of which the width of the Triton runner's slices must be a multiple."""
     scales = 16 // math.gcd(16, gemm.scale_stride_bytes) * gemm.columns_per_scale
     return math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"], scales)
 
@@ -159,8 +169,9 @@ def test_marlin_slices_are_whole_launches(layer, gemm, limit):
 
 
 def check_default_rule(layer, gemm, width, predict_us):
-    """Check that a tensor is cut by default only under three conditions. It has the least size, each slice saves enough
-    bytes, and the slices take at most 2 % of the layer's time.
+    """Check that a tensor is cut by default only under three conditions.
+
+    The tensor is large enough, each slice saves enough bytes, and the slices take at most 2 % of the layer's time.
     """
     slices = len(split_columns(layer.hidden, width))
     if slices > 1:
@@ -244,8 +255,8 @@ def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
 
 @given(layers, gemms, st.booleans(), packed_layers, packed_gemms)
 def test_every_tensor_that_a_limit_cuts_has_the_least_size(layer, gemm, gated, packed, packed_gemm):
-    """``min_tensor_bytes`` returns the least size of a tensor that a limit can cut. Here the limit is one byte less
-    than the runner needs without slices.
+    """If a memory limit cuts a tensor, the tensor is at least as large as ``min_tensor_bytes`` returns for this limit.
+    Here the limit is one byte less than the runner needs without slices.
 
     Without a gate, the first GEMM's output is as wide as the activation's output.
     """
@@ -261,8 +272,11 @@ def test_every_tensor_that_a_limit_cuts_has_the_least_size(layer, gemm, gated, p
 
 
 def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
-    """Check that with the advised limit the tensor is cut, and the memory stays below the limit. The saved bytes and
-    the additional time must be those that the advice states."""
+    """Check the advice for a tensor: with the advised memory limit the tensor is cut, and the runner's memory stays
+    below the limit.
+
+    The saved bytes and the extra time must be equal to those in the advice.
+    """
     found = re.search(
         rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", column_slices.advise(layer, gemm, choose_width)
     )
@@ -312,7 +326,7 @@ TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
     ],
 )
 def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, said):
-    """The layer is one of Qwen3-30B-A3B, with 8,192 tokens. By default it is not cut."""
+    """The layer has the sizes of Qwen3-30B-A3B and 8,192 tokens. By default its expert outputs are not cut."""
     layer = LayerShape(8192, 8, 2048, 768, weight_bytes=3 * 128 * 768 * 2048 * 2)
     assert choose_width(layer, gemm) == 2048
     assert column_slices.advise(layer, gemm, choose_width).startswith(f"{MB}={said}")
@@ -332,8 +346,9 @@ def test_slices_cover_every_column_once_in_order(hidden, width):
 
 
 def test_no_measured_layer_costs_more_than_two_per_cent():
-    """For each measured layer, the lower end of the time's 95 % interval must be at most 1.02 times stock. The layers
-    have several batch sizes, and default or tuned tiles."""
+    """No measured layer takes significantly more than 1.02 times the stock engine's time with column slices. The lower
+    end of the 95 % confidence interval is compared. The layers have several batch sizes, and default or tuned tiles.
+    """
     cells = moe_tables.find_cells_by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
@@ -385,7 +400,7 @@ TOKENS, TOP_K, HIDDEN, INNER = 40, 3, 512, 32
 
 
 def make_deferred(**operands):
-    """Return a deferred tensor: it has no memory, but records the GEMM that would fill it. The operands have 16 bits.
+    """Return a deferred tensor with a recorded second GEMM, whose operands have 16 bits. The tensor has no memory.
 
     :param operands: fields of the recorded ``SecondGemm`` that differ from a plain 16-bit GEMM.
     """
@@ -406,7 +421,8 @@ def make_deferred(**operands):
 def run_narrow_slices():
     """Function that runs the recorded GEMM of a deferred tensor in the narrowest slices.
 
-    It returns the operands of each GEMM call, and for each sum whether it was that of a slice or of the whole tensor.
+    It returns the operands of each GEMM call, and one entry for each sum: whether the sum was of a slice or of the
+    whole tensor.
     """
 
     def run(deferred, output):
@@ -432,8 +448,9 @@ def run_narrow_slices():
 
 @pytest.mark.parametrize(("own", "slices"), [(True, 1), (False, 2)])
 def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(own, slices):
-    """The activation's output normally lies in the dead input (``own``). Some activations return a tensor of their own.
-    The limit has room for the uncut tensor alone, so the tensor is cut if the activation takes additional memory.
+    """The activation's output normally lies in the dead input (``own`` is True). Some activations return another
+    tensor. The limit has room for the uncut tensor alone, so the tensor is cut if the activation takes additional
+    memory.
     """
     deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations
@@ -447,7 +464,7 @@ def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(own, s
 
 
 def plain_output():
-    """Output tensor as the engine allocates it."""
+    """Return an output tensor like the tensor that the engine allocates."""
     return torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
 
 
@@ -592,8 +609,10 @@ def test_a_memory_limit_without_column_slices_is_unsupported(variables, server, 
 
 
 def ptx_of(kernel, types: dict[str, str], constants: dict[str, int], capability: int) -> str:
-    """Compile a kernel for a GPU of this compute capability and return the PTX. Its pointers and integers are declared
-    to be multiples of 16."""
+    """Compile a Triton kernel for a GPU of this compute capability, and return the PTX.
+
+    The kernel's pointers and integers are declared to be multiples of 16.
+    """
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -634,8 +653,8 @@ def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_
 
 
 BITS = "marlin or bits or options_of_the_fused_moe or inside_the_first_gemm or full_size"
-"""``pytest -k`` expression for the interpreted tests whose result depends on the engine release. Only these run on
-releases other than the default."""
+"""Argument of ``pytest -k`` that selects the interpreted tests whose result depends on the engine release. Other
+releases than the default run only these tests."""
 
 
 @pytest.mark.long("a hundred tests of kernels in the interpreter, on one import of the engine")

@@ -1,6 +1,7 @@
 """Tests of the change mori-input-truncation, without an engine. MoRI is an all-to-all backend. Its dispatch returns a
-receive buffer of fixed size. The change lets the MoE kernel compute only its first rows, which are all that can have
-arrived."""
+receive buffer of fixed size. The change lets the MoE kernel compute only the first rows of the buffer. No other row can
+have received a token.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ CASES = cases(5_000)
 
 
 class Dispatched(NamedTuple):
-    """Stand-in for both of the engine's classes for the output of a MoRI dispatch. It has the same fields."""
+    """Stand-in for the output of a MoRI dispatch, with the fields of the engine's two classes for such outputs."""
 
     hidden_states: torch.Tensor
     hidden_states_scale: torch.Tensor | None
@@ -84,7 +85,9 @@ def test_accepted_values(variable, text, value):
     ],
 )
 def test_other_values_are_refused_by_name_on_servers_with_mori(variable, text, expected, monkeypatch):
-    """A stock server would start with such a value."""
+    """A value that the engine does not accept ends the start of a server with MoRI. A stock server would start with
+    such a value.
+    """
     change = mori_input_truncation.CHANGE
     check_environment([change], {variable.name: text})
     monkeypatch.setenv(variable.name, text)
@@ -129,7 +132,8 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
         (4, [16, 8], Layout(8, attn_tp=4), 24),
         (16, [16, 8], Layout(8, attn_tp=4), 96),
         (5, [16, 8], Layout(8, attn_tp=4), 96),
-        # A rank without rows cannot tell whether the other ranks send a share, so it assumes whole batches.
+        # A rank without rows does not know whether the other ranks send a share of their batch, so it assumes whole
+        # batches.
         (0, [16, 0], Layout(8, attn_tp=4, dp_rank=1), 64),
         # Context parallelism may split a batch unevenly.
         (4, [8, 8], Layout(4, attn_cp=2), 32),
@@ -178,7 +182,7 @@ def test_rounding_up_costs_less_than_a_sixteenth_and_keeps_the_power_of_two(rows
     assert (up - 1).bit_length() == (rows - 1).bit_length()
 
 
-def test_few_sizes():
+def test_rounded_numbers_of_rows_have_few_values():
     assert len({round_up_rows(rows) for rows in range(1, 32_769)}) <= 32 + 16 * 10
 
 
@@ -214,8 +218,9 @@ class Case:
         self.ranks = self.dp_ranks * self.shards
         counts = [draw.choice([0, draw.randint(0, 8), 8]) for _ in range(self.dp_ranks)]
         counts = [-(-n // self.shards) * self.shards for n in counts]
-        # Counts that a rank knows. They are those of all ranks, padded alike ("max_len") or separately ("sum_len"), or
-        # the size of a graph that all ranks replay ("graph"). The other kinds are this rank's count alone, or none.
+        # Kinds of token counts that a rank knows. A rank knows the counts of all ranks, padded alike ("max_len") or
+        # separately ("sum_len"), or the size of a graph that all ranks replay ("graph"). With the other kinds, it knows
+        # only its own count, or no count.
         self.kind = draw.choice(["max_len", "sum_len", "graph", "own_count", "own_graph", "sub_batch", "nothing"])
         self.two_batch_overlap = self.kind == "sub_batch" or draw.random() < 0.1
         used = list(counts)

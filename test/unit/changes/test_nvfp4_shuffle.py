@@ -1,5 +1,7 @@
-"""Tests of the change fp4-weights. It shuffles the rows of NVFP4 weights in place, with the same result as the engine's
-function, and changes nothing if it refuses an input. It also frees scales that Marlin never reads."""
+"""Tests of the change fp4-weights. The change shuffles the rows of NVFP4 weights in place, with the same result as the
+engine's function. If it cannot shuffle an input in place, it leaves the input unchanged. It also frees scales that
+Marlin never reads.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes"
 
 
 def interleave(scales):
-    """Reorder one [M, K] uint8 matrix as FlashInfer's nvfp4_block_scale_interleave does."""
+    """Reorder a uint8 matrix [M, K] of block scales as FlashInfer's ``nvfp4_block_scale_interleave`` does."""
     rows, columns = scales.shape
     return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """The engine's modules. ``interleave`` replaces the only FlashInfer kernel that the engine's shuffle calls."""
+    """The engine's modules that shuffle weights. The function ``interleave`` replaces the only FlashInfer kernel that
+    they call.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         utils = pytest.importorskip(
@@ -56,7 +60,7 @@ def engine():
 
 @pytest.fixture
 def applied(engine, patcher):
-    """The engine's modules after the change was applied to them."""
+    """The engine's modules that shuffle weights, after the change was applied to them."""
     fp4_weights.CHANGE.plan().install(patcher)
     return engine
 
@@ -117,7 +121,7 @@ def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 40_000, 1 << 20])
 @pytest.mark.parametrize("is_gated", [True, False])
-def test_any_amount_of_scratch_gives_the_same_and_no_second_copy(engine, monkeypatch, scratch_bytes, is_gated):
+def test_any_scratch_size_gives_the_same_result_without_a_second_copy(engine, monkeypatch, scratch_bytes, is_gated):
     hidden, intermediate, experts = 384, 256, 5
     layer = random_layer(experts, hidden, intermediate, is_gated)
     expected = engine.prepare(*clone(layer), hidden, intermediate, experts, is_gated=is_gated)
@@ -212,9 +216,8 @@ def test_views_are_left_to_the_engines_own_function(kind, index):
 
 
 def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        shuffle, "row_permutations", lambda *_: ()
-    )  # as if FlashInfer itself did not refuse these sizes
+    # FlashInfer itself would raise an exception for these sizes, so the test disables its check.
+    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())
     with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(*random_layer(2, 256, 32), 256, 32, 2)
     # 160 columns have 2.5 groups of four scales. A layer of this size is refused for its rows first, so the test calls
@@ -256,7 +259,7 @@ def test_a_kernel_that_cannot_run_falls_back(engine, monkeypatch, caplog):
 # --- The permutations and the launch parameters ----------------------------------------------------------------------
 
 
-def test_which_rows_are_closed():
+def test_closed_sets_of_rows_are_tiles_or_whole_experts():
     gated = shuffle.row_permutations(7168, 512, True)
     assert [p.tile is None for p in gated] == [True, True, False, False]
     not_gated = shuffle.row_permutations(7168, 512, False)
@@ -267,7 +270,7 @@ def test_which_rows_are_closed():
             assert torch.equal(tiles.flatten(), permutation.rows)
 
 
-def test_a_tile_that_does_not_repeat_is_not_taken_for_one():
+def test_a_permutation_without_a_repeating_tile_is_not_tiled():
     rows = torch.arange(384)
     assert torch.equal(shuffle.repeating_tile(rows), torch.arange(128))
     rows[[130, 131]] = rows[[131, 130]]
@@ -340,7 +343,7 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.parametrize("kernel", ["rows", "rows with a rest", "interleave", "permute and interleave"])
 def test_compiled_kernels_load_everything_before_a_barrier_and_store_after_it(kernel, tmp_path, monkeypatch):
-    """A program may store in place only after all of its threads have loaded."""
+    """All threads of a compiled program load their values before any thread stores a value in place."""
     triton = pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels are not compiled")
@@ -407,7 +410,7 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
     assert words in plan.reason
 
 
-def test_who_imported_the_engines_function_by_name_gets_ours_too(applied):
+def test_modules_that_imported_the_engines_function_get_ours_too(applied):
     ours = applied.utils.prepare_static_weights_for_trtllm_fp4_moe
     assert ours is not applied.prepare
     assert sys.modules[fp4_weights._COMPRESSED_TENSORS].prepare_static_weights_for_trtllm_fp4_moe is ours
@@ -466,16 +469,15 @@ def test_a_failing_create_weights_leaves_no_trace(applied, monkeypatch):
 # --- What Marlin never reads -----------------------------------------------------------------------------------------
 
 
-def test_a_byte_for_each_expert_stays_of_the_same_type_and_none_where_the_engine_makes_none():
+def test_placeholders_have_one_byte_per_expert_and_the_same_dtype():
     layer = torch.nn.Module()
     scales = torch.ones(3, 128, 4).to(torch.float8_e4m3fn)
     layer.register_parameter("w13_blockscale_swizzled", torch.nn.Parameter(scales, requires_grad=False))
     layer.register_parameter("w2_blockscale_swizzled", None)
     layer.w2_weight_scale = other = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
     assert fp4_weights.drop_swizzled_scales(layer) == 3 * 128 * 4 - 3
-    kept = dict(layer.named_parameters())[
-        "w13_blockscale_swizzled"
-    ]  # it stays a parameter, because the engine's weight offloader looks it up by name
+    # The placeholder is a parameter, because the engine's weight offloader looks it up by name.
+    kept = dict(layer.named_parameters())["w13_blockscale_swizzled"]
     assert (kept.shape, kept.dtype, kept.requires_grad) == ((3, 1, 1), torch.float8_e4m3fn, False)
     assert layer.w2_blockscale_swizzled is None
     assert layer.w2_weight_scale is other

@@ -1,5 +1,6 @@
-"""Tests of the change output-buffer, without an engine. The change offers a layer's dead input, a tensor that nobody
-reads any more, to MoE kernels as their output."""
+"""Tests of the change output-buffer, without an engine. The change offers a layer's dead input to MoE kernels as memory
+for their output. A dead input is a tensor that no code reads any more.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Dispatched(NamedTuple):
 
 
 def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
-    """Stand-in for the engine's TRT-LLM runner. It allocates an output and writes into it."""
+    """Stand-in for the engine's TRT-LLM runner. It allocates an output tensor and writes a result into the tensor."""
     hidden = dispatch_output.hidden_states
     output = torch_of_the_runner.empty(*hidden.shape, dtype=hidden.dtype, device=hidden.device)
     torch_of_the_runner.mul(hidden, factor * scale + extra, out=output)
@@ -122,8 +123,9 @@ def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
 
 
 def test_addresses_outside_the_pool_are_checked_again():
-    """The same address may lie in the pool later. A rank that remembers it as outside the pool would then allocate from
-    the pool, although no other rank does."""
+    """The answer that an address lies outside the pool is not cached, because the same address may lie in the pool
+    later. A rank with an outdated answer would allocate from the pool, although no other rank does.
+    """
     answers = [False, False, True]
     asks = runners.remember_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)
@@ -154,8 +156,9 @@ def test_names_that_are_not_only_globals_are_detected():
 
 
 def test_offers_stay_in_their_own_context():
-    """Another forward pass may run at the same time, in another thread or in another context of the same thread. It
-    must not see the offer."""
+    """An offered buffer is visible only to the forward pass that offers it. Another forward pass may run at the same
+    time, in another thread or in another context of the same thread.
+    """
     seen: list[Any] = []
 
     def elsewhere():
@@ -374,8 +377,9 @@ def test_a_withheld_offer_can_be_traced():
 
 
 def test_the_engines_offer_is_withheld_under_every_imported_name(monkeypatch, patcher):
-    """A model's module may have imported the engine's function by name. It must not continue to offer its own
-    buffer."""
+    """The engine's function that offers a buffer is replaced in every module that has imported it by name. Otherwise
+    such a module would continue to offer a buffer.
+    """
     modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
@@ -602,7 +606,7 @@ def test_submodules_that_may_return_their_argument_are_detected(own, body):
 
 
 class ToyExperts(torch.nn.Module):
-    """Routed experts that write into the offered buffer."""
+    """Stand-in for routed experts, which writes its output into the offered buffer."""
 
     def forward(self, x):
         channel.withhold_if_shared(x)
@@ -623,7 +627,7 @@ class ToySkip(ToyAttention):
 
 
 class ToyNorms:
-    """Norms that write into their input, as the engine's kernels may."""
+    """Stand-in for a layer's norms, which write their result into their input, as the engine's kernels may."""
 
     def prepare_attn(self, x, residual):
         return x.mul_(2), residual
@@ -676,7 +680,8 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 def toy_answer(layer, patched):
     """Return the output of a layer for an input of ones.
 
-    Only layers that the proofs must refuse read their input later. Their output is therefore wrong if they are patched.
+    Layers for which the proofs must fail read their input after it was overwritten. If such a layer is patched, its
+    output is therefore wrong.
 
     :param patched: whether the layer offers its input for reuse.
     """

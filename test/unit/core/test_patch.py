@@ -39,7 +39,7 @@ def test_selected_names(value, expected):
     assert patch.selected_names(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
 
 
-def asked_in_vain(server_args):
+def raise_for_cpu_server(server_args):
     raise engine.Unsupported("A_VARIABLE=on, but --device is cpu")
 
 
@@ -79,7 +79,7 @@ def test_a_plan_without_installer_is_reported_and_an_unexpected_engine_is_unsupp
             lambda server_args: Skip("A_VARIABLE is unset", can_be_enabled=True),
             Plan(Status.OFF, "A_VARIABLE is unset"),
         ),
-        ({"a", "b"}, asked_in_vain, Plan.unsupported("A_VARIABLE=on, but --device is cpu")),
+        ({"a", "b"}, raise_for_cpu_server, Plan.unsupported("A_VARIABLE=on, but --device is cpu")),
         (
             {"a", "b"},
             lambda server_args: server_args.renamed,
@@ -89,7 +89,7 @@ def test_a_plan_without_installer_is_reported_and_an_unexpected_engine_is_unsupp
             ),
         ),
     ],
-    ids=["not selected", "not needed", "off", "asked in vain", "arguments not as expected"],
+    ids=["not selected", "not needed", "off", "enabled on a CPU server", "arguments not as expected"],
 )
 def test_a_skipped_change_has_its_reason_and_is_not_probed(selected, skip, plan):
     skipped = Change("a", "", pytest.fail, skip=skip)

@@ -211,7 +211,7 @@ def test_a_failing_allocator_setting_is_logged_and_not_repeated(caplog):
     with made.suspension():
         pass
     assert given == [switch.ON]
-    assert "the allocator cannot be set: no" in caplog.text
+    assert "allocator stay as they are: no" in caplog.text
 
 
 @given(st.lists(st.sampled_from(["suspend", "resume", "turn_on", "turn_off"]), max_size=30))
@@ -322,7 +322,7 @@ def test_the_switch_is_turned_on_before_the_event_loop(monkeypatch, settings, se
 
     assert switch._run_event_loop(switch.Switch(settings), run_event_loop, None, 1, 2) == (1, 2)
     assert setting == [True], "all ranks"
-    assert "activation-segments: on from here" in caplog.text
+    assert "activation-segments: expandable segments are on from now on" in caplog.text
 
 
 def fails(works=None):
@@ -339,7 +339,13 @@ OTHER = "off: another rank cannot use expandable segments"
         pytest.param(lambda: False, False, bool, ORDINARY, id="ordinary"),
         pytest.param(fails, False, bool, "off: RuntimeError: no", id="a driver that fails"),
         pytest.param(lambda: True, True, lambda works: False, OTHER, id="another rank"),
-        pytest.param(lambda: True, True, fails, "off: the ranks cannot agree, RuntimeError: no", id="no agreement"),
+        pytest.param(
+            lambda: True,
+            True,
+            fails,
+            "off: the ranks could not exchange their results, RuntimeError: no",
+            id="no agreement",
+        ),
     ],
 )
 def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
@@ -352,4 +358,4 @@ def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
     assert told == [setting]
     assert settings.given[-1] == switch.OFF
     assert said in caplog.text
-    assert "on from here" not in caplog.text
+    assert "expandable segments are on from now on" not in caplog.text

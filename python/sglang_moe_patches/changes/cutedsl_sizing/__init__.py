@@ -22,9 +22,9 @@ Costs
     One more Python call in each layer. A forward pass that runs in slices reads the weights once for each slice.
 
 Upstream
-    sgl-project/sglang#26696 computes the size of the buffers, in releases from 0.5.13. This size is not the worst case,
-    and every layer allocates its own buffers. FlashInfer 0.6.14, used by releases from 0.5.16, keeps no buffers and has
-    no largest size.
+    sgl-project/sglang#26696 computes the size of the buffers, in releases from 0.5.13. This size is not the largest
+    possible size, and every layer allocates buffers of its own. FlashInfer 0.6.14, used by releases from 0.5.16, keeps
+    no buffers and has no largest size.
 
 Remove when
     0.5.15.post1 is no longer supported.
@@ -40,8 +40,8 @@ from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SHARED_BUFFERS, 
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return the decision: whether any layer runs on CuteDSL, and whether such a layer writes its output into its dead
-    input.
+    """Return what cutedsl-sizing does in a built model: whether a layer runs on CuteDSL, and whether such a layer
+    writes its output into its dead input.
     """
     if not any(runners.runner_of(experts) == runners.CUTEDSL for experts in runners.layers_of(built.model)):
         return Decision(reason="no layer runs on CuteDSL")

@@ -1,5 +1,7 @@
-"""Limits of a forward pass, from the server's arguments and memory pools, and a check that this package adds to
-``ServerArgs``.
+"""Largest number of tokens of a forward pass, computed from the server's arguments and memory pools.
+
+The module adds a method to ``ServerArgs`` that returns this number. It also adds a start-up check that the all-to-all
+dispatcher can send so many tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ _DEFAULT_BUDGET = 1024
 
 def _parse_budget(text: str) -> int:
     """Parse ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` as the engine does. Text that is no number counts as
-    unset.
+    an unset variable.
 
-    Engine releases that do not check the variable themselves read it in this way.
+    Newer engine releases check the variable themselves.
     """
     try:
         return int(text)
@@ -63,7 +65,8 @@ def budget_error(required: int, budget: int, ep_size: int) -> str | None:
 
 @dataclass
 class Pools:
-    """Sizes that the model runners of this process chose at start-up. Each is 0 until it is chosen.
+    """Sizes of the memory pools that the model runners of this process chose at start-up. Each size is 0 until it is
+    chosen.
 
     :param requests: number of requests that can run at once.
     :param cache_tokens: tokens of the KV cache.
@@ -76,7 +79,7 @@ class Pools:
 
 
 def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
-    """Collect the settings that limit how many tokens one forward pass of a data-parallel rank can have.
+    """Return the settings and sizes that limit the tokens of one forward pass on a data-parallel rank.
 
     :param server_args: the engine's ``ServerArgs``, resolved.
     :param pools: sizes that the model runners chose.
@@ -103,12 +106,15 @@ def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
 
 
 def _graph_limits(server_args: Any) -> tuple[int, int]:
-    """Return two limits of the captured graphs: the largest number of requests in a decode, and the largest number of
-    tokens in a prefill. A limit is 0 if nothing is captured.
+    """Return the sizes of the largest captured CUDA graphs: requests of the decode graph, and tokens of the prefill
+    graph.
+
+    A size is 0 if no such graph is captured.
     """
     config = getattr(server_args, "cuda_graph_config", None)
     if config is not None:  # releases from 0.5.14
-        # The engine's own limit ignores prefill graphs that are not piecewise. They are captured all the same.
+        # The engine's own limit ignores prefill graphs that are not piecewise, although the engine captures such
+        # graphs, too.
         captured = config.prefill.backend != "disabled"
         return config.decode.max_bs or 0, (config.prefill.max_bs or 0) if captured else 0
     piecewise = 0 if server_args.disable_piecewise_cuda_graph else server_args.piecewise_cuda_graph_max_tokens
@@ -139,7 +145,7 @@ def _draft_tokens_per_request(server_args: Any) -> int:
 
 
 def _padding(server_args: Any) -> int:
-    """Return the number ``n`` for which the engine pads every forward pass to a multiple of ``n`` tokens."""
+    """Return the number of tokens of which every padded forward pass is a multiple, such as 8, or 1 without padding."""
     if server_args.enable_dp_attention:
         return server_args.tp_size // server_args.dp_size
     scattered = server_args.moe_dense_tp_size == 1 or server_args.enable_attn_tp_input_scattered
@@ -150,7 +156,7 @@ def _cutedsl_moe_max_num_tokens(self: Any) -> int:
     """Return the largest number of tokens in a forward pass of one data-parallel rank, from the configuration alone.
 
     If the engine has not chosen ``max_running_requests`` yet, limits that depend on it are ignored. CuteDSL's buffers
-    are sized later, when it is chosen.
+    are sized later, when ``max_running_requests`` is known.
     """
     return max_forward_tokens(forward_limits(self, Pools()))
 
@@ -175,13 +181,14 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
 
 
 def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Add the method ``cutedsl_moe_max_num_tokens`` and a start-up check to ``ServerArgs``, unless the engine has them.
+    """Add the method ``cutedsl_moe_max_num_tokens`` and a start-up check to ``ServerArgs``.
 
-    If the engine has them, they stay as they are and use the engine's own number of tokens. Other parts of the engine
-    are sized by this number. If the engine accepts a ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``, this
-    package does not refuse it. The wrapper's buffers are sized by this package's own number in any case.
+    If the engine's ``ServerArgs`` already has this method and check, they stay as they are. They use the engine's own
+    largest number of tokens, which also decides the size of other parts of the engine. If the engine accepts a
+    ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``, this package does not refuse it. The wrapper's buffers
+    always have the size that this package computes.
 
-    Every process calls this function, also the launcher. In the launcher, ``check_server_args`` runs after all
+    The launcher and every other process call this function. In the launcher, ``check_server_args`` runs after all
     arguments are resolved.
 
     :param module: the engine's module ``server_args``, right after its import.
@@ -199,7 +206,7 @@ def _wrap_check_server_args(original: Callable[..., None], self: Any, *args: Any
 
 
 def is_sized_by_engine(server_args_class: Any) -> bool:
-    """Return whether the engine itself computes the largest number of tokens of a forward pass for CuteDSL."""
+    """Return whether the engine itself computes the number of tokens for which CuteDSL needs buffers."""
     # Later releases moved the method into a module of its own, which earlier releases do not have.
     own = vars(server_args_class).get(METHOD)
     return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")

@@ -1,5 +1,5 @@
-"""Compute the largest number of tokens in one forward pass, and how many tokens CuteDSL's buffers must hold. All
-functions are pure functions of plain values.
+"""Compute the largest number of tokens in one forward pass, and the number of tokens for which CuteDSL needs buffers.
+All functions are pure functions of plain values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class ForwardLimits:
         if they exceed the rest of ``max_prefill_tokens``.
     :param requests: number of requests that can run at once on this rank, or 0 if unknown.
     :param other_tokens_per_request: largest number of tokens of one request in a draft or draft-extend forward pass.
-    :param cache_tokens: tokens of the KV cache, or 0 if unknown. Every prefilled token occupies one of them.
+    :param cache_tokens: tokens of the KV cache, or 0 if unknown. Every prefilled token occupies one token of the KV
+        cache.
     :param probes_chunk: whether dynamic chunking over pipeline stages is on. At start-up the engine then runs forward
         passes of up to 1.25 chunks.
-    :param padding: the engine pads a forward pass to a multiple of this many tokens. It is the number of
+    :param padding: number of tokens of which every padded forward pass is a multiple. It is the number of
         tensor-parallel ranks within a data-parallel rank, or 1.
     """
 
@@ -53,12 +54,12 @@ def max_forward_tokens(limits: ForwardLimits) -> int:
     ``piecewise_tokens`` and ``graph_requests * draft_tokens``. The engine's scheduler (``PrefillAdder``,
     ``ScheduleBatch``) can exceed them in these cases:
 
-    - The first request of a prefill batch is admitted whatever its length. It has one chunk, or the whole request if
-      chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
+    - The first request of a prefill batch is admitted whatever its length. It contributes one chunk, or all its tokens
+      if chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
       decodes from the chunk and from ``max_prefill_tokens``.
     - If chunked prefill is off, further requests must fit into the rest of ``max_prefill_tokens``. Requests that are
-      admitted without this check (``unchecked_requests``) need not fit. The last of them may be admitted when one token
-      is left.
+      admitted without this check (``unchecked_requests``) need not fit. The last such request may be admitted when one
+      token is left.
     - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
       tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
       ``max_prefill_tokens``.

@@ -1,4 +1,6 @@
-"""One FlashInfer wrapper for CuteDSL that all layers of a configuration share, instead of one for each layer."""
+"""One FlashInfer wrapper for CuteDSL that all layers with the same configuration share, instead of one wrapper for each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ _CAPTURE_MODULES = (
 
 
 class SharedMoE:
-    """Replacement for the ``CuteDslMoEWrapper`` of a layer. Layers whose wrappers have the same arguments share one
-    replacement, if they run one after another.
+    """Replacement for FlashInfer's ``CuteDslMoEWrapper``, which several layers share.
+
+    Layers share a replacement if their wrappers have the same arguments and the layers run one after another.
 
     :param wrapper: FlashInfer's wrapper, with its buffers for CUDA graphs.
     :param ranks: number of data-parallel ranks whose tokens are computed together. Only log messages use it.
@@ -48,17 +51,17 @@ class SharedMoE:
         self._ranks = ranks
         self._is_capturing = is_capturing
         self._warned = False
-        # The output goes into the caller's memory. FlashInfer's own output buffer, four fifths of all buffers, is then
-        # never allocated.
+        # The output goes into the offered buffer or a new tensor. FlashInfer's own output buffer, four fifths of the
+        # memory of all buffers, is never allocated.
         wrapper._moe_output = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapper, name)
 
     def run(self, **arguments: Any) -> torch.Tensor:
-        """Run the experts like FlashInfer's ``run``, with the keyword arguments that the engine passes.
+        """Run a layer's experts, with the same keyword arguments as the method ``run`` of FlashInfer's wrapper.
 
-        :returns: a tensor [tokens, hidden]. It is the offered output buffer or a new tensor.
+        :returns: a tensor [tokens, hidden]. The tensor is the buffer that the decoder layer offers, or a new tensor.
         :raises ValueError: CUDA graphs are captured, and the buffers are too small for the tokens.
         """
         wrapper = self._wrapper
@@ -85,7 +88,8 @@ class SharedMoE:
         return output
 
     def _report_larger_forward(self, tokens: int) -> None:
-        """Log one warning that a forward pass has more tokens than the buffers have room for.
+        """Log a warning that a forward pass has more tokens than the buffers have room for. Only the first such forward
+        pass logs.
 
         :raises ValueError: CUDA graphs are captured. A graph cannot run in slices.
         """
@@ -102,7 +106,9 @@ class SharedMoE:
 
 
 def _allocate_output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the offered output buffer, or a new tensor if no buffer is offered."""
+    """Return the buffer that the decoder layer offers for the output, or a new tensor if no buffer is offered or the
+    buffer does not fit.
+    """
     import torch
 
     buffer = None if torch.compiler.is_compiling() else channel.take_output(shape, dtype, device)
@@ -116,8 +122,9 @@ _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
 def _wrap_ensure(
     original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool], without_output: Any = None
 ) -> Any:
-    """Wrap the engine's function that constructs a layer's CuteDSL wrapper. While it runs, :func:`_construct` replaces
-    FlashInfer's class.
+    """Wrap the engine's function ``ensure_cutedsl_wrapper``, which constructs a layer's CuteDSL wrapper.
+
+    While it runs, :func:`_construct` replaces FlashInfer's class, so that the layer receives a shared wrapper.
 
     :param without_output: subclass of FlashInfer's class to construct instead (:func:`_class_without_output`). If it is
         ``None``, FlashInfer's class itself is constructed.
@@ -138,11 +145,11 @@ def _wrap_ensure(
 
 
 class _BufferTorch:
-    """Replacement for the name ``torch`` in the code that allocates the buffers of FlashInfer's class.
+    """Stand-in for the module ``torch`` in the code that allocates the buffers of FlashInfer's wrapper.
 
-    The output buffer gets no memory. It is the only buffer whose dtype is not in ``kept_dtypes``. :class:`SharedMoE`
-    does not use it. It may be the largest buffer, and it would be allocated when the KV cache already occupies the rest
-    of the GPU.
+    The output buffer gets no memory, because :class:`SharedMoE` does not use it. It may be the largest buffer, and it
+    would be allocated when the KV cache already occupies the rest of the GPU. The output buffer is the only buffer
+    whose dtype is not in ``kept_dtypes``.
     """
 
     def __init__(self, torch_module: Any, kept_dtypes: set[Any]) -> None:
@@ -189,13 +196,14 @@ def _class_without_output(real: Any, patcher: Patcher) -> Any:
 
 
 def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
-    """Construct a layer's wrapper, or return the wrapper that layers with the same arguments share.
+    """Return the CuteDSL wrapper for a layer. If a layer with the same arguments has constructed a wrapper, return that
+    wrapper.
 
     The engine calls this function in place of ``CuteDslMoEWrapper(**arguments)``.
 
-    :param real: FlashInfer's class, or the subclass that allocates no output.
+    :param real: FlashInfer's class ``CuteDslMoEWrapper``, or its subclass that allocates no output.
     :param layer: the layer that needs the wrapper.
-    :param is_capturing: see :class:`SharedMoE`.
+    :param is_capturing: function that returns whether the engine captures CUDA graphs now, as in :class:`SharedMoE`.
     """
     from sglang.srt.server_args import get_global_server_args
 
@@ -211,8 +219,9 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     )
     key = tuple(sorted(arguments.items()))
     # Layers may share a wrapper if they run one after another on the device. Two streams whose work is joined before
-    # the next layer are safe, and so is a draft model, which runs on the target's stream. Two-batch overlap interleaves
-    # two batches. Multiplexing runs prefill and decode on two streams.
+    # the next layer are safe. A draft model is safe, too, because it runs on the target model's stream. Sharing is not
+    # safe with two-batch overlap, which interleaves two batches, and with multiplexing, which runs prefill and decode
+    # on two streams.
     shares = not (server_args.enable_two_batch_overlap or getattr(server_args, "enable_pdmux", False))
     if shares and key in _shared:
         return _shared[key]
@@ -271,12 +280,14 @@ _GRAPH_ARGUMENTS = ("cuda_graph_max_bs", "disable_piecewise_cuda_graph", "piecew
 
 
 def keeps_buffers(wrapper_class: Any) -> bool:
-    """Return whether FlashInfer's wrapper has buffers for a fixed number of tokens, and refuses more tokens."""
+    """Return whether FlashInfer's wrapper keeps buffers for a fixed number of tokens, and raises an exception for more
+    tokens.
+    """
     return any(engine.mentions(wrapper_class.run, name) for name in ("_moe_output", "max_num_tokens"))
 
 
 def plan() -> Plan:
-    """Return the plan for CuteDSL's wrappers, after a probe of the engine's CuteDSL runner and of FlashInfer's wrapper.
+    """Return the plan for cutedsl-sizing, after a probe of the engine's CuteDSL runner and of FlashInfer's wrapper.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

@@ -1,5 +1,4 @@
-"""fp4-weights: FP4 experts are laid out in the memory that they were loaded into, and keep no scales that no code
-reads.
+"""fp4-weights: lay out FP4 experts in the memory into which they were loaded, and free scales that no code reads.
 
 Why
     The engine lays out NVFP4 experts for TRT-LLM through thousands of allocations and more than a second copy of the
@@ -22,9 +21,9 @@ Hook points
     * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
       memory that is large enough for the result from the start.
     * ``process_weights_after_loading`` of MXFP4's methods. Afterwards placeholders replace the scales that the method's
-      ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update as stock's parameter does. Once
-      unread scales are freed, other memory follows the scales that are read. On Hopper ``triton_kernels`` reads up to
-      64 bytes of it, so zeros are put there (:func:`put_zeros_behind_scales`).
+      ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update, as the stock engine's parameter
+      does. Once unread scales are freed, other memory follows the scales that are read. On Hopper ``triton_kernels``
+      reads up to 64 bytes of this memory, so zeros are put there (:func:`append_zeros_to_scales`).
     * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
       :mod:`.repack` writes each expert over the expert from which it was made.
 
@@ -75,8 +74,8 @@ _REPACK_EXPERTS = "_repack_moe_fp4_weight_for_marlin"
 _SWIZZLE = "swizzle_blockscale"
 _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 MARLIN = ("marlin", "lora_marlin")
-"""Values of the engine's ``MoeRunnerBackend`` for a layer that runs on Marlin. Only newer releases have the second
-value."""
+"""Values of the engine's ``MoeRunnerBackend`` for layers that run on Marlin. Only newer releases have the value
+"lora_marlin"."""
 
 TRITON_KERNELS = "triton_kernel"
 """Value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, the kernels made for gpt-oss."""
@@ -84,18 +83,19 @@ _MXFP4_METHODS = (
     ("sglang.srt.layers.quantization.mxfp4", "Mxfp4MoEMethod"),
     ("sglang.srt.layers.quantization.mxfp4_marlin_moe", "Mxfp4MarlinMoEMethod"),
 )
-"""Modules and names of the engine's quantization methods for MXFP4 experts. The first is for gpt-oss and others, the
-second for DeepSeek-V4 on Marlin."""
+"""Modules and names of the engine's quantization methods for MXFP4 experts. ``Mxfp4MoEMethod`` is for gpt-oss and other
+models, ``Mxfp4MarlinMoEMethod`` for DeepSeek-V4 on Marlin."""
 
 _SWIZZLE_MXFP4 = "_swizzle_mxfp4"
 """Name of the engine's function that lays out MXFP4 experts for ``triton_kernels``."""
-_FILLS = ("empty", "ones", "full", "tensor", "rand", "arange")
-"""Names of PyTorch's functions that create tensors with other values than zero."""
+_NONZERO_CREATORS = ("empty", "ones", "full", "tensor", "rand", "arange")
+"""Names of PyTorch's functions that create tensors with other values than zero. If ``create_weights`` calls one of
+them, it may not create only zeros (:func:`creates_only_zeros`)."""
 _HOPPER_SCALES = "HOPPER_SCALE"
-"""Name of ``triton_kernels``' layout of scales on Hopper."""
+"""Name of the layout that ``triton_kernels`` gives scales on Hopper."""
 _SCALE_BYTES_AT_ONCE = 128
-"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales: those of a tile of 128 weights.
-"""
+"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These are the scales of a tile
+of 128 weights."""
 
 # True while create_weights runs for a backend that reads no swizzled block scales. It is a ContextVar, so that another
 # thread that swizzles block scales at the same time gets real scales.
@@ -112,7 +112,9 @@ def _placeholder(scale: Any) -> Any:
 
 
 def drop_swizzled_scales(layer: Any) -> int:
-    """Replace a layer's swizzled block scales by placeholders. Scales that the engine did not create stay ``None``.
+    """Replace a layer's swizzled block scales by placeholders (:func:`_placeholder`), so that their memory is freed.
+
+    Scales that the engine did not create stay ``None``.
 
     :param layer: a ``FusedMoE`` layer whose weights were created.
     :returns: bytes that were freed.
@@ -129,27 +131,30 @@ def drop_swizzled_scales(layer: Any) -> int:
     return freed_bytes
 
 
-def give_up_unread_scales(layer: Any) -> int:
-    """Replace those scales of a layer that its method never reads by placeholders (:func:`.unread.unread_scales`).
+def free_unread_scales(layer: Any) -> int:
+    """Free the scales of a layer that its quantization method never reads, and put placeholders in their place.
+
+    :func:`.unread.unread_scales` finds these scales.
 
     :param layer: a ``FusedMoE`` layer whose weights were processed.
-    :returns: bytes that were freed. A scale does not count if its storage has another user.
+    :returns: bytes that were freed. A scale does not count if another object still refers to its storage.
     """
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    given_up = []
+    freed = []
     for name in unread_scales(layer).bytes_of:
         storage = layer._parameters[name].untyped_storage()
-        given_up.append((StorageWeakRef(storage), storage.nbytes()))
+        freed.append((StorageWeakRef(storage), storage.nbytes()))
         del storage
-        setattr(layer, name, _taking_updates(layer._parameters[name]))
-    return sum(size for storage, size in given_up if storage.expired())
+        setattr(layer, name, _make_updatable_placeholder(layer._parameters[name]))
+    return sum(size for storage, size in freed if storage.expired())
 
 
-def _taking_updates(scale: Any) -> Any:
-    """Return a small placeholder for a freed ``scale``.
+def _make_updatable_placeholder(scale: Any) -> Any:
+    """Return a small placeholder for a freed ``scale``, which accepts weight updates.
 
-    It accepts a weight update as ``scale`` did, with the same checks and errors, and discards the values.
+    A weight update of the placeholder makes the same checks and raises the same errors as an update of ``scale``. The
+    values are discarded.
     """
     import torch
 
@@ -161,15 +166,15 @@ def _taking_updates(scale: Any) -> Any:
         vars(shadow).update(vars(scale))
 
         def weight_loader(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loader(shadow, *args, **kwargs)  # has the shape, and no memory: writing into it does nothing
+            return loader(shadow, *args, **kwargs)  # ``shadow`` has a shape but no memory, so the values are discarded
 
         placeholder.weight_loader = weight_loader
     return placeholder
 
 
-def put_zeros_behind_scales(method: Any) -> None:
-    """Put zeros after the scales of a layer's last expert, where ``triton_kernels`` would otherwise read another
-    tensor.
+def append_zeros_to_scales(method: Any) -> None:
+    """Move a layer's scales to memory that ends with zeros, because ``triton_kernels`` reads beyond the end of the
+    scales.
 
     On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
     multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. A byte of 255 there is a NaN. The
@@ -212,11 +217,11 @@ def _wrap_process_weights(original: Any, self: Any, layer: Any, *args: Any, **kw
     in_parts.free_cached_memory()
     with in_parts.laying_out(layer):
         result = original(self, layer, *args, **kwargs)
-    with best_effort("a layer's scales that nothing reads"):
+    with best_effort("a layer's scales that no kernel reads"):
         if getattr(layer, "quant_method", None) is self:
-            give_up_unread_scales(layer)
-    with best_effort("what lies behind a layer's scales"):
-        put_zeros_behind_scales(self)
+            free_unread_scales(layer)
+    with best_effort("the memory after a layer's scales"):
+        append_zeros_to_scales(self)
     in_parts.free_cached_memory()
     return result
 
@@ -268,7 +273,7 @@ def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 def _probe_shuffle() -> Install:
     """Return an installer that shuffles NVFP4 experts for TRT-LLM in place.
 
-    :raises engine.Unsupported: the engine does not shuffle weights by the function that the installer wraps.
+    :raises engine.Unsupported: the engine does not shuffle weights with the function that the installer wraps.
     """
     from sglang_moe_patches.changes.fp4_weights import shuffle
 
@@ -313,7 +318,8 @@ def _probe_placeholders() -> Install:
     method = engine.require_unpatched(modelopt, _METHOD)
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
-    if engine.mentions(create_weights, "enable_flashinfer_trtllm_moe"):  # it leaves them out for TRT-LLM itself
+    # The engine itself creates no block scales for TRT-LLM.
+    if engine.mentions(create_weights, "enable_flashinfer_trtllm_moe"):
         return lambda patcher: None
     engine.require_parameters(engine.require_unpatched(modelopt, _SWIZZLE), ["scale"], exactly=True)
     engine.require_mentions(create_weights, _SWIZZLE)
@@ -360,7 +366,9 @@ def _probe_marlin() -> Install | None:
 
 
 def _serves_by_marlin_alone() -> bool:
-    """Return whether Marlin is the engine's only kernel for NVFP4 on this GPU. A function of the engine decides."""
+    """Return whether Marlin is the engine's only kernel for NVFP4 experts on this GPU. A function of the engine answers
+    this.
+    """
     modelopt = engine.module(_MODELOPT)
     if not engine.get(modelopt, "is_cuda")():
         return False
@@ -370,7 +378,7 @@ def _serves_by_marlin_alone() -> bool:
 
 
 def _probe_unread() -> Install | None:
-    """Return an installer that frees unread scales of MXFP4 experts after their weights were processed.
+    """Return an installer that frees the scales of MXFP4 experts that no code reads, after the weights were processed.
 
     :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """
@@ -422,13 +430,13 @@ def _probe_layout() -> Install | None:
 
 
 def creates_only_zeros(create_weights: Any) -> bool:
-    """Return whether ``create_weights`` creates every parameter as zeros.
+    """Return whether ``create_weights`` sets every parameter of a layer to zero.
 
-    If it creates other values (0.5.23), the weights keep the engine's memory, without room for their layout, and the
-    layout gets memory of its own.
+    If it sets other values (0.5.23), the engine allocates the weights as usual. Their memory then has no room for the
+    layout of the experts, so the layout gets memory of its own.
     """
     return engine.mentions(create_weights, "zeros") and not any(
-        engine.mentions(create_weights, name) for name in _FILLS
+        engine.mentions(create_weights, name) for name in _NONZERO_CREATORS
     )
 
 
@@ -441,7 +449,7 @@ def _probe_repack() -> Install | None:
     from sglang_moe_patches.changes.fp4_weights import repack
 
     utils = engine.module(_MARLIN_UTILS) if engine.has_module(_MARLIN_UTILS) else None
-    if utils is None or not hasattr(utils, _REPACK):  # without CUDA
+    if utils is None or not hasattr(utils, _REPACK):  # without CUDA, the module does not have the function
         return None
     engine.require_unpatched(utils, _REPACK)
     helper = engine.require_unpatched(utils, _REPACK_EXPERTS) if hasattr(utils, _REPACK_EXPERTS) else None
@@ -500,18 +508,18 @@ CHANGE = Change(
             _FUNCTION,
         ),
         Count(
-            "given up",
-            "gave up block scales that Marlin never reads,",
+            "freed swizzled",
+            "freed block scales that Marlin never reads,",
             __name__,
             "drop_swizzled_scales",
             amount=_freed,
             unit="bytes",
         ),
         Count(
-            "given up unread",
-            "gave up scales that no kernel reads,",
+            "freed unread",
+            "freed scales that no kernel reads,",
             __name__,
-            "give_up_unread_scales",
+            "free_unread_scales",
             amount=_freed,
             unit="bytes",
         ),

@@ -1,13 +1,13 @@
-"""MXFP4's layout for ``triton_kernels``, computed for a few experts at a time, in the memory of the loaded experts.
+"""Lay out MXFP4 experts for ``triton_kernels``, a few experts at a time, in the memory of the loaded experts.
 
 The engine lays out all experts of a layer at once. Its temporaries take nine times the loaded weights. The result lies
-in a piece of a temporary's memory, and the rest of that memory fits no later tensor: a hole.
+in a piece of a temporary's memory. No later tensor fits into the rest of that memory, which is called a *hole*.
 
-Experts are a batch dimension of the layout, so the experts of a part have the same bytes as in the whole result. Each
-part is written over the experts from which it was made, as soon as the part is complete. A laid-out expert of gpt-oss
-is 2 % larger than a loaded one, because its rows are padded. Therefore :func:`create_with_room` creates the weights at
-the end of memory that the whole result fits into. While a layer is laid out, no large memory is then allocated or
-freed, so no hole can arise, whatever the allocator's settings are.
+The layout treats each expert separately, so an expert has the same bytes whether one part or all experts are laid out.
+Each part is written over the experts from which it was made, as soon as the part is complete. A laid-out expert of
+gpt-oss is 2 % larger than a loaded one, because its rows are padded. Therefore :func:`create_with_room` creates the
+weights at the end of memory that the whole result fits into. While a layer is laid out, no large memory is then
+allocated or freed, so no hole can arise, whatever the allocator's settings are.
 
 The engine's own function computes every part. Run on the ``meta`` device for all experts, the same function returns the
 shapes and strides of the result for all experts. If parts cannot give that result, the engine lays out all experts at
@@ -32,17 +32,18 @@ from sglang_moe_patches.core.patch import around, best_effort
 
 WEIGHTS = repack.WEIGHTS
 WARPS = 8
-"""Value of ``num_warps`` with which the engine calls its layout function, ``_swizzle_mxfp4``. It decides the size of
-the scales, but not of the weights."""
+"""Value of ``num_warps`` with which the engine calls its layout function, ``_swizzle_mxfp4``. This value decides the
+size of the laid-out scales, but not of the laid-out weights."""
 _ALIGNMENT = 512
 """Alignment of memory in PyTorch's allocator, in bytes."""
 
 
 class Layout(NamedTuple):
-    """Layout of a layer's experts: the engine's result for all experts, without memory, and the size of the parts in
-    which it is computed.
+    """Layout of a layer's experts: the engine's result for all experts, and the size of the parts in which it is
+    computed.
 
-    :param result: tensors of the engine's result, whose data are on the ``meta`` device.
+    :param result: the engine's result, whose tensors have no memory (``meta`` device) until :func:`_use_memory` sets
+        it.
     :param step: number of experts of a part.
     """
 
@@ -51,7 +52,7 @@ class Layout(NamedTuple):
 
     @property
     def tensors(self) -> list[Any]:
-        """Tensors of ``triton_kernels`` in the result: the weights, then the scales."""
+        """Tensors of the result, as objects of ``triton_kernels``: the weights, then the scales."""
         return _tensors(self.result)
 
 
@@ -64,14 +65,14 @@ def _without_memory(tensor: Any) -> Any:
 
 
 def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
-    """Return the layout that the engine gives a layer's experts, and how many experts to lay out at a time.
+    """Return the layout of a layer's experts, and the number of experts to lay out at a time.
 
     Return ``None`` if parts would not give the same tensors as all experts at once. The layout is tried on tensors
     without memory, so nothing is computed.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param weight: packed weights [experts, rows, columns / 2].
-    :param scale: their scales [experts, rows, columns / 32].
+    :param scale: scales of the weights [experts, rows, columns / 32].
     """
     experts, loaded = len(weight), (_without_memory(weight), _without_memory(scale))
     step = max(1, experts // PARTS)
@@ -81,17 +82,21 @@ def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) 
     if len(of_result) != len(loaded) or len(of_part) != len(loaded):
         return None
     for whole, piece in zip(of_result, of_part, strict=True):
-        data, its = whole.storage.data, piece.storage.data
-        same = (data.dtype, data.shape[1:], data.stride()) == (its.dtype, its.shape[1:], its.stride())
-        if not same or (len(data), len(its)) != (experts, step) or not _is_dense(data):
+        whole_data, piece_data = whole.storage.data, piece.storage.data
+        same = (whole_data.dtype, whole_data.shape[1:], whole_data.stride()) == (
+            piece_data.dtype,
+            piece_data.shape[1:],
+            piece_data.stride(),
+        )
+        if not same or (len(whole_data), len(piece_data)) != (experts, step) or not _is_dense(whole_data):
             return None
-        if any(data.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in loaded):
+        if any(whole_data.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in loaded):
             return None  # a view of the loaded tensor takes no memory
     return Layout(result, step)
 
 
 def _is_dense(data: Any) -> bool:
-    """Return whether the experts lie one after the other in memory, without gaps."""
+    """Return whether the experts of a tensor lie one after the other in memory, without gaps."""
     expert = data[0]
     return bool(data.stride(0) == expert.numel() and data.untyped_storage().nbytes() == data.nbytes)
 
@@ -100,10 +105,10 @@ def _is_dense(data: Any) -> bool:
 
 
 def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
-    """Create the parameters of a layer. The weights lie at the end of memory into which their layout fits.
+    """Create a layer's parameters, with enough memory before the weights for the weights' later layout.
 
-    The engine creates the parameters without memory first. If weights were moved afterwards, they would leave a hole,
-    because the allocator puts biases into the same segment.
+    The engine first creates the parameters on the ``meta`` device. If it allocated the weights and this function moved
+    them, a hole would remain, because the allocator puts biases into the same segment.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param create: the engine's ``create_weights``, which sets all parameters to zero.
@@ -124,7 +129,7 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
 
 
 def _bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
-    """Return the bytes of a parameter's memory: its own bytes, and those that its layout needs in addition."""
+    """Return the bytes to allocate for a parameter: its own bytes, and the bytes that its layout needs in addition."""
     own = int(layer._parameters[name].nbytes)
     if name not in WEIGHTS:
         return own
@@ -143,32 +148,38 @@ def free_cached_memory() -> None:
 
 # --- The conversion --------------------------------------------------------------------------------------------------
 
-_held: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_held_weights", default=None)
-"""Storages of the weights of the layer that is being laid out, if other objects than the layer refer to them. ``None``
-means that no weights may be overwritten."""
+_shared_storages: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_shared_storages", default=None)
+"""Storages of the present layer's weights to which other objects than the layer refer. They must not be overwritten.
+``None`` means that no weights may be overwritten."""
 
 
 @contextmanager
 def laying_out(layer: Any) -> Iterator[None]:
-    """Context manager in which the engine lays out a layer. After it, no code reads the weights as they were loaded."""
+    """Context manager around the engine's layout of a layer. It lets the layout overwrite the loaded weights.
+
+    After the layout, no code reads the weights as they were loaded (:func:`require_last_use`). If other objects than
+    the layer refer to a weight's memory, that memory is not overwritten.
+    """
     loaded = all(layer._parameters.get(name) is not None for name in WEIGHTS)
-    token = _held.set(repack.held_storages(layer) if loaded else None)
+    token = _shared_storages.set(repack.shared_storages(layer) if loaded else None)
     try:
         yield
     finally:
-        _held.reset(token)
+        _shared_storages.reset(token)
 
 
 @around
 def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``_swizzle_mxfp4``, which lays out ``w13`` or ``w2`` of a loaded layer: lay the experts out in parts."""
+    """Wrap ``_swizzle_mxfp4``, which lays out ``w13`` or ``w2`` of a loaded layer, so that it lays out a few experts at
+    a time.
+    """
     swizzle, layout = functools.partial(original, **kwargs), None
     with best_effort("the layout of MXFP4 experts in parts"):
         layout = layout_of(swizzle, weight, scale, *args)
     if layout is None:
         return original(weight, scale, *args, **kwargs)
-    held = _held.get()
-    may_overwrite = held is not None and weight.untyped_storage()._cdata not in held
+    shared = _shared_storages.get()
+    may_overwrite = shared is not None and weight.untyped_storage()._cdata not in shared
     _use_memory(layout, weight if may_overwrite else None, weight.device)
     for begin in range(0, len(weight), layout.step):
         experts = slice(begin, begin + layout.step)
@@ -180,7 +191,7 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
 
 
 def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
-    """Give each tensor of a layout memory, into which the experts are written afterwards.
+    """Assign memory to each tensor of a layout. The caller then writes the experts into this memory.
 
     :param loaded: loaded weights that may be overwritten by their layout, or ``None`` if none may be overwritten.
     """
@@ -195,7 +206,8 @@ def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _memory_of(weight: Any, data: Any) -> Any:
-    """Return a tensor like ``data`` in the memory of a loaded weight, or ``None`` if ``data`` does not fit.
+    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight, or ``None`` if it does
+    not fit.
 
     The tensor begins where the weight's memory begins, and ends at or before the end of the loaded weight. Parts are
     written from the first expert on, so no part overwrites an expert that was not read yet.
@@ -215,7 +227,7 @@ def require_last_use(process: Any, swizzle: str) -> None:
     :raises engine.Unsupported: the engine may read them.
 
     :param process: the engine's ``process_weights_after_loading``.
-    :param swizzle: the name of the function that lays out experts.
+    :param swizzle: the name of the engine's function that lays out experts, ``_swizzle_mxfp4``.
     """
     (definition,) = ast.parse(engine.source(process)).body
     engine.require(isinstance(definition, ast.FunctionDef), f"{process.__name__} is no plain function")

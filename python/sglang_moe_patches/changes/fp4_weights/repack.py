@@ -1,4 +1,4 @@
-"""Marlin's repack of FP4 experts, in which each repacked expert is written over the expert from which it was made.
+"""Repack FP4 experts for Marlin in place: write each repacked expert over the loaded expert from which it was made.
 
 The engine repacks expert by expert into a list and stacks the list, while the loaded weights are still allocated. A
 repacked expert has as many bytes as the loaded one. This module writes the repacked expert over the loaded expert as
@@ -26,33 +26,35 @@ from sglang_moe_patches.core.patch import around
 
 WEIGHTS = ("w13_weight", "w2_weight")
 _LOCALS = ("w13", "w2")
-"""Names of the engine's local variables for a layer's two weight tensors, in the functions that prepare a layer for
+"""Names of the local variables for a layer's two weight tensors, in the engine's functions that prepare a layer for
 Marlin."""
 _HARMLESS = ("hasattr", "delattr")
 
 
 def _references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """Return the reference count of a parameter, and the number of users of its memory."""
+    """Return the reference count of a parameter, and the number of tensors that use its memory."""
     memory = parameters[name].untyped_storage()
     return sys.getrefcount(parameters[name]), torch._C._storage_Use_Count(memory._cdata)
 
 
-def held_storages(layer: Any) -> list[int]:
-    """Return the storages of a layer's weights to which other objects than the layer refer.
+def shared_storages(layer: Any) -> list[int]:
+    """Return the storages of those weights of a layer to which other objects than the layer refer, too.
 
-    :returns: addresses of the storages' C++ objects. A weight's reference counts are compared with those of a new
-        parameter, to which no other object refers.
+    :returns: addresses of the storages' C++ objects. To find other references, the function compares a weight's
+        reference counts with the counts of a new parameter, to which no other object refers.
     """
-    alone = _references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
-    held = (name for name in WEIGHTS if _references(layer._parameters, name) != alone)
-    return [layer._parameters[name].untyped_storage()._cdata for name in held]
+    unshared = _references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
+    shared = (name for name in WEIGHTS if _references(layer._parameters, name) != unshared)
+    return [layer._parameters[name].untyped_storage()._cdata for name in shared]
 
 
 class _Repack(TorchFunctionMode):
-    """Observer of the engine's repack. It records from which memory an expert's copy was made, and which tensors are
-    stacked.
+    """Observer of the engine's repack of one layer, which lets repacked experts overwrite the loaded experts.
 
-    :param kept: storages that must not be overwritten, as :func:`held_storages` returns them.
+    It records from which memory the engine copied an expert. If the engine stacks the written experts, the observer
+    returns the memory of the loaded weights instead of a new tensor.
+
+    :param kept: storages that must not be overwritten, as :func:`shared_storages` returns them.
     """
 
     def __init__(self, kept: list[int]) -> None:
@@ -73,7 +75,7 @@ class _Repack(TorchFunctionMode):
         return result
 
     def memory_of(self, copy: Any) -> Any:
-        """Return the memory from which a transposed ``copy`` of an expert was made, or ``None`` if it must not be
+        """Return the loaded expert of which the engine made a transposed ``copy``, or ``None`` if it must not be
         overwritten.
         """
         (copied, source), self._copied = self._copied, (None, None)
@@ -82,9 +84,10 @@ class _Repack(TorchFunctionMode):
         storage = source.untyped_storage()._cdata
         return None if storage in (copy.untyped_storage()._cdata, *self._kept) else source.mT
 
-    def put(self, result: Any, memory: Any) -> Any:
-        """Write an expert's result over ``memory``, and return the written tensor. If it does not fit, return
-        ``result``.
+    def write_over(self, result: Any, memory: Any) -> Any:
+        """Write a repacked expert over the loaded expert's ``memory``, and return the written tensor.
+
+        If ``result`` does not fit into this memory, nothing is written, and the method returns ``result``.
         """
         if not memory.is_contiguous() or (memory.dtype, memory.numel()) != (result.dtype, result.numel()):
             return result
@@ -106,10 +109,11 @@ _current: ContextVar[_Repack | None] = ContextVar("sglang_moe_patches_repack", d
 
 @around
 def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``: observe the repack of one
-    layer.
+    """Wrap the engine's function that prepares a layer for Marlin, so that :class:`_Repack` observes it.
+
+    The function is ``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``.
     """
-    with _Repack(held_storages(layer)) as mode:
+    with _Repack(shared_storages(layer)) as mode:
         token = _current.set(mode)
         try:
             return original(layer, *args, **kwargs)
@@ -119,11 +123,11 @@ def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs:
 
 @around
 def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``gptq_marlin_repack``: write one expert's repacked weights over the loaded ones."""
+    """Wrap ``gptq_marlin_repack``, which repacks one expert, so that the result overwrites the loaded expert."""
     mode = _current.get()
     memory = mode and mode.memory_of(b_q_weight)
     result = original(b_q_weight, *args, **kwargs)
-    return result if memory is None else mode.put(result, memory)  # type: ignore[union-attr]
+    return result if memory is None else mode.write_over(result, memory)  # type: ignore[union-attr]
 
 
 # --- Who reads the loaded weights ------------------------------------------------------------------------------------
@@ -141,26 +145,28 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
     whole = _definition(prepare)
     inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]
     repackers = [_definition(helper)] if helper else [node for node in inner if "repack" in node.name]
-    engine.require(len(repackers) == 1, f"{prepare.__name__} has not one function that repacks")
+    engine.require(len(repackers) == 1, f"{prepare.__name__} has no function that repacks, or several")
     (repacker,), weight = repackers, repackers[0].args.args[0].arg
-    calls = [node for node in ast.walk(whole) if isinstance(node, ast.Call) and _said(node.func) == repacker.name]
+    calls = [
+        node for node in ast.walk(whole) if isinstance(node, ast.Call) and _source_text(node.func) == repacker.name
+    ]
     calls.sort(key=lambda call: call.lineno)
-    given = [_said(call.args[0]) for call in calls if call.args]
-    engine.require(given == [*_LOCALS], f"{prepare.__name__} repacks {', '.join(given) or 'nothing'}")
+    repacked = [_source_text(call.args[0]) for call in calls if call.args]
+    engine.require(repacked == [*_LOCALS], f"{prepare.__name__} repacks {', '.join(repacked) or 'nothing'}")
     inside = {node for function in inner for node in ast.walk(function)}
     for node in ast.walk(whole):
         match node:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 reads = name in (*_LOCALS, *WEIGHTS) and not any(node is call.args[0] for call in calls)
             case ast.Call(func=function, args=arguments):
-                name = f"the layer by {_said(function)}"
-                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(_said, arguments)
+                name = f"the layer by {_source_text(function)}"
+                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(_source_text, arguments)
             case _:
                 continue
         late = node in inside or node.lineno >= calls[0].lineno
         engine.require(not (reads and late), f"{prepare.__name__} reads {name} again")
     read = [
-        _said(parent)
+        _source_text(parent)
         for parent in ast.walk(repacker)
         for child in ast.iter_child_nodes(parent)
         if isinstance(child, ast.Name) and child.id == weight
@@ -174,5 +180,5 @@ def _definition(function: Any) -> ast.FunctionDef:
     return definition  # type: ignore[return-value]
 
 
-def _said(node: ast.AST) -> str:
+def _source_text(node: ast.AST) -> str:
     return ast.unparse(node)

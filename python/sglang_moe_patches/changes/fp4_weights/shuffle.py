@@ -7,12 +7,14 @@ layer's tensors is:
 * block scales, one byte each, ``[experts, rows, K/16]``: rows move by the same kind of permutation. Then every tile of
   128 rows is interleaved: ``view(rows/128, 4, 32, K/64, 4)`` with dimensions 1 and 3 swapped, flattened.
 
+A *closed set* of rows is a set that the permutation maps onto itself. A program can shuffle a closed set in place.
 Three facts make the shuffle possible without a second copy of the layer:
 
 * a row permutation never mixes columns, so each column strip of an expert can be permuted by itself: one GPU program
   reads all rows of a strip into registers, and only then writes any of them;
-* w2's permutation repeats within tiles of 128 rows, and so does w13's without a gate. A program then needs only its
-  tile. A gated w13 interleaves the two halves of an expert, so its smallest closed set of rows is the whole expert;
+* w2's permutation repeats within tiles of 128 rows, and so does w13's without a gate. A program then needs only the
+  rows of its tile. A gated w13 interleaves the two halves of an expert, so its smallest closed set of rows is the whole
+  expert;
 * the interleave maps a tile of 128 rows onto the same contiguous bytes, so a tile is a closed set, too.
 
 Every operation exists twice: as a Triton kernel, and in plain PyTorch with a scratch buffer of limited size. Both give
@@ -33,7 +35,7 @@ from sglang_moe_patches.core import log
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of PyTorch come without it: the plain path does everything
+except ImportError:  # CPU builds of PyTorch have no Triton: the plain PyTorch operations then do all the work
     triton = None
 
 
@@ -47,7 +49,8 @@ TILE_ROWS = 128
 SCALE_BLOCK = 16
 #: Largest scratch buffer of the plain PyTorch operations, in bytes.
 SCRATCH_BYTES = 16 << 20
-#: Largest number of bytes that one program of a kernel keeps in registers: half of a multiprocessor's register file.
+#: Largest number of bytes that one program of a Triton kernel keeps in registers: half of a multiprocessor's register
+#: file.
 MAX_PROGRAM_BYTES = 128 << 10
 #: Number of bytes that one thread keeps in registers. On an H200 this was faster than more threads with 128 bytes each
 #: (docs/benchmarks).
@@ -60,10 +63,10 @@ Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotInPlace(ValueError):
-    """Raised if the weights cannot be shuffled in place: the layout is no permutation within the arguments, or the
-    arguments are not the plain tensors of a layer.
+    """Raised if the weights cannot be shuffled in place, before any tensor is changed.
 
-    The engine's own function then does the work. No tensor was changed.
+    The cause is that the layout is no permutation of each tensor's own bytes, or that an argument is not a plain tensor
+    of a layer. The engine's own function then does the work.
     """
 
 
@@ -71,7 +74,8 @@ class RowPermutation(NamedTuple):
     """Permutation of the rows of one expert: ``result[i] = source[rows[i]]``.
 
     :param rows: int64 ``[rows]``, on the CPU.
-    :param tile: int64 ``[TILE_ROWS]``, the permutation within a tile. It is ``None`` if it differs between tiles.
+    :param tile: int64 ``[TILE_ROWS]``, the permutation within a tile. It is ``None`` if the tiles have different
+        permutations.
     """
 
     rows: torch.Tensor
@@ -79,15 +83,16 @@ class RowPermutation(NamedTuple):
 
     @property
     def kernel_index(self) -> torch.Tensor:
-        """Row index that a program of a kernel needs: that of one tile if all tiles have the same permutation, else
-        that of all rows.
+        """Row index that a program of the row kernel needs. It is the index of one tile if all tiles have the same
+        permutation, else the index of all rows.
         """
         return self.rows if self.tile is None else self.tile
 
 
 def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[tuple[str, int, int], ...]:
-    """Return the argument's name, the rows of an expert and the bytes of a row for each tensor, in the order of the
-    results.
+    """Return the sizes of a layer's four tensors: the weights and scales of both GEMMs.
+
+    :returns: one tuple for each tensor: the argument's name, the rows of an expert and the bytes of a row.
     """
     gemm1_rows = (2 if is_gated else 1) * intermediate_size
     return (
@@ -134,11 +139,11 @@ def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> to
 
 @functools.lru_cache(maxsize=64)
 def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[RowPermutation, ...] | None:
-    """Return the row permutation of each tensor, in the order of the results, or ``None`` if a tensor's layout is no
-    permutation of rows.
+    """Return the row permutations of a layer's four tensors, or ``None`` if a tensor's layout is no permutation of
+    rows.
 
-    The cache keeps only CPU tensors. The engine's memory saver may take away device memory that was allocated while
-    weights were loaded, and give it back without its contents (it does so between RL steps). A stale index would
+    The cache keeps only CPU tensors. The engine's memory saver may unmap device memory that was allocated while weights
+    were loaded, for example between RL steps. When it maps the memory again, the contents are lost. A stale index would
     scramble the next reload.
 
     :raises AssertionError: FlashInfer does not allow the shape.
@@ -156,10 +161,11 @@ def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -
 
 
 class RowKernelConfig(NamedTuple):
-    """Launch parameters of the row kernel.
+    """Launch parameters of the Triton kernel that permutes rows (:func:`_permute_rows_kernel`).
 
-    :param tile_rows: number of rows that one program keeps (a closed set of the permutation).
-    :param strip_bytes: contiguous bytes per row access; a power of two.
+    :param tile_rows: number of rows that one program keeps in registers. The permutation must map these rows onto
+        themselves.
+    :param strip_bytes: contiguous bytes that a program reads of each row; a power of two.
     :param num_warps: number of warps of one program.
     """
 
@@ -177,8 +183,9 @@ def _warps(program_bytes: int) -> int:
 
 
 def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
-    """Return how the row kernel permutes matrices of `rows` x `row_bytes`, or ``None`` if a program cannot keep a
-    strip.
+    """Return the launch parameters with which the row kernel permutes matrices of `rows` x `row_bytes`.
+
+    The result is ``None`` if a program cannot keep even the narrowest strip in registers.
 
     The strip is the widest that a program can keep: at most 256 bytes, and at least one vector load of 16 bytes. On an
     H200 the width of a row access matters more than the number of programs that share a multiprocessor.
@@ -198,8 +205,8 @@ def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig
 
 
 def interleave_warps(row_bytes: int) -> int | None:
-    """Return the number of warps of the interleave kernel for scale rows of `row_bytes`, or ``None`` if a program could
-    not keep a tile.
+    """Return the number of warps of the interleave kernel for scale rows of `row_bytes`, or ``None`` if a program
+    cannot keep a tile of scales in registers.
     """
     program_bytes = TILE_ROWS * max(4, _next_power_of_2(row_bytes))
     return None if row_bytes % 4 or program_bytes > MAX_PROGRAM_BYTES else _warps(program_bytes)
@@ -259,7 +266,7 @@ if triton is not None:
         A word is the four scales that stay together. Word ``(32*q + r, k)`` of the tile goes to position
         ``128*k + 4*r + q``. Rows are read and written contiguously; the transposition happens between registers.
         """
-        # 64 bits for the same reason as above.
+        # 64 bits: a tensor of experts is larger than 4 GiB for unsharded models.
         tile_ptr = words_ptr + tl.program_id(0).to(tl.int64) * (128 * ROW_WORDS)
         q = tl.arange(0, 4)
         r = tl.arange(0, 32)
@@ -270,7 +277,7 @@ if triton is not None:
         words = tl.load(tile_ptr + row * ROW_WORDS + k[None, None, :], mask=(k < ROW_WORDS)[None, None, :])
         words = tl.permute(words, (2, 1, 0))
         target_ptr = tile_ptr + k[:, None, None] * 128 + r[None, :, None] * 4 + q[None, None, :]
-        # All loads of the program before any of its stores: see _permute_rows_kernel.
+        # The barrier makes every load of the program happen before any of its stores, as in _permute_rows_kernel.
         tl.debug_barrier()
         tl.store(target_ptr, words, mask=(k < ROW_WORDS)[:, None, None])
 
@@ -304,7 +311,7 @@ def permute_rows_triton(matrices: torch.Tensor, index: torch.Tensor, config: Row
 
 def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, num_warps: int) -> None:
     """Interleave every 128-row tile of scales in place with the Triton kernel. If ``index`` is given, permute the rows
-    first.
+    of each tile first.
 
     :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
     :param index: int32 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
@@ -328,14 +335,15 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 def _scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
     """Return a uint8 scratch buffer as large as `matrices`, but at most SCRATCH_BYTES.
 
-    :param at_least: bytes that one step needs. The buffer is never smaller.
+    :param at_least: bytes that one step needs. The buffer has at least this size.
     """
     size = max(at_least, min(SCRATCH_BYTES, matrices.numel()))
     return torch.empty(size, dtype=torch.uint8, device=matrices.device)
 
 
 def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor) -> None:
-    """Permute the rows of every matrix in place, for a few experts (or a few columns) at a time.
+    """Permute the rows of every matrix in place with PyTorch's operations, for a few experts (or a few columns) at a
+    time.
 
     :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous.
     :param index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
@@ -353,8 +361,9 @@ def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor) -> None:
 
 
 def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None) -> None:
-    """Interleave every 128-row tile of scales in place, some tiles at a time. If ``index`` is given, permute the rows
-    first.
+    """Interleave every 128-row tile of scales in place with PyTorch's operations, some tiles at a time.
+
+    If ``index`` is given, permute the rows of each tile first.
 
     :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
     :param index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
@@ -382,7 +391,8 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
-    """Return each permutation's `kernel_index` on the device, or ``None`` for each if no kernel can run.
+    """Copy the `kernel_index` of each permutation to the device, and return the copies. If no kernel can run, each is
+    ``None``.
 
     All indices are uploaded in one copy of at most some tens of KB. The copy comes from pageable memory, so the driver
     has read it when the call returns, and no wait for the stream is needed.
@@ -397,7 +407,9 @@ def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Seq
 def _ran_kernel(
     name: str, uploaded: torch.Tensor | None, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any
 ) -> bool:
-    """Launch a kernel, and return whether it ran. If it cannot be compiled or launched, its tensor is unchanged."""
+    """Launch a Triton kernel, and return whether it ran. If it cannot be compiled or launched, the tensor that it would
+    change is unchanged.
+    """
     if uploaded is None or matrices.data_ptr() % 16:
         return False
     try:
@@ -421,8 +433,9 @@ def _permute_rows(matrices: torch.Tensor, permutation: RowPermutation, uploaded:
 def _shuffle_scales(scales: torch.Tensor, permutation: RowPermutation, uploaded: torch.Tensor | None) -> None:
     tile = permutation.tile
     if tile is None:
-        # A row may come from any row of the expert, and the whole matrix of an expert is too large for one program. The
-        # shuffle therefore takes two passes, each in place, over an eighth of the layer's bytes.
+        # The permutation may move any row of an expert to any other row, and an expert's whole matrix is too large for
+        # one program. The scales are therefore shuffled in two passes, each in place: first the rows, then the tiles.
+        # The scales are an eighth of the layer's bytes.
         _permute_rows(scales, permutation, uploaded)
     warps = interleave_warps(scales.shape[-1])
     index = None if tile is None else uploaded
@@ -456,23 +469,25 @@ def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> 
 
 
 def _expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
-    """Return `tensor` as a uint8 view ``[experts, rows, row_bytes]`` on the same storage.
+    """Return a uint8 view ``[experts, rows, row_bytes]`` of `tensor`, on the same storage.
 
     :raises NotInPlace: the tensor's dtype, shape or strides do not allow the view. The message names the rule.
     """
     if tensor.dtype.itemsize != 1 or tensor.dtype == torch.bool:
         raise NotInPlace(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
-    wanted = (experts, rows, row_bytes)
+    expected_shape = (experts, rows, row_bytes)
     shape = tuple(tensor.shape)
     # The engine's own function reshapes its arguments, so leading dimensions may be flattened. The bytes of a row, or
     # all bytes, must agree with the sizes.
     same_rows = len(shape) == 1 or (len(shape) > 1 and shape[-1] == row_bytes)
-    if shape != wanted and not (same_rows and tensor.numel() == experts * rows * row_bytes):
-        raise NotInPlace(f"{name}: must have shape [num_experts, rows, row bytes] = {list(wanted)}, not {list(shape)}")
+    if shape != expected_shape and not (same_rows and tensor.numel() == experts * rows * row_bytes):
+        raise NotInPlace(
+            f"{name}: must have shape [num_experts, rows, row bytes] = {list(expected_shape)}, not {list(shape)}"
+        )
     if not tensor.is_contiguous():
         raise NotInPlace(f"{name}: must be contiguous, not strided {tuple(tensor.stride())} for shape {list(shape)}")
-    # detach(): a plain tensor, whatever Parameter subclass came in.
-    return tensor.detach().view(torch.uint8).view(wanted)
+    # ``detach()`` returns a plain tensor, even if the argument is an object of a subclass of Parameter.
+    return tensor.detach().view(torch.uint8).view(expected_shape)
 
 
 @torch.no_grad()
@@ -491,8 +506,8 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     Values, shapes and dtypes of the result are those of the engine's function of this name. The returned tensors are
     views of the inputs' storage, so the inputs are shuffled afterwards. The engine copies the result into the same
     parameters anyway. A reload therefore works as in the engine: it writes raw weights into the parameters and prepares
-    them again. As in the engine, preparing twice without loading in between, or loading only some of the experts,
-    shuffles again what is already shuffled.
+    them again. As in the engine, rows may be shuffled twice. This happens if weights are prepared twice without loading
+    in between, or if only some experts are loaded again.
 
     :param gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size
         if is_gated, else intermediate_size.
@@ -528,7 +543,7 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     layout_error = _layout_error(gemm1.shape[1], hidden_size, intermediate_size)
     try:
         permutations = row_permutations(hidden_size, intermediate_size, bool(is_gated))
-    except AssertionError as error:  # so does the engine's own function
+    except AssertionError as error:  # the engine's own function refuses such a shape, too
         message = f"gemm1_weights, gemm2_weights: FlashInfer refuses the shape: {error}"
         raise ValueError(layout_error or message) from error
     if permutations is None or layout_error is not None:

@@ -1,4 +1,4 @@
-"""Compute the GPU memory that loading FP4 experts takes in addition to the weights that a server reads.
+"""Predict the GPU memory that loading FP4 experts takes in addition to the weights that a server reads.
 
 Pure arithmetic for ``doctor`` and the pages: this module imports neither torch nor the engine.
 """
@@ -9,21 +9,22 @@ from typing import NamedTuple
 
 PARTS = 40
 """Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. A part's
-temporaries take ten times its weights, so those of 40 parts take a quarter of a tensor, which is less than a quarter of
-the layer."""
+temporaries take ten times the part's weights. With 40 parts they take a quarter of a tensor, which is less than a
+quarter of the layer's weights."""
 _TEMPORARIES = 9
 """Memory that ``triton_kernels`` takes in addition to the loaded ``w13`` while it lays ``w13`` out, as a multiple of
-the laid-out ``w13`` (allocator model)."""
+the laid-out ``w13``. Computed with a model of PyTorch's allocator."""
 _PADDED_TO = 64
-"""Number of bytes of which the rows and columns of a laid-out expert are multiples (0.5.12.post1 to 0.5.17)."""
+"""Padding of a laid-out expert: its rows and columns are multiples of this number of bytes (0.5.12.post1 to 0.5.17)."""
 _SCALE_ROWS = 256
-"""Number of rows of which the laid-out scales of an expert have a multiple."""
+"""Padding of the laid-out scales of an expert: they have a multiple of this number of rows."""
 _STOCK_HOLES = 0.085
-"""Holes in the allocator of a stock server, as a share of the laid-out experts: with gpt-oss-120b on one H200, 5,005 MB
-of 58.6 GB. Their size depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
+"""Memory lost to holes in the allocator of a stock server, as a fraction of the laid-out experts' bytes. With
+gpt-oss-120b on one H200 it is 5,005 MB of 58.6 GB. A hole is reserved memory that no later tensor fits into. The size
+of the holes depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
 _HOLES = 100 << 20
-"""Bytes of holes on a rank, at most, if experts are laid out in parts. A hole is the unused rest of a 20 MiB segment.
-Computed with the allocator model for TP=1, 2, 4 and 8."""
+"""Largest number of bytes lost to holes on a rank if experts are laid out in parts. A hole is the unused rest of a 20
+MiB segment. Computed with the allocator model for TP=1, 2, 4 and 8."""
 _MARLIN = 1.47, 0.21
 """Memory that Marlin's layout of one layer takes, as multiples of the layer's packed weights (0.5.17). The first number
 is for a stock server, the second for fp4-weights."""
@@ -31,12 +32,12 @@ _MARLIN_RUNNERS = ("marlin", "lora_marlin")
 
 
 class Loading(NamedTuple):
-    """GPU memory of one rank that loading takes in addition to the weights that the rank reads.
+    """GPU memory that loading takes on one rank, in addition to the weights that the rank reads in a forward pass.
 
     :param unread: bytes of scales that stay allocated although no kernel reads them.
     :param holes: bytes that the allocator reserves for good, and that no large tensor fits into.
-    :param transient: most bytes that one layer takes while it is laid out.
-    :param growth: bytes by which the laid-out experts are larger than the loaded ones.
+    :param transient: largest number of bytes that one layer takes while it is laid out.
+    :param growth: bytes by which the laid-out experts are larger than the loaded experts.
     """
 
     unread: int = 0
@@ -46,12 +47,12 @@ class Loading(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Bytes that the KV cache cannot use after the model is loaded."""
+        """Bytes beside the weights that stay allocated or reserved after loading. The KV cache cannot use them."""
         return self.growth + self.unread + self.holes
 
     @property
     def least(self) -> int:
-        """Bytes that must be free in addition to all weights. With fewer free bytes the model does not load."""
+        """Bytes that must be free in addition to the weights. With fewer free bytes the model does not load."""
         return self.kept + self.transient
 
 
@@ -69,9 +70,9 @@ def loading_bytes(
 ) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
-    A prediction reduces the KV cache by :attr:`Loading.kept`. The model does not load if less than
-    :attr:`Loading.least` is free in addition to the weights. The figures need runner and method: ``triton_kernel`` also
-    runs BF16 experts, for which all figures are zero.
+    A prediction of ``doctor --model`` reduces the KV cache by :attr:`Loading.kept`. The model does not load if less
+    than :attr:`Loading.least` is free in addition to the weights. Both ``runner`` and ``method`` are needed, because
+    ``triton_kernel`` also runs BF16 experts, for which all figures are zero.
 
     :param runner: the resolved ``--moe-runner-backend``; ``None``: not known.
     :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``.

@@ -1,15 +1,18 @@
-"""Find scales of a layer that no code reads after the weights were processed. The source of all possible readers
-decides.
+"""Find scales of a layer that no code reads after the weights were processed.
 
-The source of the quantization method's ``apply`` is walked, with the actual method and layer. An ``if`` is decided if
-its condition consists of settled attributes, the engine's globals and functions that return one expression. Then only
-the branch that runs is walked. Otherwise both branches are walked. Functions that receive the layer are walked as well.
+The source code of all possible readers decides. A *reader* is a function that may read the layer's attributes.
 
-If the layer itself is passed anywhere else, nothing is proven. A scale counts as read if its name occurs in another
-function of the method, or in a function of the layer that is no loader.
+:class:`_Reader` follows the statements of the quantization method's ``apply``, for the actual method and layer. If the
+    condition of an ``if`` has a known value, only the branch that runs is followed. The value is known if the condition
+    consists of attributes that no longer change, the engine's globals and functions that return one expression.
+    Otherwise both branches are followed. Functions that receive the layer are followed, too. If the layer is passed
+    anywhere else, nothing is proven.
 
-A weight update reaches a scale by its parameter's own ``weight_loader``, which stays. The loader does not read the
-scale.
+A scale also counts as read if its name occurs in another function of the method, or in a function of the layer that is
+no loader.
+
+A weight update reaches a scale through the ``weight_loader`` of the scale's parameter. This loader stays, and does not
+read the scale.
 """
 
 from __future__ import annotations
@@ -28,20 +31,21 @@ from sglang_moe_patches.core import engine
 
 _UNKNOWN = object()
 _EMPTY_CELL = CellType()
-"""Cell of a closure's variable that has no value yet."""
+"""Cell of a closure whose variable has no value yet. Its contents must not be read."""
 _MEGA_MOE = "_mega_moe_weights_built"
 """Name of the attribute that the engine sets on a layer whose experts run in DeepGEMM's mega kernel, without the
 method's ``apply``."""
 _SETUP = ("__init__", "create_weights", "create_moe_runner", "process_weights_after_loading")
-"""Names of a quantization method's functions that run before its layer's first forward pass, or after a weight update.
-"""
+"""Names of a quantization method's functions that run only before a layer's first forward pass, or after a weight
+update."""
 _LOADERS = ("weight_loader", "weight_loader_fused")
 _FORWARDS = ("forward", "forward_impl", "run_moe_core")
 """Names of functions of the engine's ``FusedMoE`` that run in a forward pass."""
 
 
 class Unread(NamedTuple):
-    """Scales of one layer that no code reads once the layer's weights have been processed.
+    """Result of :func:`unread_scales`: the scales of one layer that no code reads once the layer's weights have been
+    processed.
 
     :param bytes_of: bytes of each unread scale, by the scale's name.
     :param reason: why the layer has no unread scale. It is empty if the layer has one.
@@ -58,11 +62,11 @@ def unread_scales(layer: Any) -> Unread:
     """
     method = getattr(layer, "quant_method", None)
     if getattr(layer, _MEGA_MOE, False):
-        return Unread({}, "DeepGEMM's mega kernel runs its experts")
+        return Unread({}, "DeepGEMM's mega kernel runs the layer's experts")
     try:
         for owner in (method, getattr(method, "runner", None)):
-            holds_layer = any(_reaches(value, layer) for value in _attributes(owner).values())
-            engine.require(not holds_layer, f"{type(method).__name__} holds its layer")
+            holds_layer = any(_leads_to_layer(value, layer) for value in _attributes(owner).values())
+            engine.require(not holds_layer, f"{type(method).__name__} keeps a reference to its layer")
         for owner in (method, layer):
             kind: Any = type(owner)
             replaced = sorted(_attributes(owner).keys() & _functions(kind).keys())
@@ -76,30 +80,30 @@ def unread_scales(layer: Any) -> Unread:
         if value is not None
         and name.endswith(("_weight_scale", "_weight_scale_inv"))
         and name not in read
-        and not _said_elsewhere(type(method), type(layer), name)
+        and not _is_named_elsewhere(type(method), type(layer), name)
     }
     return Unread(unread, "" if unread else f"{type(method).__name__} reads all of its scales")
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes that are set on the object itself, not on its class."""
+    """Return the attributes that are set on an object itself, not on its class, by their names."""
     return getattr(owner, "__dict__", {})
 
 
-def _reaches(value: Any, layer: Any) -> bool:
-    """Return whether a value is the layer, or a callable or collection that contains the layer."""
+def _leads_to_layer(value: Any, layer: Any) -> bool:
+    """Return whether a value is the layer, or a callable or collection through which code can reach the layer."""
     todo, seen = [value], set[int]()
     while todo:
         if (value := todo.pop()) is layer:
             return True
         if id(value) not in seen:
             seen.add(id(value))
-            todo += _parts(value)
+            todo += _contents(value)
     return False
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    """Return the objects that a callable or a collection contains. For any other value, return none."""
+def _contents(value: Any) -> Iterable[Any]:
+    """Return the objects to which a callable or a collection refers. For any other value, return an empty tuple."""
     match value:
         case functools.partial(func=function, args=arguments, keywords=keywords):
             return function, *arguments, *keywords.values()
@@ -116,9 +120,9 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def attributes_read(method: Any, layer: Any) -> set[str]:
-    """Return the attributes of ``layer`` that ``method.apply(layer, ...)`` may read.
+    """Return the names of the layer's attributes that ``method.apply(layer, ...)`` may read.
 
-    :raises engine.Unsupported: the source does not show them.
+    :raises engine.Unsupported: the source code does not show which attributes ``apply`` reads.
     """
     apply = engine.require_unpatched(type(method), "apply")
     names = engine.parameters(apply)
@@ -131,8 +135,9 @@ def attributes_read(method: Any, layer: Any) -> set[str]:
 
 @functools.cache
 def _functions(owner: type) -> dict[str, FunctionType]:
-    """Return the functions of a class by their names, with the getters of properties. A wrapper counts as the function
-    that it wraps.
+    """Return the functions of a class and the getters of its properties, by their names.
+
+    A wrapper is replaced by the function that it wraps.
     """
     found = {}
     for name in dir(owner):
@@ -144,40 +149,41 @@ def _functions(owner: type) -> dict[str, FunctionType]:
 
 
 @functools.cache
-def _words(code: CodeType) -> frozenset[str]:
+def _names_and_strings(code: CodeType) -> frozenset[str]:
     """Return the names and strings that occur in a function's code and in the functions inside it."""
-    inner = (_words(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    inner = (_names_and_strings(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     strings = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset({*code.co_names, *strings}.union(*inner))
 
 
 def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
-    """Return the names of a class's functions that the functions ``names`` may call, and ``names`` themselves."""
+    """Return the names of the functions ``names`` of a class, and of all its functions that they may call."""
     functions, found, todo = _functions(owner), set[str](), {*names}
     while todo := todo & functions.keys() - found:
         found |= todo
-        todo = {word for name in todo for word in _words(functions[name].__code__)}
+        todo = {word for name in todo for word in _names_and_strings(functions[name].__code__)}
     return found
 
 
-def _said_elsewhere(method: type, layer: type, name: str) -> bool:
-    """Return whether a function other than ``apply`` mentions a scale's name and may run after the weights were
+def _is_named_elsewhere(method: type, layer: type, name: str) -> bool:
+    """Return whether another function than ``apply`` contains a scale's name and may run after the weights were
     processed.
     """
     asked_of_method = _functions(method).keys() - _reachable(method, (*_SETUP, "apply"))
     forwards = _reachable(layer, _FORWARDS)
     asked_of_layer = forwards | _functions(layer).keys() - _reachable(layer, _LOADERS)
     return any(
-        name in _words(_functions(owner)[each].__code__)
+        name in _names_and_strings(_functions(owner)[each].__code__)
         for owner, asked in ((method, asked_of_method), (layer, asked_of_layer))
         for each in asked
     )
 
 
 @functools.cache
-def _unsettled(owner: type) -> frozenset[str]:
-    """Return the names of attributes that a class sets outside of construction and of the processing of weights. Their
-    values may change in a forward pass.
+def _changing_attributes(owner: type) -> frozenset[str]:
+    """Return the names of a class's attributes whose values may change in a forward pass.
+
+    Such attributes are set in functions other than those that construct the object or process its weights.
     """
     functions = _functions(owner)
     return frozenset(
@@ -192,7 +198,13 @@ def _unsettled(owner: type) -> frozenset[str]:
 
 
 class _Reader:
-    """Reader of one function's source, in which the local name ``subject`` refers to the layer."""
+    """Reader of one function's source code. It finds the attributes of the layer that the function may read.
+
+    :param function: the function.
+    :param known: known values of the function's local names, by name.
+    :param subject: the local name that refers to the layer.
+    :param callers: functions whose calls lead to this function. A recursive call is not followed.
+    """
 
     def __init__(self, function: Any, known: dict[str, Any], subject: str, callers: frozenset[Any]) -> None:
         self.function, self.known, self.subject = function, known, subject
@@ -203,18 +215,18 @@ class _Reader:
         (definition,) = ast.parse(engine.source(function)).body
         engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
         self.definition: Any = definition
-        # A name that this function binds hides a global of the same name. Its value is known only if an assignment or
-        # import was walked.
+        # A local name of this function hides a global of the same name. Its value is known only after its assignment or
+        # import was followed.
         bound = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        engine.require(not bound & {subject, "self"}, f"{function.__name__} gives its arguments other values")
+        engine.require(not bound & {subject, "self"}, f"{function.__name__} assigns other values to its arguments")
         self.hidden = bound | {*function.__code__.co_varnames, *function.__code__.co_cellvars}
 
     def read(self) -> set[str]:
-        self._walk(self.definition.body)
+        self._follow_statements(self.definition.body)
         return self.attributes
 
-    def _walk(self, statements: list[ast.stmt]) -> bool:
-        """Walk the statements, and return whether they surely end the function."""
+    def _follow_statements(self, statements: list[ast.stmt]) -> bool:
+        """Record the attributes that the statements read. Return whether the statements always end the function."""
         for statement in statements:
             match statement:
                 case ast.If(test=test, body=body, orelse=orelse):
@@ -226,28 +238,28 @@ class _Reader:
                         self.known[bound] = getattr(importlib.import_module(name), alias.name, _UNKNOWN)
                 case ast.With(items=items, body=body):
                     for item in items:
-                        self._note(item)
-                    if self._walk(body):
+                        self._record_reads(item)
+                    if self._follow_statements(body):
                         return True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self._note(statement)
+                    self._record_reads(statement)
                     self.known[name] = self._value(value)
                 case ast.Return() | ast.Raise():
-                    self._note(statement)
+                    self._record_reads(statement)
                     return True
                 case _:
-                    self._note(statement)
+                    self._record_reads(statement)
         return False
 
     def _if(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> bool:
-        self._note(test)
+        self._record_reads(test)
         decided = self._truth(test)
         if decided is not _UNKNOWN:
-            return self._walk(body if decided else orelse)
+            return self._follow_statements(body if decided else orelse)
         before = dict(self.known)
-        first_ends, first = self._walk(body), self.known
+        first_ends, first = self._follow_statements(body), self.known
         self.known = dict(before)
-        second_ends = self._walk(orelse)
+        second_ends = self._follow_statements(orelse)
         for name in {*first, *self.known}:
             if first.get(name, _UNKNOWN) is not self.known.get(name, _UNKNOWN):
                 self.known[name] = _UNKNOWN
@@ -265,10 +277,10 @@ class _Reader:
         return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
 
     def _value(self, expression: ast.expr) -> Any:
-        """Evaluate an expression without running it.
+        """Return the value of an expression, or ``_UNKNOWN``. The expression is not run.
 
         Only constants, names, attributes with a known value, ``not``, ``and``, ``or``, comparisons and a few calls are
-        understood. Otherwise the result is ``_UNKNOWN``.
+        understood. For any other expression the result is ``_UNKNOWN``.
         """
         match expression:
             case ast.Constant(value=value):
@@ -293,7 +305,7 @@ class _Reader:
             case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str() as name), default]):
                 return self._attribute(self._value(owner), name, self._value(default))
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-                return self._returned(self._lookup(name), [self._value(argument) for argument in arguments])
+                return self._call_value(self._lookup(name), [self._value(argument) for argument in arguments])
         return _UNKNOWN
 
     @staticmethod
@@ -316,14 +328,14 @@ class _Reader:
     @staticmethod
     def _attribute(owner: Any, name: str, default: Any = _UNKNOWN) -> Any:
         kind: Any = type(owner)
-        if owner is _UNKNOWN or name in _unsettled(kind):
+        if owner is _UNKNOWN or name in _changing_attributes(kind):
             return _UNKNOWN
         if not isinstance(owner, ModuleType) and isinstance(inspect.getattr_static(kind, name, None), property):
-            return _UNKNOWN  # it runs code
+            return _UNKNOWN  # the getter of a property runs code
         return getattr(owner, name, default)
 
-    def _returned(self, function: Any, arguments: list[Any]) -> Any:
-        """Return the result of a call, or ``_UNKNOWN`` if the function's body is more than one ``return``."""
+    def _call_value(self, function: Any, arguments: list[Any]) -> Any:
+        """Return the value of a call, or ``_UNKNOWN`` if the called function is more than one ``return`` statement."""
         if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
             return _UNKNOWN
         names = engine.parameters(function)
@@ -331,15 +343,17 @@ class _Reader:
             return _UNKNOWN
         try:
             reader = _Reader(function, dict(zip(names, arguments, strict=True)), "", self.callers)
-        except (engine.Unsupported, OSError, ValueError):  # not to be read, or no function of its own
+        except (engine.Unsupported, OSError, ValueError):  # the source code cannot be read, or is no plain function
             return _UNKNOWN
         match reader.definition.body:
             case [ast.Return(value=ast.expr() as value)]:
                 return reader._value(value)
         return _UNKNOWN
 
-    def _note(self, tree: ast.AST) -> None:
-        """Record the layer's attributes that a syntax tree reads, and walk the functions that receive the layer."""
+    def _record_reads(self, tree: ast.AST) -> None:
+        """Record the attributes of the layer that a piece of code reads, and follow the functions that receive the
+        layer.
+        """
         harmless: set[ast.AST] = set()
         for node in ast.walk(tree):
             match node:
@@ -363,7 +377,7 @@ class _Reader:
                     self.attributes.add(str(name.value))  # type: ignore[attr-defined]
                     harmless.add(use)
                 case ast.Call():
-                    harmless |= self._follow(node)
+                    harmless |= self._follow_call(node)
         for node in ast.walk(tree):
             kept = isinstance(node, ast.Name) and node.id == self.subject and node not in harmless
             engine.require(not kept, f"{self._name()} may keep its layer")
@@ -373,10 +387,10 @@ class _Reader:
     def _name(self) -> str:
         return str(self.function.__qualname__)
 
-    def _follow(self, call: ast.Call) -> set[ast.AST]:
-        """Walk the function that ``call`` calls, if that function receives the layer.
+    def _follow_call(self, call: ast.Call) -> set[ast.AST]:
+        """Follow the function that ``call`` runs, if the function receives the layer.
 
-        :returns: the uses of the layer among the call's arguments.
+        :returns: the call's arguments that are the layer. They are harmless, because the function was followed.
         """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]
@@ -390,11 +404,11 @@ class _Reader:
                 function, receiver = self._lookup(name), {}
             case _:
                 raise engine.Unsupported(f"{self._name()} may keep its layer")
-        engine.require(isinstance(function, FunctionType), f"{self._name()} gives its layer to {name}")
+        engine.require(isinstance(function, FunctionType), f"{self._name()} passes its layer to {name}")
         engine.require(function not in self.callers, f"{name} calls itself")
         taken = engine.parameters(function)[len(receiver) :]
         subjects = [*(taken[place] for place in positions), *keywords]
-        engine.require(len(subjects) == 1, f"{self._name()} gives its layer to {name} twice")
+        engine.require(len(subjects) == 1, f"{self._name()} passes its layer to {name} twice")
         known = receiver | {subjects[0]: self.known[self.subject]}
         self.attributes |= _Reader(function, known, subjects[0], self.callers).read()
         return {value for value in (*call.args, *(word.value for word in call.keywords)) if self._is_subject(value)}

@@ -60,9 +60,10 @@ from sglang_moe_patches.core.variables import STRICT
 
 
 def _skip(server_args: Any) -> Skip | None:
-    """Return why this server never runs column slices, or ``None`` if it may.
+    """Return why this server never runs column slices, or ``None`` if it may run them.
 
-    The flag ``--moe-runner-backend`` is ignored: experts for which its runner has no kernel run on Triton.
+    The value of ``--moe-runner-backend`` does not matter: if the selected runner has no kernel for some experts, these
+    experts run on Triton.
 
     :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` is set, but the device is not CUDA.
     """
@@ -85,8 +86,8 @@ def _require_variable_unset(reason: str) -> None:
 
 
 def _plan() -> Plan:
-    """Return the plan: probe the Triton runner, the Marlin runner and the offers of dead inputs, and combine their
-    plans.
+    """Return the plan for moe-workspace, combined from probes of the Triton runner, the Marlin runner and the offers of
+    dead inputs.
 
     If only one runner is supported, the plan installs that runner and names the other runner's problem in its reason.
     """
@@ -113,7 +114,7 @@ def _plan() -> Plan:
 
 
 def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
-    """Warn about layers of a loaded model whose runner is unsupported.
+    """Log a warning if layers of a loaded model use a runner that this change does not support on this engine.
 
     :param model: the model that the engine has loaded.
     :param unsupported: mapping from the name of an unsupported runner, as for ``--moe-runner-backend``, to the reason.
@@ -133,9 +134,10 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
 
 
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:
-    """Call a runner's ``plan`` and return its plan, or an *unsupported* plan if it raises.
+    """Return the plan for one runner: the result of its function ``plan``, or an *unsupported* plan if the function
+    raises an exception.
 
-    If one runner's code is unknown or cannot be read, the other runner is not affected.
+    An exception in one runner's probe therefore does not affect the other runner.
     """
     try:
         return plan()
@@ -144,10 +146,11 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:
-    """Probe the offers of dead inputs. Column slices work without these offers, too.
+    """Probe whether decoder layers can offer their dead inputs to the runners. Column slices work without these offers,
+    too.
 
-    :returns: the installer and a note about layers that offer nothing. Without an offer the installer is ``None``, and
-        the note says why.
+    :returns: two values: the installer of the offers, and a note about layers that offer nothing. If no layer can offer
+        its input, the installer is ``None``, and the note says why.
     """
     try:
         offers = probe.probe_offers()
@@ -159,8 +162,8 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
     """Return why no forward pass ran in column slices, from the size of the largest expert outputs.
 
-    This function does not know which runner the layers use. If Triton and Marlin cut from different sizes on, the
-    reason names both sizes.
+    This function does not know which runner the layers use. Triton and Marlin may cut tensors from different sizes on.
+    The reason then names both sizes.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {
@@ -180,7 +183,7 @@ def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> st
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return the decision of moe-workspace for the layers of a built model (:func:`.decision.decide`)."""
+    """Return what moe-workspace does in the layers of a built model. :func:`.decision.decide` does the work."""
     from sglang_moe_patches.changes.moe_workspace import decision
 
     return decision.decide(built)

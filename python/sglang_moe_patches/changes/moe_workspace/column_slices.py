@@ -22,33 +22,36 @@ MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     positive_number_parser("MB"),
 )
 
-# Limits of the default rule. If the user sets MOE_WORKSPACE_MB, it replaces them.
+# Limits of the default rule: the next three constants. If the user sets MOE_WORKSPACE_MB, that value replaces them.
 #: Size in bytes of the smallest [tokens, top-k, hidden] tensor that is cut.
 MIN_TENSOR_BYTES = 192 << 20
-#: Smallest number of bytes that each further slice must save.
+#: Smallest number of bytes that each slice after the first must save.
 MIN_BYTES_SAVED_PER_SLICE = 36 << 20
 #: Largest fraction of the layer's time that slices may cost.
 MAX_SLOWDOWN_FRACTION = 0.02
 
-# Alignment of slices: a slice starts at a multiple of these numbers.
+# Alignment of slices in columns: the first column of a slice is a multiple of this number.
 SLICE_ALIGNMENT_COLUMNS = 256
-#: Triton compiles one kernel for operands that start at multiples of this number, and another for other operands.
+#: Alignment of operands in bytes. Triton compiles one kernel for operands with this alignment, and another kernel for
+#: other operands.
 OPERAND_ALIGNMENT_BYTES = 16
 MARLIN_ALIGNMENT_COLUMNS = 256
-#: Each of Marlin's launches computes a multiple of this number of columns.
+#: Granularity of Marlin in columns: each of its kernel launches computes a multiple of this number of columns.
 MARLIN_TILE_COLUMNS = 128
 
 # Costs of slices on an H200, in microseconds. Keys: bytes of an activation (1 for FP8 and INT8, 2 for 16 bits).
 #: Fixed cost for each layer that is computed in more than one slice.
 SLICING_US = 10.0
-#: Cost of each slice but the first: a constant (launch and last wave), and an amount per row (activations read again).
+#: Cost of each slice after the first: a constant (kernel launch and last wave), and an amount for each row, because the
+#: activations are read again.
 SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
 #: Operations per microsecond with the engine's tuned tiles, and with the small 16-bit tiles that the engine uses if
 #: nobody tuned tiles for the layer.
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
 SMALL_TILE_ELEMENTS, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
-#: Least slowdown of FP8 tiles with 128 rows that go through the columns before the rows (measured: 3 to 7 %).
+#: Smallest slowdown by slices, as a fraction of the layer's time, with FP8 tiles of 128 rows that go through the
+#: columns before the rows. Measured slowdowns are 3 to 7 %.
 SLOW_ORDER_SLOWDOWN = 0.07
 
 # Costs of slices with Marlin on an H200, in microseconds. The tuples have a constant and an amount per row.
@@ -68,7 +71,7 @@ class LayerShape(NamedTuple):
     :param hidden: columns of the layer's output.
     :param intermediate: the experts' intermediate size on this rank: columns of the activation's output.
     :param itemsize: bytes of an element of the output and of both GEMMs' outputs.
-    :param gate_columns: columns of the first GEMM's output. 0 stands for twice ``intermediate``.
+    :param gate_columns: columns of the first GEMM's output. 0 means twice ``intermediate``.
     :param weight_bytes: bytes of both GEMMs' weights and scales.
     :param local_row_fraction: fraction of the rows whose expert is on this rank (below 1 with expert parallelism).
     """
@@ -84,7 +87,7 @@ class LayerShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of both GEMMs' outputs: one for each token and each of its ``top_k`` experts."""
+        """Rows of both GEMMs' outputs: one row for each token and each of the token's ``top_k`` experts."""
         return self.tokens * self.top_k
 
     @property
@@ -113,11 +116,11 @@ class LayerShape(NamedTuple):
 
 
 class RunnerMemory(NamedTuple):
-    """Memory of a runner in one forward pass of a layer, in bytes.
+    """Memory that a runner allocates in one forward pass of a layer, in bytes.
 
     :param at_activation: memory that is allocated while the activation runs. Column slices do not change it.
     :param uncut: memory that is allocated during the second GEMM if the expert outputs are not cut.
-    :param beside_slice: memory that is allocated during the second GEMM of a slice, in addition to the slice itself.
+    :param beside_slice: memory that is allocated while a slice is computed, in addition to the slice itself.
     :param slice_column: memory of one column of a slice.
     """
 
@@ -132,9 +135,9 @@ class RunnerMemory(NamedTuple):
 
 
 class TritonGemm(NamedTuple):
-    """The Triton runner's second GEMM: the properties on which slices depend.
+    """Properties of the Triton runner's second GEMM that decide how wide the column slices are.
 
-    :param tiles: the engine's tile configuration. No slice cuts a tile. With ``None``, the time that slices cost is
+    :param tiles: the engine's tile configuration. No slice cuts a tile. If it is ``None``, the time that slices cost is
         ignored.
     :param quantized: whether the activations have one byte (FP8 or INT8).
     :param activation_in_dead_input: whether the activation's output lies in the dead input, which is allocated anyway.
@@ -165,17 +168,17 @@ class TritonGemm(NamedTuple):
 
     @property
     def has_slow_order(self) -> bool:
-        """Whether the tiles go through the columns before the rows: FP8 tiles of at least 128 rows whose
-        ``GROUP_SIZE_M`` is 1.
+        """Whether the GEMM's tiles go through the columns before the rows.
 
-        With such tiles, even two slices were measurably slower than none (:data:`SLOW_ORDER_SLOWDOWN`).
+        This holds for FP8 tiles of at least 128 rows whose ``GROUP_SIZE_M`` is 1. With such tiles, even two slices were
+        measurably slower than none (:data:`SLOW_ORDER_SLOWDOWN`).
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
 
     @property
     def operations_per_us(self) -> float:
-        """Floating-point operations that an H200 computes in a microsecond with these tiles."""
+        """Floating-point operations that an H200 computes in a microsecond with this GEMM's tiles."""
         assert self.tiles is not None
         is_small = self.tiles["BLOCK_SIZE_M"] * self.tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
         return (
@@ -203,7 +206,9 @@ class TritonGemm(NamedTuple):
         return layer.rows * layer.intermediate if self.quantized else self.inner_bytes(layer)
 
     def memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return the runner's memory in this layer. :func:`slice_width` uses it."""
+        """Return how much memory the Triton runner allocates in a layer with these sizes. :func:`slice_width` uses the
+        result.
+        """
         inner_bytes, input_bytes = self.inner_bytes(layer), self.input_bytes(layer)
         # The scales of the quantized input have at most four bytes for each group of 128 elements.
         input_with_scales = input_bytes + (input_bytes // 32 if self.quantized else 0)
@@ -218,7 +223,7 @@ class TritonGemm(NamedTuple):
 
 
 class MarlinGemm(NamedTuple):
-    """Marlin's second GEMM: the properties on which slices depend.
+    """Properties of Marlin's second GEMM that decide how wide the column slices are.
 
     :param column_bytes: bytes of one column's weights and scales, summed over all experts.
     :param output_in_dead_input: whether the layer's output lies in the dead input, which is allocated anyway.
@@ -237,11 +242,14 @@ class MarlinGemm(NamedTuple):
         return self.slicing_us(layer, slices) / layer.layer_us(MARLIN_OPERATIONS_PER_US)
 
     def memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return the runner's memory in this layer. :func:`packed_slice_width` uses it."""
+        """Return how much memory the Marlin runner allocates in a layer with these sizes. :func:`packed_slice_width`
+        uses the result.
+        """
         inner_bytes = layer.rows * layer.intermediate * layer.itemsize
         return RunnerMemory(
             at_activation=layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes,
-            uncut=inner_bytes + layer.output_bytes + layer.tensor_bytes,  # the engine's own allocates its output
+            # The engine's own function allocates a tensor for its output.
+            uncut=inner_bytes + layer.output_bytes + layer.tensor_bytes,
             beside_slice=inner_bytes + (0 if self.output_in_dead_input else layer.output_bytes),
             slice_column=layer.rows * layer.itemsize + self.column_bytes,
         )
@@ -257,8 +265,8 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
       the runner holds the first GEMM's output (2 I) and the activation's output (I), in all 3 I. No slice can lower
       this. While a slice runs, the runner holds the second GEMM's input (I, or I/2 if quantized) and the slice. The
       slice may therefore have 2 I columns (2.5 I if quantized) before it raises the peak. If the activation's output
-      lies in the dead input, it counts nowhere: the slice may have 2 I columns (1.5 I if quantized). Narrower slices
-      save nothing.
+      lies in the dead input, it takes no new memory, and the slice may have 2 I columns (1.5 I if quantized). Narrower
+      slices would save no memory.
     - Memory saved by each further slice. With ``n`` slices, one slice holds 1/n of the tensor, so one more slice saves
       about 1/n^2 of the tensor. Each further slice must save :data:`MIN_BYTES_SAVED_PER_SLICE`. The largest ``n`` that
       fulfils this is a square root.
@@ -315,11 +323,12 @@ def packed_slice_width(
 
 
 def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Callable[..., int]) -> str:
-    """Return a phrase for the user: the memory limit that makes the runner cut this tensor, the memory saved, and the
-    time that it costs.
+    """Return a phrase that advises the user to set a memory limit with which the runner cuts this tensor.
+
+    The phrase contains the limit, the memory saved and the time that the slices cost.
 
     The limit is a value for ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``. It is the peak memory with the slices that the
-    default rule would choose if slices cost no time. If such slices save nothing, the result is empty.
+    default rule would choose if slices cost no time. If such slices save no memory, the result is empty.
 
     :param choose_width: :func:`slice_width` or :func:`packed_slice_width`.
     """
@@ -360,7 +369,8 @@ def _max_affordable_slices(
 
 
 def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], rows: int) -> int:
-    """Return how many slices cost at most ``budget_us`` microseconds. The first slice is free.
+    """Return the largest number of slices that together cost at most ``budget_us`` microseconds. The first slice costs
+    nothing.
 
     The result is at most ``rows`` + 1, so that an infinite budget has a finite result.
 
@@ -370,7 +380,7 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
 
 
 def _cost_of_slice_us(slice_us: tuple[float, float], rows: int) -> float:
-    """Return the cost of a slice other than the first, in microseconds. The first slice is free.
+    """Return the time that each slice after the first costs, in microseconds. The first slice costs nothing.
 
     :param slice_us: the cost as two numbers: a constant, and an amount for each row.
     """
@@ -422,13 +432,15 @@ def min_packed_tensor_bytes(max_bytes: int | None) -> int:
 
     With a limit of ``max_bytes``, the size is a third of the limit. The runner holds three tensors: the expert outputs,
     the activation's output and the layer's output. Where slices help, the expert outputs are the largest. If they are
-    below a third of the limit, all three tensors fit uncut.
+    below a third of the limit, all three tensors fit into the limit without slices.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
 
 
 def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
-    """Log that a runner cuts its expert outputs into slices. For each runner, only the first call in a process logs."""
+    """Log that a runner cuts its expert outputs into slices. For each runner, only the first call in a process logs a
+    line.
+    """
     message = log.format_line(
         "moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices"
     )

@@ -1,6 +1,7 @@
 """Predict what moe-workspace does in the layers of a built model, for ``doctor --model``.
 
-The functions that decide in a forward pass decide here, too. They receive tensors without memory (``meta`` tensors).
+The prediction calls the same functions that decide in a forward pass. They receive tensors without memory (``meta``
+tensors).
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return the decision for the layers of a model, from its first layer on Triton or Marlin.
+    """Return what moe-workspace does in the layers of a built model, decided for the model's first layer on Triton or
+    Marlin.
 
-    A layer that offers its dead input is preferred to a layer that does not. The other layers of the model are assumed
-    to be alike.
+    If a layer offers its dead input, it is preferred to layers that do not. The other layers of the model are assumed
+    to be like this layer.
     """
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
@@ -29,7 +31,8 @@ def decide(built: BuiltModel) -> Decision:
             reason=f"the experts exchange tokens by {backend}, which uses neither the Triton nor the Marlin runner"
         )
     offering, _ = probe.find_offers(built.model)
-    layers = offering + runners.layers_of(built.model)  # the first layer of all never offers
+    # Layers that offer come first, because a model's first layer never offers its input.
+    layers = offering + runners.layers_of(built.model)
     decides = {"triton": _decide_triton, "marlin": _decide_marlin}
     for experts in layers:
         if decide_layer := decides.get(str(runners.runner_of(experts))):
@@ -39,7 +42,9 @@ def decide(built: BuiltModel) -> Decision:
 
 
 def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """Decide for a layer on the Triton runner, with the functions of :mod:`.triton` and :mod:`.deferred_tensor`.
+    """Return what moe-workspace does in a layer on the Triton runner.
+
+    The functions of :mod:`.triton` and :mod:`.deferred_tensor` decide.
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.
@@ -90,7 +95,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
 
 def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """Decide for a layer on the Marlin runner, with the functions of :mod:`.marlin`.
+    """Return what moe-workspace does in a layer on the Marlin runner. The functions of :mod:`.marlin` decide.
 
     The engine has not packed the weights yet. Tensors of the packed shapes stand in for them.
 
@@ -117,7 +122,9 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
     def packed(rows: int, columns: int) -> tuple[Any, Any]:
-        """Return ``meta`` tensors with the packed shapes of a matrix [rows, columns]: its weights and its scales."""
+        """Return the weights and the scales of a matrix [rows, columns], with the shapes that Marlin packs them into,
+        as ``meta`` tensors.
+        """
         words = _empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
         return words, _empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
@@ -146,7 +153,7 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """Return a decision, with a reason, from the slice width that a runner's rule chooses.
+    """Return what moe-workspace does in a layer, and why, from the slice width that a runner's rule chooses.
 
     :param sizes: the layer's shape and its second GEMM, or the reason why the tensor cannot be cut.
     :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.

@@ -1,8 +1,9 @@
-"""Replacement for the Triton runner's expert outputs. They are computed and summed one column slice at a time.
+"""Stand-in for the tensor of the Triton runner's expert outputs, which are then computed and summed one column slice at
+a time.
 
-Where the engine allocates the expert outputs, it gets a :class:`DeferredTensor`. The call of the second GEMM is
-recorded in it (:class:`SecondGemm`). The sum then runs the engine's GEMM and this package's sum for each slice
-(:func:`run_gemm_and_sum`).
+Where the engine allocates the expert outputs, it gets a :class:`DeferredTensor`. The arguments of the second GEMM are
+recorded in it (:class:`SecondGemm`), and the GEMM does not run yet. The sum then runs the engine's GEMM and this
+package's sum for each slice (:func:`run_gemm_and_sum`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from sglang_moe_patches.core import log
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
 CONFIG = 14
 REST = GEMM_PARAMETERS.index("topk_weights")
-"""Position among the GEMM's parameters of the first one that :class:`SecondGemm` keeps in ``rest``."""
+"""Position of the first parameter of the GEMM that has no field of its own in :class:`SecondGemm`, and is kept in
+``rest``."""
 
 
 # --- What stands in for tensors --------------------------------------------------------------------------------------
 
 
 class SecondGemm(NamedTuple):
-    """Arguments of a call of the engine's second GEMM. The output is not among them.
+    """Arguments with which the engine called its second GEMM, except the output.
 
     :param rest: positional arguments from position :data:`REST` on.
     """
@@ -69,7 +71,8 @@ class SecondGemm(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DeferredTensor:
-    """Replacement for the [tokens, top-k, hidden] tensor that the engine's function allocates.
+    """Stand-in without memory for the [tokens, top-k, hidden] tensor of expert outputs that the engine's function
+    allocates.
 
     :param gemm: the second GEMM's arguments, or ``None`` until the engine has called it.
     :param tensor: the allocated tensor, if the engine returns it as the output (``no_combine``), else ``None``.
@@ -84,19 +87,23 @@ class DeferredTensor:
     tensor: Any = None
 
     def view(self, *shape: int) -> DeferredTensor:
-        """Return this object. The engine asks only for the shape that this object has."""
+        """Return this object, as ``torch.Tensor.view`` would. The engine asks only for the shape that this object
+        already has.
+        """
         assert shape == self.shape
         return self
 
     def unsqueeze(self, dim: int) -> Any:
-        """Allocate the tensor. The engine calls this only if it does not sum over the top-k (``no_combine``). The
-        tensor is its output then.
+        """Allocate the tensor and return it.
+
+        The engine calls this method only if it does not sum over the top-k (``no_combine``). The tensor is then the
+        engine's output.
         """
         self.tensor = self.allocate(self.shape)
         return self.tensor.unsqueeze(dim)
 
     def allocate(self, shape: tuple[int, ...]) -> Any:
-        """Allocate a tensor with the dtype and device of this object."""
+        """Allocate a new tensor with the dtype and device of this object."""
         import torch
 
         return torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -107,7 +114,7 @@ class _QuantizationDone(Exception):
 
 
 class QuantizedOnce:
-    """Activations that are quantized once for all slices, by the function that the engine's GEMM chooses.
+    """Activations of the second GEMM, quantized once for all slices by the function that the engine's GEMM chooses.
 
     The first call of the GEMM ends after the quantization. The 16-bit activations are then freed before slices allocate
     memory.
@@ -131,8 +138,7 @@ class QuantizedOnce:
 
 @dataclass(slots=True)
 class FusedMoeCall:
-    """Facts about a call of the fused-MoE function that may run in column slices. The functions that choose and run the
-    slices read them.
+    """Facts about one call of the fused-MoE function, which decide whether and how it runs in column slices.
 
     :param gate_columns: columns of the first GEMM's output.
     :param weight_bytes: bytes of both GEMMs' weights.
@@ -186,20 +192,22 @@ def column_skip_reason(
     """
     tokens, _, hidden = deferred.shape
     if gemm.weights.ndim != 3 or gemm.weights.shape[1] != hidden:
-        return f"its weights have the shape {tuple(gemm.weights.shape)}"
+        return f"the weights of the second GEMM have the unexpected shape {tuple(gemm.weights.shape)}"
     if gemm.bias is not None and gemm.bias.shape[1:] != (hidden,):
-        return "its bias has not one element per column"
+        return "the bias of the second GEMM does not have one element for each column"
     if shared_columns is None:
-        return f"its weight scales have the shape {tuple(gemm.weights_scale.shape)}"
+        return f"the weight scales of the second GEMM have the unexpected shape {tuple(gemm.weights_scale.shape)}"
     if gemm.zero_points is not None:
-        return "its zero points are packed"
+        return "the zero points of the weights are packed"
     if output.shape != (tokens, hidden) or output.stride(1) != 1 or output.dtype != deferred.dtype:
-        return "its output is no [tokens, hidden] tensor with adjacent columns"
+        return "the output is no [tokens, hidden] tensor with adjacent columns"
     return None
 
 
 def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
-    """Return the column slices in which the deferred tensor is computed and summed; one slice if it is not cut."""
+    """Return the column slices in which the expert outputs are computed and summed. If they are not cut, return one
+    slice.
+    """
     sizes = describe(deferred, output)
     hidden = deferred.shape[2]
     if isinstance(sizes, str):
@@ -210,8 +218,9 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
 
 
 def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonGemm] | str:
-    """Return the layer's shape and the properties of its second GEMM, which decide the slices. If the tensor cannot be
-    cut, return the reason instead.
+    """Return the layer's shape and the properties of its second GEMM, which decide how wide the slices are.
+
+    If the expert outputs cannot be cut, return the reason as a text instead.
     """
     gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
     assert gemm is not None
@@ -265,7 +274,8 @@ def run_gemm_and_sum(
     """
     slices = choose_column_slices(deferred, output)
     tokens, top_k, hidden = deferred.shape
-    gemm, deferred.gemm = deferred.gemm, None  # so that its activations can be freed
+    # ``deferred`` keeps no reference, so that the activations of the GEMM can be freed.
+    gemm, deferred.gemm = deferred.gemm, None
     assert gemm is not None
     if len(slices) == 1:
         whole = deferred.allocate(deferred.shape)

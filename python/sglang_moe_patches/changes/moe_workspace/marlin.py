@@ -1,4 +1,4 @@
-"""Column slices in Marlin: the engine's own ``fused_marlin_moe`` with replaced globals.
+"""Column slices in Marlin: run the engine's own function ``fused_marlin_moe`` with replaced globals.
 
 The engine allocates one tensor for the outputs of both GEMMs, as wide as the wider output. Here the first GEMM's output
 is a tensor of its own, which is freed after the activation has read it. The second GEMM's output is deferred: the sum
@@ -61,9 +61,9 @@ _EXPECTED_USES = {
 
 @dataclass(slots=True, eq=False)
 class MarlinCall:
-    """A call of the engine's function in column slices.
+    """State of one call of Marlin's fused-MoE function that runs in column slices.
 
-    :param rows: rows of both outputs: tokens x top-k.
+    :param rows: rows of the outputs of both GEMMs: tokens x top-k.
     :param gate_columns: columns of the first GEMM's output.
     :param slices: ``(start, stop)`` of each slice of the second GEMM's output.
     :param first: the first GEMM's output, or ``None`` before the first GEMM and from the second GEMM on.
@@ -85,7 +85,7 @@ _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 
 @dataclass(slots=True, eq=False)
 class _BothOutputs:
-    """Replacement for the tensor that the engine allocates for the outputs of both GEMMs. It has no memory.
+    """Stand-in without memory for the one tensor that the engine allocates for the outputs of both GEMMs.
 
     The engine takes two slices of the tensor. The first slice is the first GEMM's output, and the second slice is the
     second GEMM's output.
@@ -110,8 +110,9 @@ class _BothOutputs:
 
 @dataclass(slots=True, eq=False)
 class _FirstOutput:
-    """Replacement for the first GEMM's output. The tensor is allocated when the GEMM runs, and only the
-    :class:`MarlinCall` refers to it.
+    """Stand-in for the output of the first GEMM until that GEMM runs.
+
+    The tensor is allocated when the GEMM runs, and only the :class:`MarlinCall` refers to it.
     """
 
     call: MarlinCall
@@ -129,8 +130,9 @@ class _FirstOutput:
 
 @dataclass(slots=True, eq=False)
 class DeferredOutput:
-    """Replacement for the second GEMM's output, [tokens, top-k, hidden]. It has no memory, and is used until the sum
-    runs.
+    """Stand-in without memory for the output of the second GEMM, [tokens, top-k, hidden].
+
+    The sum over the top-k later computes this output in column slices.
 
     :cvar dtype: always ``None``, a dtype for which the engine has no special sum. The engine therefore calls the
         general sum.
@@ -150,7 +152,7 @@ class DeferredOutput:
 
 
 class _MarlinTorch(takers.OutputTorch):
-    """Replacement for the name ``torch`` inside Marlin's function.
+    """Stand-in for the module ``torch`` inside Marlin's function.
 
     The engine allocates one tensor for the outputs of both GEMMs. Instead of it, this object returns
     :class:`_BothOutputs`, which allocates nothing yet.
@@ -169,17 +171,17 @@ class _MarlinTorch(takers.OutputTorch):
         assert dim == 1
         return self._sum(expert_outputs, out, 1.0)
 
-    def empty(self, size: Any, **how: Any) -> Any:
+    def empty(self, size: Any, **options: Any) -> Any:
         if len(size) != 1:
-            return self._torch.empty(size, **how)
-        return _BothOutputs(_current_call.get(), lambda length: self._torch.empty(length, **how))
+            return self._torch.empty(size, **options)
+        return _BothOutputs(_current_call.get(), lambda length: self._torch.empty(length, **options))
 
-    def zeros(self, size: Any, **how: Any) -> Any:
-        if not isinstance(size, tuple):  # the workspace
-            return self._torch.zeros(size, **how)
+    def zeros(self, size: Any, **options: Any) -> Any:
+        if not isinstance(size, tuple):  # the workspace is allocated as usual
+            return self._torch.zeros(size, **options)
         call = _current_call.get()
         call.is_zeroed = True
-        return _BothOutputs(call, lambda length: self._torch.zeros(length, **how))
+        return _BothOutputs(call, lambda length: self._torch.zeros(length, **options))
 
     def empty_like(self, tensor: Any) -> Any:
         buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
@@ -205,8 +207,9 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
 
 
 def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
-    """Return the layer's shape and the properties of its second GEMM, which decide the slices. If the tensor cannot be
-    cut, return the reason instead.
+    """Return the layer's shape and the properties of its second GEMM, which decide how wide the slices are.
+
+    If the expert outputs cannot be cut, return the reason as a text instead.
     """
     # While the GPU is idle, the host's time before the first kernel counts. Therefore no text is formatted unless it is
     # logged.
@@ -230,24 +233,24 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
 
 
 def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
-    """Return why the second GEMM cannot be computed in column slices, or ``None`` if it can."""
+    """Return why a call's second GEMM cannot be computed in column slices, or ``None`` if it can."""
     bias = arguments.get("w2_bias")
     if arguments.get("no_combine"):
         return "the caller wants the expert outputs before they are summed (no_combine)"
     if arguments["inplace"] and streams.has_concurrent_reader:
         return "the layer writes its output over its input, which another stream may still read"
     if _has_elements(arguments["g_idx2"]) or _has_elements(arguments["sort_indices2"]):
-        return "its activations are reordered (act-order)"
+        return "the layer reorders its activations (act-order)"
     if _has_elements(arguments["w2_zeros"]):
-        return "its zero points are packed"
+        return "the zero points of the weights are packed"
     if hidden % column_slices.MARLIN_TILE_COLUMNS:
         return f"Marlin's tiles do not divide {hidden} columns"
     if w2.shape[2] != hidden * (arguments["num_bits"] // 2):
-        return f"its weights have the shape {tuple(w2.shape)}"
+        return f"the weights of the second GEMM have the unexpected shape {tuple(w2.shape)}"
     if scale.ndim != 3 or scale.shape[2] != hidden or not (scale.is_contiguous() and w2.is_contiguous()):
-        return f"its weight scales have the shape {tuple(scale.shape)}"
+        return f"the weight scales of the second GEMM have the unexpected shape {tuple(scale.shape)}"
     if bias is not None and bias.shape != (len(w2), hidden):
-        return "its bias has not one element per column"
+        return "the bias of the second GEMM does not have one element for each column"
     return None
 
 
@@ -315,7 +318,7 @@ def run_gemm_and_sum(
 
 
 def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> None:
-    """Wrap the engine's operator in the module in which its callers look it up.
+    """Wrap Marlin's operator ``fused_marlin_moe`` in the module in which its callers look it up.
 
     :param module: the engine's module with the operator.
     :param function: the function that the operator runs (:func:`find_function`).
@@ -376,7 +379,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
 
 
 def find_function(module: ModuleType) -> FunctionType:
-    """Return the function that the engine's operator runs.
+    """Return the Python function that Marlin's operator ``fused_marlin_moe`` runs.
 
     In newer releases the callable that wraps the operator refers to the function. In other releases no object refers to
     it. The function is then defined again from the module's source, with the operator's defaults.
@@ -398,8 +401,8 @@ def find_function(module: ModuleType) -> FunctionType:
 
 
 def plan() -> Plan:
-    """Return the plan for Marlin: how to install the column slices, or why they are not needed. It first checks that
-    the engine's Marlin function, its GEMM and its sum have the expected code.
+    """Return the plan for Marlin: how to install the column slices, or why they are not needed. The function first
+    checks that the engine's Marlin function, GEMM and sum have the expected code.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """
@@ -413,7 +416,7 @@ def plan() -> Plan:
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     engine.get(module, SUM)
     for name in ("torch", GEMM, SUM):
-        require(engine.is_only_a_global(function, name), f"in {NAME}, {name} is not only a global of its module")
+        require(engine.is_only_a_global(function, name), f"{NAME} uses {name} otherwise than as its module's global")
     for name, expected in _EXPECTED_USES.items():
         uses = {use for use in engine.find_uses(function, name) if not use.startswith(f"{GEMM}(")}
         require(uses <= expected, f"{NAME} has another use for {name}: {', '.join(sorted(uses - expected))}")
@@ -425,6 +428,6 @@ def plan() -> Plan:
         f"{NAME} allocates {', '.join(sizes)}",
     )
     outputs = [ast.unparse(call.args[1]) for call in engine.find_calls(function, GEMM)]
-    require(outputs == [_FIRST, _SECOND], f"{NAME} has {GEMM} write {', '.join(outputs)}")
+    require(outputs == [_FIRST, _SECOND], f"{NAME} lets {GEMM} write into {', '.join(outputs)}")
     runners.probe_symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, function=function))

@@ -3,12 +3,12 @@
 A layer that works in place writes its output over its input. The engine writes this output only after the whole second
 GEMM. Column slices would write their first columns earlier. Some blocks (modules of a model that contain routed
 experts) run their shared experts at the same time, on another stream and on the same input. Neither stream waits for
-the other. In the engine this is safe, because it writes late.
+the other. Without column slices this is safe, because the engine writes its output late.
 
 The code of a block shows whether it does this: a method of its class runs something on a stream of its choice. If the
-shared experts are fused into the routed experts, nothing runs at the same time. One answer holds for the whole process,
-because its layers are of one kind. If the answer is yes without need, that costs one copy of the output and changes no
-result.
+shared experts are fused into the routed experts, nothing runs at the same time. One answer holds for all layers of the
+process, because they are of one kind. If the answer is yes although no stream reads the input, this costs one copy of
+the output and changes no result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ has_concurrent_reader = False
 
 
 def switches_streams(block: type) -> bool:
-    """Return whether a method of the class, or of a base class, runs something on a stream of its choice."""
+    """Return whether a method of a class, or of its base classes, runs code on a CUDA stream that it chooses."""
     return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
 
 

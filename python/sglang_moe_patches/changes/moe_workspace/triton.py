@@ -1,4 +1,4 @@
-"""Column slices in the Triton runner: the engine's own fused-MoE function with three replaced globals.
+"""Column slices in the Triton runner: run the engine's own fused-MoE function with three replaced globals.
 
 ``route`` compares the size of the expert outputs with a threshold in every forward pass. For a large tensor,
 ``run_in_columns`` runs a copy of the engine's function in which three global names have other values: ``torch``
@@ -60,11 +60,11 @@ _MAX_COMPILED_SUM_TOKENS = 32
 
 
 class _FusedMoeTorch(takers.OutputTorch):
-    """Replacement for the name ``torch`` inside the fused-MoE function. It defers the allocation of the expert outputs.
+    """Stand-in for the module ``torch`` inside the fused-MoE function, which does not allocate the expert outputs.
 
-    The replacement also places one tensor in the layer's dead input, if a dead input is offered. If the call is not in
-    place, this tensor is the output. If the call is in place, it is the activation's output, which counts in the
-    runner's peak memory.
+    The stand-in also places one tensor in the layer's dead input, if a dead input is offered. If the call is not in
+    place, this tensor is the output. If the call is in place, this tensor is the activation's output, which is part of
+    the runner's peak memory.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
@@ -88,7 +88,7 @@ class _FusedMoeTorch(takers.OutputTorch):
 
 
 def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
-    """Return whether a call with a large tensor may run in columns.
+    """Return whether a call with large expert outputs may run in column slices.
 
     LoRA hooks and a deferred sum read the expert outputs themselves. With a top-k of 1 the engine runs no sum, and with
     a top-k of 2 it runs an addition.
@@ -108,12 +108,12 @@ def local_row_fraction(filter_expert: Any) -> float:
         from sglang.srt.distributed import get_moe_expert_parallel_world_size
 
         return 1.0 / float(get_moe_expert_parallel_world_size())
-    except Exception:  # moved, or not set up: count the weights' bytes alone
+    except Exception:  # the engine has no such function, or expert parallelism is not set up
         return 0.0
 
 
 def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
-    """Wrap the engine's fused-MoE function.
+    """Wrap the engine's fused-MoE function, so that calls with large expert outputs run in column slices.
 
     :param module: the engine's module with the fused-MoE function.
     :param kernels: the engine's module with the GEMM that the function calls.
@@ -154,11 +154,11 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             deferred_tensor.current_call.reset(token)
         return output.tensor if isinstance(output, DeferredTensor) else output
 
-    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
+    def route(hidden_states: Any, topk_ids: Any, options: dict[str, Any]) -> Callable[..., Any] | None:
         tokens, top_k = topk_ids.shape
         if top_k * hidden_states.nbytes < column_slices.min_tensor_bytes(max_bytes):
             return None
-        may_run = can_run_in_columns(tokens, top_k, how.get("hooks"), how.get("defer_sum"))
+        may_run = can_run_in_columns(tokens, top_k, options.get("hooks"), options.get("defer_sum"))
         return run_in_columns if may_run else None
 
     # This route comes first, so that a call whose output goes into the dead input runs in columns, too.
@@ -170,16 +170,18 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 def has_unwritten_sum(fused_moe: FunctionType) -> bool:
     """Return whether the engine's function sums a tensor that it never writes.
 
-    This fault exists up to 0.5.17 at least, with a top-k of 1 and a factor other than 1. The GEMM then writes the
-    output itself, and the sum overwrites it.
+    This fault exists up to 0.5.17 at least, if the top-k is 1 and the routed scaling factor is not 1. The GEMM then
+    writes the output itself, and the sum overwrites it with values that were never written.
     """
     return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.source(fused_moe)
 
 
 def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
-    """Return a route that corrects the engine's fault that :func:`has_unwritten_sum` finds.
+    """Return a route that makes calls with a top-k of 1 correct, in releases with the fault that
+    :func:`has_unwritten_sum` finds.
 
-    The route calls the function with a factor of 1 and then multiplies its output by the factor.
+    The route calls the fused-MoE function with a routed scaling factor of 1, and then multiplies its output by the real
+    factor.
     """
     following = getattr(module, FUSED_MOE)
 
@@ -187,10 +189,10 @@ def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
         factor = kwargs["routed_scaling_factor"]
         return following(*args, **{**kwargs, "routed_scaling_factor": 1.0}).mul_(factor)
 
-    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
-        if topk_ids.shape[1] != 1 or how.get("routed_scaling_factor") in (None, 1.0):
+    def route(hidden_states: Any, topk_ids: Any, options: dict[str, Any]) -> Callable[..., Any] | None:
+        if topk_ids.shape[1] != 1 or options.get("routed_scaling_factor") in (None, 1.0):
             return None
-        return None if how.get("no_combine") or how.get("hooks") else scale_afterwards
+        return None if options.get("no_combine") or options.get("hooks") else scale_afterwards
 
     return route
 
@@ -202,8 +204,9 @@ def _build_fused_moe_in_columns(
     kernels: ModuleType,
     symmetric_memory: runners.SymmetricMemory,
 ) -> FunctionType:
-    """Return a copy of the engine's fused-MoE function. It allocates, computes and sums through this module's
-    replacements.
+    """Return a copy of the engine's fused-MoE function that runs the second GEMM and the sum in column slices.
+
+    The copy allocates, computes and sums through this module's replacements for three globals.
     """
     import torch
 
@@ -256,17 +259,17 @@ def _build_fused_moe_in_columns(
 
 
 def _require_globals(function: Any, *names: str) -> None:
-    """Check that ``function`` reads the names as globals of its module, and in no other way."""
+    """Check that a function uses each of ``names`` only as a global of its module."""
     for name in names:
         require(
             name in function.__code__.co_names and engine.is_only_a_global(function, name),
-            f"in {function.__name__}, {name} is not a global of its module and nothing else",
+            f"{function.__name__} uses {name} otherwise than as its module's global",
         )
 
 
 def plan() -> Plan:
-    """Return the plan for the Triton runner: how to install the column slices, or why they are not needed. It first
-    checks that the engine's fused-MoE function, its GEMM and its sum have the expected code.
+    """Return the plan for the Triton runner: how to install the column slices, or why they are not needed. The function
+    first checks that the engine's fused-MoE function, GEMM and sum have the expected code.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

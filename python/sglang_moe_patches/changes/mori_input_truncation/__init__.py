@@ -1,5 +1,5 @@
-"""mori-input-truncation: with MoRI's all-to-all, the MoE kernel computes only the rows that can have arrived, and never
-loses a row.
+"""mori-input-truncation: with MoRI's all-to-all, the MoE kernel computes only the rows of the receive buffer that can
+have arrived. It never loses a row.
 
 Why
     The MoE kernel computes MoRI's whole receive buffer, although only a part of it holds rows. The engine's own limit
@@ -43,8 +43,10 @@ from sglang_moe_patches.core.patch import Change, Count, Skip
 
 
 def _skip(server_args: Any) -> Skip | None:
-    """Return why this server needs no cut, or ``None`` if it needs one. A server needs none with another all-to-all
-    backend, or if neither :data:`LIMIT` nor :data:`BOUND` is set.
+    """Return why this server's receive buffer need not be cut, or ``None`` if it must be cut.
+
+    It need not be cut if the server uses another all-to-all backend, or if neither :data:`LIMIT` nor :data:`BOUND` is
+    set.
     """
     if server_args.moe_a2a_backend != "mori":
         return Skip(f"--moe-a2a-backend is {server_args.moe_a2a_backend}")
@@ -54,8 +56,9 @@ def _skip(server_args: Any) -> Skip | None:
 
 
 def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
-    """Return how many rows fewer the MoE kernel computes after ``truncate`` than it would have computed with the
-    engine's own cut, or without a cut.
+    """Return the number of rows that :func:`.hooks.truncate` keeps away from the MoE kernel in one call.
+
+    The number is compared with the engine's own cut, or with the whole buffer if the engine does not cut.
     """
     before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
     return int(max(0, before - after))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Distribution of the attention over the ranks of one expert-parallel group. It stays the same for all forward
-    passes.
+    """Distribution of attention over the ranks of one expert-parallel group: sizes of its parallel groups, the same for
+    all forward passes.
 
     :param ranks: number of expert-parallel ranks.
     :param attn_tp: size of attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on the tokens of one
@@ -27,8 +27,8 @@ class Layout(NamedTuple):
 
     @property
     def dp_ranks(self) -> int:
-        """Number of data-parallel ranks. It is 0 if ``attn_tp * attn_cp`` does not divide ``ranks``; no bound is proven
-        then.
+        """Number of data-parallel ranks in the expert-parallel group. It is 0 if ``attn_tp * attn_cp`` does not divide
+        ``ranks``; no bound is proven then.
 
         The number is computed, because the engine reports a data-parallel size of 1 while some draft models run.
         """
@@ -92,9 +92,9 @@ def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, b
 
     - *Attention TP.* If a dispatcher sends the rows to the experts, the engine first pads the ``n`` rows of a
       data-parallel rank to a multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``). Together
-      these ranks send ``n`` rows. This is known to be so if this rank has sent ``n / attn_tp`` rows, because all ranks
-      run the same model. Otherwise each of them may send all ``n`` rows. Examples are a model that scatters nothing,
-      and an idle rank (0 of 0).
+      these ranks send ``n`` rows. If this rank has sent ``n / attn_tp`` rows, the rows were scattered on all ranks,
+      because all ranks run the same model. Otherwise each rank may send all ``n`` rows. Examples are a model that
+      scatters nothing, and an idle rank (0 of 0).
     - *Context parallelism* may split unevenly, or only in prefill. Each rank may send all ``n`` rows.
     - *More rows sent than counted.* If this rank has sent more rows than its count, the counts belong to another
       forward pass, and no bound is proven.
@@ -119,23 +119,23 @@ def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, b
 
 
 def round_up_rows(rows: int) -> int:
-    """Round a number of rows up by less than 1/16.
+    """Round a number of rows up by less than 1/16 of the number.
 
-    All batches then have one of a few sizes, which suits the allocator and caches by shape. The step is 1/32 of the
-    next power of two. AITER chooses its kernel by that power of two (``get_padded_M``, up to 1,024 rows), so rounding
-    does not change the kernel.
+    All batches then have one of a few sizes, so the allocator can reuse memory, and caches by shape are hit. The step
+    is 1/32 of the next power of two. AITER chooses its kernel by that power of two (``get_padded_M``, up to 1,024
+    rows), so rounding does not change the kernel.
     """
     step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
     return -(-rows // step) * step
 
 
 class Cut(NamedTuple):
-    """Number of rows that the MoE kernel computes.
+    """Decision about one forward pass: how many rows of the receive buffer the MoE kernel computes.
 
     :param rows: rows of the receive buffer that the kernel receives.
     :param needs_assertion: whether more rows may arrive. The device must then check the number of received rows.
-    :param is_limit_raised: whether the user's limit is below the number of rows that can arrive. Such a limit is not
-        followed.
+    :param is_limit_raised: whether the user's limit is below the number of rows that can arrive. Such a limit is
+        replaced by a number of rows that is large enough.
     """
 
     rows: int
@@ -144,14 +144,14 @@ class Cut(NamedTuple):
 
 
 def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: bool = False) -> Cut:
-    """Return the cut of the receive buffer.
+    """Return how many rows of the receive buffer the MoE kernel computes.
 
     :param bound: largest number of rows that can arrive, from :func:`max_received_rows`, or ``None`` if unknown.
     :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
     :param recv_bound: whether to cut to the bound even without a limit.
     :returns: a cut to at most ``buffer_rows`` rows, and to at least ``bound`` rows if it is known. A limit between
-        ``bound`` and the rounded bound is followed. At least one row stays, because kernels are not launched on an
+        ``bound`` and the rounded bound is used as it is. At least one row stays, because kernels are not launched on an
         empty tensor.
     """
     if not (limit or recv_bound):
@@ -166,10 +166,13 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
     return Cut(rows, False, 0 < limit < bound)
 
 
-@functools.lru_cache(maxsize=1024)  # all layers of a forward pass, and most forward passes, have the same arguments
+# Cached, because all layers of a forward pass, and most forward passes, have the same arguments.
+@functools.lru_cache(maxsize=1024)
 def decide_cut(
     sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
 ) -> tuple[int | None, Cut]:
-    """Return the result of :func:`max_received_rows`, and the cut that :func:`decide_rows` derives from it."""
+    """Return two results: the largest number of rows that can arrive (:func:`max_received_rows`), and the cut for this
+    number (:func:`decide_rows`).
+    """
     bound = max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

@@ -35,10 +35,10 @@ _CUT_TENSORS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weight
 
 
 def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
-    """Cut the engine's dispatch output to the rows that can have arrived.
+    """Cut the receive buffer in the engine's dispatch output to the rows that can have arrived.
 
-    If the dispatch output has a field ``recv_cap``, the engine cuts to it, and this function sets only this field.
-    Otherwise this function cuts the tensors.
+    If the dispatch output has a field ``recv_cap``, the engine itself cuts to this number of rows, and this function
+    only sets the field. Otherwise this function cuts the tensors.
 
     :param dispatched: a named tuple with ``hidden_states`` [buffer, ...], ``hidden_states_scale`` [buffer, ...] or
         ``None``, ``topk_ids`` and ``topk_weights`` [buffer, top-k], ``num_recv_tokens_per_expert`` (despite its name
@@ -90,18 +90,21 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
 
 
 def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
-    """Log one warning for each kind of problem: the limit is raised, or it is unknown how many rows can arrive."""
+    """Log a warning that the user's limit is raised, or that the largest number of received rows is unknown.
+
+    Each kind of problem is logged only once.
+    """
     reason = policy.unreliable_reason or "the engine's token counts do not cover every rank that sends rows"
     arguments: tuple[Any, ...]
     if bound is not None:
         kind, arguments = "raised", (LIMIT.name, policy.limit, bound, cut.rows, BOUND.name)
         message = (
-            "%s=%d is less than the %d rows that this rank can receive, so that the limit is raised to what the "
-            "forward pass needs (here %d rows). Set %s=1 without a limit, or set a limit of at least this number."
+            "%s=%d is less than the %d rows that this rank can receive, so the limit is raised for each forward pass "
+            "(here to %d rows). Set %s=1 without a limit, or set a limit of at least this number."
         )
     elif not cut.needs_assertion:
         kind, arguments = "uncut", (reason,)
-        message = "the number of rows that a rank can receive is unknown (%s), so that the input is not cut"
+        message = "the receive buffer is not cut, because the number of rows that a rank can receive is unknown (%s)"
     elif not policy.has_assertions:
         kind, arguments = "unguarded", (LIMIT.name, reason)
         message = (
@@ -111,14 +114,17 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
     else:  # Log this before the assertion can fail: on ROCm a failed assertion aborts the process without a message.
         kind, arguments = "asserted", (reason, LIMIT.name, policy.limit)
         message = (
-            "the number of rows that a rank can receive is unknown (%s): %s=%d is applied, and a device-side assertion "
-            "ends this process if more rows arrive. If that happens, raise the limit or unset it."
+            "the number of rows that a rank can receive is unknown (%s), so %s=%d is applied, and a device-side "
+            "assertion ends this process if more rows arrive. If that happens, raise the limit or unset it."
         )
     log.once(logging.WARNING, f"mori {kind}", log.format_line("mori-input-truncation", message), *arguments)
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
-    """Return ``dispatched`` cut to ``rows`` rows: with shorter tensors, or with ``recv_cap`` set to ``rows``."""
+    """Return a copy of ``dispatched`` from which the MoE kernel computes ``rows`` rows.
+
+    If ``dispatched`` has a field ``recv_cap``, the copy has ``rows`` there. Otherwise its tensors are shorter.
+    """
     whole = rows >= dispatched.hidden_states.shape[0]
     if _RECV_CAP in dispatched._fields:
         cap = 0 if whole else rows
@@ -130,7 +136,7 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
 
 
 def host_counts(counts: Any) -> Any:
-    """Return ``counts`` if they are Python integers or ``None``, else an empty tuple.
+    """Return the engine's token counts if the CPU knows them (Python integers or ``None``), else an empty tuple.
 
     Reading a count from the device would synchronize in every layer.
     """
@@ -142,8 +148,9 @@ def host_counts(counts: Any) -> Any:
 
 @around
 def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of the MoE layer: store a policy on each new layer that uses MoRI, and switch the engine's
-    own cut off.
+    """Wrap the constructor of the MoE layer, so that each new layer that uses MoRI has a :class:`.policy.Policy`.
+
+    On such a layer the engine itself no longer cuts the receive buffer.
     """
     original(self, *args, **kwargs)
     policy = read_policy(self)
@@ -154,7 +161,9 @@ def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
 
 
 def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable[..., Any]:
-    """Wrap ``run_moe_core``: cut the dispatch output before the layer's experts compute it."""
+    """Wrap the MoE layer's ``run_moe_core``: cut the received rows before the layer's experts compute them
+    (:func:`truncate`).
+    """
 
     @functools.wraps(original)
     def run_moe_core(self: Any, dispatch_output: Any) -> Any:
@@ -167,7 +176,9 @@ def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable
 
 
 def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
-    """Wrap ``get_int_env_var``: return 0 for ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, so that the engine cuts nothing."""
+    """Wrap the engine's ``get_int_env_var``: return 0 for ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, so that the engine cuts
+    nothing.
+    """
 
     @functools.wraps(original)
     def get_int_env_var(name: str, *args: Any, **kwargs: Any) -> int:
@@ -193,8 +204,10 @@ def layer_class() -> type:
 
 
 def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
-    """Return an installer that disables or redirects the engine's own cut. In some releases the installer does nothing,
-    because the wrappers of ``__init__`` or ``run_moe_core`` control that cut.
+    """Return an installer that keeps the engine from cutting the receive buffer by itself.
+
+    In some releases the installer does nothing, because the wrappers of ``__init__`` or ``run_moe_core`` control the
+    engine's cut.
 
     :raises engine.Unsupported: the engine's code for its own cut is not as expected.
     """
@@ -221,7 +234,7 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
 
 
 def _require_layout(dp_attention: Any) -> None:
-    """Check that the engine has the functions or attributes with the distribution of the attention over the ranks.
+    """Check that the engine has the functions or attributes that tell how attention is distributed over the ranks.
 
     :raises engine.Unsupported: the engine does not have them under the expected names.
     """
@@ -235,11 +248,12 @@ def _require_layout(dp_attention: Any) -> None:
         except AttributeError as error:
             raise engine.Unsupported(str(error)) from error
         except Exception:
-            pass  # the attribute exists, but has no value yet
+            pass  # the function exists, but raises an exception until the ranks are set up
 
 
 def plan() -> Plan:
-    """Return the plan, after a probe of the MoE layer for MoRI, its dispatch output and the engine's own cut.
+    """Return the plan for mori-input-truncation, after a probe of the MoE layer for MoRI, its dispatch output and the
+    engine's own cut.
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """

@@ -1,5 +1,7 @@
-"""Settings of a layer that uses MoRI, read when the layer is constructed: variables, layout of the ranks, known
-exceptions.
+"""Settings with which a layer's receive buffer is cut, read when the layer is constructed.
+
+They come from the environment variables, from the layout of the ranks and from features of the server for which the
+engine's token counts are wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ def _parse_rows(text: str) -> int:
 
 
 def _parse_switch(text: str) -> bool:
-    """Parse ``SGLANG_MORI_RECV_BOUND``, with every spelling that the engine accepts. The engine reads other text as
-    "off".
+    """Parse ``SGLANG_MORI_RECV_BOUND``, with every spelling that the engine accepts, such as "1" and "true".
+
+    The engine reads any other text as "off", but this function raises an exception.
 
     :raises ValueError: the engine does not accept the text.
     """
@@ -55,8 +58,9 @@ BOUND = Variable(
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of one layer that decide how its input is cut.
+    """Settings of one layer that decide how many received rows its experts compute.
 
+    :param layout: distribution of attention over the ranks of the layer's expert-parallel group.
     :param limit: the user's limit in rows, or 0 for no limit.
     :param recv_bound: whether to cut to the provable bound even without a limit.
     :param two_batch_overlap: whether the server may run two sub-batches at once.
@@ -85,8 +89,8 @@ def assertions_end_the_process(hip: str | None, macros: str) -> bool:
     """Return whether a failed device-side assertion ends the process with this build of PyTorch.
 
     :param hip: ``torch.version.hip``. It is ``None`` for CUDA, where a failed assertion always ends the process.
-    :param macros: text of PyTorch's ``Macros.h`` and ``cmake_macros.h``. Older ROCm builds define the assertion as
-        empty unless a macro keeps it. Newer builds abort.
+    :param macros: text of PyTorch's ``Macros.h`` and ``cmake_macros.h``. In older ROCm builds the assertion does
+        nothing unless a macro enables it. In newer builds a failed assertion aborts the process.
     """
     if hip is None:
         return True
@@ -125,9 +129,9 @@ def _read_layout(layer: Any) -> Layout:
 
 
 _MAX_INTRANODE_RANKS = 8
-"""Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks it uses its InterNode kernels,
-unless low latency (AsyncLL) is requested. The engine's own bound, from 0.5.22 on, supports only IntraNode and AsyncLL.
-"""
+"""Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks MoRI uses its InterNode kernels,
+unless the user requests low latency (AsyncLL). The engine's own bound, from 0.5.22 on, supports only IntraNode and
+AsyncLL."""
 
 
 def _runs_internode(layer: Any) -> bool:
@@ -138,7 +142,9 @@ def _runs_internode(layer: Any) -> bool:
 
 
 def read_policy(layer: Any) -> Policy | None:
-    """Return the policy of a ``FusedMoE`` layer under construction, or ``None`` if the server does not use MoRI."""
+    """Return the settings with which a new ``FusedMoE`` layer cuts its receive buffer, or ``None`` if the server does
+    not use MoRI.
+    """
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 

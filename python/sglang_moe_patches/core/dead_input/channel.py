@@ -140,9 +140,9 @@ def take_output(
 def take_scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Take the memory of the offered buffer as scratch memory of any shape and dtype, and withdraw the offer.
 
-    :returns: a tensor of this shape and dtype on the buffer's memory. The result is ``None``, and the offer stays, if
-        no buffer is offered or the buffer cannot be used: it is too small, on another device, or fills only a part of
-        its storage.
+    :returns: a tensor of this shape and dtype on the buffer's memory. If no buffer is offered, or the buffer cannot be
+        used, the result is ``None`` and the offer stays. A buffer cannot be used if it is too small, on another device,
+        or fills only a part of its storage.
     """
     buffer = _channel.get()
     needed = math.prod(shape) * dtype.itemsize

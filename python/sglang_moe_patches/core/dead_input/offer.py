@@ -94,9 +94,10 @@ def residual_argument(forward_batch: Any, residual: Any) -> Any:
 def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
     """Return the residual of a layer's input, in releases where the batch keeps it (``forward_batch.residual_stream``).
 
-    In these releases a layer's output is added to the residual later. Until then the stream's attribute ``pending``
-    contains the output. The result is ``None`` if the layer's input must not be offered, because it is the residual or
-    may become it. This holds if nothing is pending, or if the pending update is more than an addition.
+    In these releases a layer's output is added to the residual later. Until then the stream's
+    attribute ``pending`` contains the output. The result is ``None`` if the layer's input must not be offered. This is
+    the case if nothing is pending, or if the pending update is more than an addition. The input then is the residual,
+    or may become the residual.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending
@@ -193,8 +194,8 @@ def initialize_and_probe(
 ) -> Any:
     """Build a model with the engine's function, mark the layers that may offer their dead input, and return the model.
 
-    :param probe_model: function that marks these layers (:func:`.probe.probe_model`). If it raises an exception, the
-        model stays as the engine built it, and one line is logged.
+    :param probe_model: function that marks these layers (:func:`.probe.probe_model`). If it raises an exception, one
+        line is logged, and the model is returned nevertheless.
     :param original: the engine's function, which receives ``args`` and ``kwargs``.
     """
     model = original(*args, **kwargs)

@@ -139,8 +139,8 @@ def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: Symmetr
     :param into_buffer: the engine's fused-MoE function with an :class:`OutputTorch` as ``torch``.
     """
 
-    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
-        if how["inplace"] or how.get("hooks"):
+    def route(hidden_states: Any, topk_ids: Any, options: dict[str, Any]) -> Callable[..., Any] | None:
+        if options["inplace"] or options.get("hooks"):
             return None
         # The kernels read the MoE input while the output is written, and the shared experts may read it afterwards.
         channel.withhold_if_shared(hidden_states)

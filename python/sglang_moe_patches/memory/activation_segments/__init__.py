@@ -2,8 +2,8 @@
 
 Why
     After prompts of many lengths, PyTorch's caching allocator keeps free blocks that fit no new tensor. With
-    Kimi-K2.5's widths and chunks of 16,384 tokens, the tensors take 3.1 GB and these blocks take 2.5 GB more. Users
-    cannot see it.
+    Kimi-K2.5's widths and chunks of 16,384 tokens, the tensors take 3.1 GB and these blocks take 2.5 GB more.
+    Users cannot see this loss.
     With expandable segments the driver maps memory where it is needed. Expandable segments cannot be on from the start,
     because they break code that shares memory between processes: CUDA IPC has no handles for such memory.
 
@@ -47,7 +47,7 @@ from sglang_moe_patches.memory.activation_segments import eligibility
 
 
 def _pytorch() -> str:
-    """Return the version of the installed PyTorch."""
+    """Return the version of the installed PyTorch, such as "2.11.0"."""
     import torch
 
     return str(torch.__version__)
@@ -67,13 +67,13 @@ def _skip(server_args: Any = None) -> Skip | None:
 
 
 def _plan() -> Plan:
-    """Return the plan, after a probe of PyTorch's allocator and the engine's hook points."""
+    """Return the plan for activation-segments, after a probe of PyTorch's allocator and the engine's hook points."""
     from sglang_moe_patches.memory.activation_segments import switch
 
     if reason := switch.allocator_skip_reason():
         engine.require(not eligibility.SEGMENTS.read(), f"{eligibility.SEGMENTS.name}=on, but {reason}")
         return Plan.not_needed(reason)
-    if skip := _skip():  # doctor asks without a server
+    if skip := _skip():  # ``doctor`` without ``--model`` calls this function, although no server runs
         return Plan.skipped(skip)
     return Plan.applied(switch.probe())
 

@@ -1,5 +1,7 @@
-"""Decide whether a server's activations may come from expandable segments. All functions are pure functions of
-settings.
+"""Decide from a server's settings whether its activations may come from expandable segments.
+
+Expandable segments are memory of PyTorch's allocator that the driver maps in pieces. All functions are pure functions
+of settings.
 """
 
 from __future__ import annotations
@@ -29,20 +31,21 @@ SEGMENTS = Variable(
 
 CONFIGURATIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Names of environment variables with the user's own configuration of PyTorch's allocator. The switch to expandable
-segments would reset all of that configuration, so it is not made if one of them is set."""
+segments would reset all of that configuration, so the switch is not made if one of these variables is set."""
 
 TESTED_PYTORCH = ("2.11",)
 """PyTorch releases in which this change has been tested on a GPU."""
 
 
 def _is_above_one(size: Any) -> bool:
-    """Return True if a number of ranks is above 1. ``None`` stands for an unset argument."""
+    """Return whether a number of ranks is above 1. ``None`` stands for an argument that is not set."""
     return size not in (None, 0, 1)
 
 
 def _is_not_one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return a function that receives an argument's value. It returns False if the value is unset, False or one of
-    ``values``, and True otherwise.
+    """Return a predicate for an argument's value: whether the argument is set to another value than ``values``.
+
+    The predicate returns False if the argument is ``None``, False or one of ``values``.
     """
     return lambda value: value not in (None, False, *values)
 
@@ -53,8 +56,9 @@ class Feature:
 
     :param argument: name of the argument in the engine's ``ServerArgs``. A release without this argument does not have
         the feature.
-    :param reason: why expandable segments cannot be used with this feature, even if the user sets ``on``. If it is
-        empty, they can be used, but only with ``on``: the combination has not been tested on a GPU.
+    :param reason: why expandable segments cannot be used with this feature, even if the user sets
+        ``SGLANG_MOE_PATCHES_SEGMENTS=on``. If the reason is empty, they can be used, but only if the user sets ``on``,
+        because the combination has not been tested on a GPU.
     :param is_used: function that receives the argument's value and returns whether the server uses the feature.
     :param name: name in messages. If it is empty, messages use the command-line option of ``argument``.
     """
@@ -98,15 +102,15 @@ FEATURES = (
     Feature("enable_lmcache"),
     Feature("kt_weight_path"),
 )
-"""Features with which expandable segments cannot be used, or are used only with ``on``. All other features are allowed.
+"""Features with which expandable segments cannot be used, or are used only if the user sets
+``SGLANG_MOE_PATCHES_SEGMENTS=on``. All other features are allowed.
 
 The list does not contain features that receive handles (weight updates by tensor or by IPC, images by CUDA IPC).
-Another process makes those handles, and its allocator is not switched.
-"""
+Another process makes those handles, and its allocator is not switched."""
 
 VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
 """Name of the engine's environment variable that lets a vision tower capture CUDA graphs while the server runs. This
-change has not been tested with it on a GPU."""
+change has not been tested with these graphs on a GPU."""
 
 
 def skip(setting: bool | None, environ: Mapping[str, str], pytorch: str, server_args: Any | None = None) -> Skip | None:

@@ -1,4 +1,6 @@
-"""Switch between ordinary and expandable segments of PyTorch's allocator, and the hook points that operate it."""
+"""Switch PyTorch's allocator between ordinary and expandable segments, and wrap the engine's functions that need
+this.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Set = Callable[[str], None]
 
 
 class Switch:
-    """Switch of the allocator. While it is on and not suspended, new memory comes from expandable segments.
+    """Switch between ordinary and expandable segments of PyTorch's allocator.
+
+    While the switch is on and not suspended, new memory comes from expandable segments.
 
     If a change of the allocator's settings fails, a warning is logged and the allocator is not changed again.
 
@@ -47,13 +51,13 @@ class Switch:
             self._on = False
 
     def suspend(self) -> None:
-        """Use ordinary segments until each ``suspend`` has been followed by a ``resume``."""
+        """Use ordinary segments until :meth:`resume` is called as often as this method."""
         with self._lock:
             self._suspensions += 1
             self._apply()
 
     def resume(self) -> None:
-        """End the effect of one call of ``suspend``."""
+        """End the effect of one call of :meth:`suspend`."""
         with self._lock:
             self._suspensions -= 1
             self._apply()
@@ -79,7 +83,13 @@ class Switch:
             self._set(setting or (OFF if self._suspensions else ON))
         except Exception as error:
             self._on = False
-            log.logger.warning(log.format_line("activation-segments", "the allocator cannot be set: %s"), error)
+            log.logger.warning(
+                log.format_line(
+                    "activation-segments",
+                    "the settings of PyTorch's allocator stay as they are: %s",
+                ),
+                error,
+            )
 
 
 # --- The allocator ---------------------------------------------------------------------------------------------------
@@ -113,18 +123,20 @@ def allocator_skip_reason() -> str | None:
 
 
 def _driver_supports_mapping() -> bool | None:
-    """Return whether the driver supports virtual memory management, or ``None`` if there is no driver."""
+    """Return whether the CUDA driver can map memory in pieces (virtual memory management), or ``None`` if there is no
+    driver.
+    """
     value = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), _VIRTUAL_MEMORY, 0)
-    except (OSError, AttributeError):  # no driver, or a stub
+    except (OSError, AttributeError):  # no driver, or only a stub of the driver library
         return None
     return None if failed else bool(value.value)
 
 
 def allocates_expandable() -> bool:
-    """Allocate a tensor, and return whether it lies in an expandable segment."""
+    """Allocate a tensor, and return whether the allocator put it into an expandable segment."""
     import torch
 
     # A new stream has no free block that the allocator could reuse.
@@ -151,11 +163,12 @@ def agree_on_all_ranks(works: bool) -> bool:
 
 
 def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) -> None:
-    """Turn the switch on in a server that has started. If it does not work on all ranks, turn it off again. Never raise
-    an exception.
+    """Turn the switch on in a server that has started, if expandable segments work on all ranks.
 
-    :param agree: function that receives whether the switch works on this rank, and returns whether it works on all
-        ranks.
+    If they do not work on one rank, all ranks turn the switch off again. The function never raises an exception.
+
+    :param agree: function that receives whether expandable segments work on this rank, and returns whether they work on
+        all ranks.
     """
     import torch
 
@@ -172,12 +185,12 @@ def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) ->
     try:
         works = agree(works)
     except Exception as error:
-        works, failed = False, f"the ranks cannot agree, {type(error).__name__}: {error}"
+        works, failed = False, f"the ranks could not exchange their results, {type(error).__name__}: {error}"
     if works:
-        log.logger.info(log.format_line("activation-segments", "on from here"))
+        log.logger.info(log.format_line("activation-segments", "expandable segments are on from now on"))
         return
     switch.turn_off()
-    log.logger.warning(log.format_line("activation-segments", "off: %s"), failed)
+    log.logger.warning(log.format_line("activation-segments", "expandable segments stay off: %s"), failed)
 
 
 # --- Where it is turned ----------------------------------------------------------------------------------------------
@@ -212,10 +225,10 @@ def probe() -> Install:
 
 
 def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
-    """Wrap the functions during which new memory must come from ordinary segments, so that they suspend the switch.
+    """Wrap the functions that need memory from ordinary segments, so that the switch is suspended while they run.
 
-    These functions capture a CUDA graph, or use a separate memory pool, or are the engine's region around all its
-    captures. At the end of that region the engine registers buffers with other processes.
+    These functions capture a CUDA graph or use a separate memory pool. One is the engine's context manager around all
+    its captures. At the end of that context the engine registers buffers with other processes.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.

@@ -12,7 +12,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not in CPU builds of PyTorch, where nothing calls the kernel
+except ImportError:  # CPU builds of PyTorch have no Triton, and no code calls the kernel there
     triton = None
 
 #: Largest number of columns that one program sums. A thread loads 8 elements of 16 bits, which is one 16-byte load.
@@ -66,7 +66,7 @@ def check_shapes(expert_outputs: torch.Tensor, output: torch.Tensor) -> tuple[in
 
 
 def choose_block(columns: int) -> int:
-    """Return how many of ``columns`` columns one program of the kernel sums."""
+    """Return the number of columns that one program of the kernel sums, for a slice of ``columns`` columns."""
     return min(MAX_BLOCK_COLUMNS, int(triton.next_power_of_2(columns)))
 
 
@@ -93,7 +93,9 @@ def moe_sum(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) ->
 
 
 def moe_sum_torch(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) -> None:
-    """Compute :func:`moe_sum` in plain PyTorch, term by term. Tests compare the kernel with it."""
+    """Compute the result of :func:`moe_sum` in plain PyTorch, term by term. Tests compare the kernel's results with
+    these.
+    """
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in range(expert_outputs.shape[1]):
         total += expert_outputs[:, expert].float()

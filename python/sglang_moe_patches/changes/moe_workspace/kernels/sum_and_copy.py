@@ -15,7 +15,7 @@ from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not in CPU builds of PyTorch, where nothing calls the kernel
+except ImportError:  # CPU builds of PyTorch have no Triton, and no code calls the kernel there
     triton = None
 
 
@@ -23,8 +23,8 @@ if triton is not None:
 
     @triton.jit
     def _copy_block(program, source_ptr, target_ptr, source_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Copy one block of eight-byte words of one row. ``program`` is the number of the block among all blocks of all
-        rows.
+        """Copy one block of eight-byte words of one row from ``source`` to ``target``. ``program`` is the number of the
+        block among all blocks of all rows.
         """
         blocks = tl.cdiv(words, BLOCK)
         row = (program // blocks).to(tl.int64)
