@@ -211,6 +211,7 @@ class Rehearsal:
         return self._began + self._timeout_s - time.monotonic()
 
     def _save_random_state(self) -> None:
+        """Save the states of all random number generators until the rehearsal ends."""
         import numpy
         import torch
 
@@ -221,6 +222,7 @@ class Rehearsal:
             self._undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(self.gpu), self.gpu))
 
     def _save_counters(self) -> None:
+        """Save the engine's counters, and switch its metrics off, until the rehearsal ends."""
         patcher = Patcher()
         self._undo.append(patcher.undo)
         mute_metrics(patcher)
@@ -250,6 +252,7 @@ class Rehearsal:
             self.fail(one_line_error(error))
 
     def _watch_forwards(self) -> None:
+        """Read the memory after each forward pass, and let the script record the forward pass."""
         original = self.runner.forward
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +275,7 @@ class Rehearsal:
         self._set_until_end(self.runner, "forward", forward)
 
     def _read_memory(self) -> None:
+        """Read the GPU memory. If little is left, raise a flag for rank 0."""
         if self._failure:
             return
         try:
@@ -375,6 +379,10 @@ class Rehearsal:
                 self._driver.finish_request(name)
 
     def _finish(self, flushed: bool) -> None:
+        """End the rehearsal with its result. The flush of the prefix cache has been answered.
+
+        :param flushed: whether the cache was flushed.
+        """
         try:
             result = self._measured(flushed)
         except Exception as error:

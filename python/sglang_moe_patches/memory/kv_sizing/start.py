@@ -116,6 +116,7 @@ class StartRunner:
             self.run()
 
     def _publish(self, step: Exchange) -> None:
+        """Publish this rank's value, and let the scheduler read no user's request until the start resumes."""
         poll = partial(self._poll, step, time.monotonic() + rehearsal.ABANDON_AFTER_S)
         self._orders.read_instead = poll if self._leads else list
         try:
@@ -362,6 +363,7 @@ class ServerStart:
         )
 
     def _rank_need(self, measured: Measured) -> RankNeed:
+        """Add a rehearsal's measurements to those of earlier rehearsals, and return the need of this rank."""
         for name, seconds in measured.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         for name, peak in measured.phases.items():
@@ -456,6 +458,7 @@ class ServerStart:
         return problem
 
     def _set_tokens(self, counts: TokenCounts) -> None:
+        """Set the KV cache size in the allocator, whose slots become free, and in all other objects of the engine."""
         token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
         token_count.set_token_count(self.scheduler, counts)
 
@@ -493,6 +496,10 @@ class ServerStart:
         )
 
     def _log_size(self, reason: str) -> None:
+        """Log the final KV cache size, and set the metrics.
+
+        :param reason: reason why the size is not the one that fits; "": it is.
+        """
         rule, now = self._tokens_by_rule(), self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
         self._show(state, reason)
@@ -516,6 +523,7 @@ class ServerStart:
             self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
 
     def _log_needs(self) -> None:
+        """Log the seconds of all rehearsals, and the memory that they have measured."""
         total_s = self._seconds.pop(rehearsal.ALL, 0.0)
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
         missed = f"; not reached: {', '.join(self.needs[0].missed)}" if self.needs[0].missed else ""
@@ -539,6 +547,7 @@ class ServerStart:
         return max(0, self.pools.first.tokens - self.reservation.raised_tokens)
 
     def _show(self, state: str, reason: str) -> None:
+        """Set the metrics of this rank."""
         self.metrics.show(serving.STATE, 1, state=state, reason=reason)
         self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
         self.metrics.show(serving.BY_RULE, self._tokens_by_rule())
