@@ -11,11 +11,13 @@ import psutil
 from releases import ROOT
 
 LAUNCHER = """
-import ctypes, multiprocessing, os, signal, sys, time
+import ctypes, multiprocessing, os, setproctitle, signal, sys, time
 from engine_part import IMPORTED_BY
 
 def child(pipe):
-    pipe.send(("torch" in sys.modules, IMPORTED_BY == os.getpid(), os.environ["SAID"], os.getppid()))
+    setproctitle.setproctitle("a part")
+    title = open("/proc/self/cmdline").read().strip("\\0")
+    pipe.send(("torch" in sys.modules, IMPORTED_BY == os.getpid(), os.environ["SAID"], title, os.getppid()))
     pipe.recv()
     # Like a process of the engine, it ends with its parent, and signals a failure to its parent.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -49,7 +51,7 @@ def test_a_spawned_process_is_forked_with_its_environment_and_its_failure_ends_t
         command, env={**os.environ, "PYTHONPATH": path, "SAID": "before"}, stdout=subprocess.PIPE, text=True
     ) as launcher:
         *seen, parent = launcher.stdout.readline().strip().split("|")
-        assert seen == ["True", "True", "by the launcher"]
+        assert seen == ["True", "True", "by the launcher", "a part"]
         server = psutil.Process(int(parent))
         assert server.ppid() == launcher.pid
         assert launcher.stdout.readline() == "a process has failed\n"

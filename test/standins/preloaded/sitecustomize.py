@@ -78,6 +78,9 @@ def serve_forks() -> None:
     for package in PACKAGES:
         with suppress(ImportError):
             importlib.import_module(package)
+    # A process can set its title only if this package saw the environment before `hand_over_environment` cleared it.
+    with suppress(ImportError):
+        importlib.import_module("setproctitle").getproctitle()
     gc.freeze()  # later collections skip these objects, in this process and in its forks
     gc.enable()
     hand_over_environment()
