@@ -32,6 +32,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGQUIT, told)
     multiprocessing.set_start_method("spawn", force=True)
     os.environ["SAID"] = "by the launcher"
+    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))  # as uvicorn starts one
+    worker.start()
+    worker.join()
     ours, theirs = multiprocessing.Pipe()
     multiprocessing.Process(target=child, args=(theirs,), daemon=True).start()
     print(*(ours.recv() if ours.poll(30) else ["nothing"]), sep="|", flush=True)

@@ -90,7 +90,8 @@ def serve_forks() -> None:
         forkserver.ensure_running()
     finally:
         util.spawnv_passfds = spawn
-    context.SpawnProcess._Popen = context.ForkServerProcess._Popen  # type: ignore[assignment]
+    # A static method, because uvicorn starts its workers by the method of the process itself.
+    context.SpawnProcess._Popen = staticmethod(context.ForkServerProcess._Popen)  # type: ignore[assignment]
 
 
 if "sglang.launch_server" in sys.orig_argv[:3]:
