@@ -33,6 +33,7 @@ LONGEST = (
     "test_recipes.py",
     "test_tiny_moe.py",
     "test_doctor_cases.py",
+    "test_kv_sizing_flags.py",
     "test_kv_sizing_answers.py",
     "test_doctor_model.py",
     "test_dead_input.py",
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "engine" in Path(item.path).parts and not IN_PROCESS:
             item.add_marker(outside)
-        if item.path.name == "test_kv_sizing.py":
+        if item.path.name in ("test_kv_sizing.py", "test_kv_sizing_flags.py"):
             item.add_marker(pytest.mark.long("most of its tests start servers of their own, and see how they start"))
     # Two workers run one file after another. The longest files come first, so that both workers end at about the same
     # time. The other files are sorted by name, so that the tests of one worker always run in the same order: they share

@@ -105,8 +105,8 @@ def make_server(
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
     child = child_environment(**{OBSERVE.name: str(folder / name), **variables})
     # Servers with a GPU are not forked, because CUDA does not work in forks of a process that has used it. A forked
-    # controller of data-parallel ranks did not start its ranks, and uvicorn cannot fork its workers.
-    if not machine.has_gpu() and not {"--dp-size", "--dp", "--tokenizer-worker-num"} & set(arguments):
+    # controller of data-parallel ranks did not start its ranks.
+    if not machine.has_gpu() and not {"--dp-size", "--dp"} & set(arguments):
         child["PYTHONPATH"] = os.pathsep.join([PRELOADED, *filter(None, [child.get("PYTHONPATH")])])
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 

@@ -1,0 +1,164 @@
+"""Sized servers with flags that change batches, pages, processes or checks. A stand-in replaces the GPU's driver.
+
+Each server starts, answers as a stock server, shrinks when memory is short, and answers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from common import plugins
+from releases import ALL
+from servers import PATIENCE, Server, ask_servers, generate, start_servers
+from test_kv_sizing import (
+    LONG,
+    PROMPTS,
+    RELEASE,
+    STAND_INS,
+    answers_at_once,
+    capacities,
+    log_lines,
+    logged_size,
+    sized_server,
+    tokens,
+    wait_for,
+)
+
+CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DEBUG_MEMORY_POOL": "1"}
+"""Let the engine count free, cached and running tokens in every turn. A server whose counts do not add up ends."""
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""Run the engine's Triton kernels on the CPU: the hash of a sampling seed, and up to 0.5.13 the allocation of pages."""
+ONE_A_TURN = {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}
+"""Let a scheduler read one request in each turn of its event loop."""
+FREE = {"CACHE": "2000000", "GAIN": "150000000"}
+"""Bytes that the engine's rule leaves to the KV cache, and bytes by which it grows. ``LONG`` needs more than the
+rule's tokens."""
+NEW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Arguments and variables of a sized server."""
+
+    arguments: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+SERVERS = {
+    "deterministic": Flags(
+        ["--enable-deterministic-inference", "--tokenizer-worker-num", "2", "--page-size", "1"],
+        # A tokenizer that imports for longer would be ended and started again.
+        {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": str(PATIENCE)},
+    ),
+    "pages of 16": Flags(["--page-size", "16"], ONE_A_TURN),
+    # Each open session keeps one of the server's request slots.
+    "sessions": Flags(["--page-size", "64", "--enable-streaming-session", "--max-running-requests", "8"]),
+    "beams": Flags(["--page-size", "1"], ONE_A_TURN),
+}
+HAS_BEAMS = ALL.index(RELEASE) >= ALL.index("0.5.23")
+BEAMS_ALONE = [
+    pytest.mark.every_release,
+    pytest.mark.skipif(not HAS_BEAMS, reason="this release has no beam search"),
+]
+MARKS = {name: BEAMS_ALONE if name == "beams" else [pytest.mark.ci] for name in SERVERS}
+
+
+def post(running: Server, path: str, body: dict[str, Any]) -> Any:
+    return httpx.post(f"{running.url}{path}", json=body, timeout=PATIENCE).raise_for_status().json()
+
+
+def seeded_answers(running: Server) -> list[list[int]]:
+    """Return answers that are drawn with a seed. The seed has an effect with deterministic inference alone."""
+    sampling = {"temperature": 1, "sampling_seed": 7, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in PROMPTS]
+    return [post(running, "/generate", body)["output_ids"] for body in bodies]
+
+
+def beams_of(running: Server) -> list[list[int]]:
+    """Return the three best answers to each prompt."""
+    sampling = {"beam_width": 3, "n": 3, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in PROMPTS]
+    found = [post(running, "/generate", body)["meta_info"]["beam_results"] for body in bodies]
+    return [each["output_ids"] for beams in found for each in beams]
+
+
+class Session:
+    """Streaming session of a server. Each of its requests continues the text of the requests before it."""
+
+    def __init__(self, running: Server) -> None:
+        self._running, self._text = running, list[int]()
+        self._name = post(running, "/open_session", {"capacity_of_str_len": 1000, "streaming": True})
+
+    def ask(self, prompt: list[int], stock: Server) -> None:
+        """Append a prompt to the session. The answer must be stock's answer to the whole text."""
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "session_params": {"id": self._name}}
+        answer = post(self._running, "/generate", body)["output_ids"]
+        self._text += prompt
+        assert answer == generate(stock.url, self._text, NEW_TOKENS)
+        self._text += answer
+
+
+@pytest.fixture(scope="module")
+def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Iterator[dict[str, Server]]:
+    """The stock server, and the sized servers of the tests that run."""
+    mine = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
+    wanted = {item.callspec.params["kind"] for item in mine if isinstance(item, pytest.Function)}
+    made = tmp_path_factory.mktemp("kv")
+    plugins.write_module(made / "plugin", "tells_memory", STAND_INS["tells_memory"])
+    place = made / "servers"
+    place.mkdir()
+    model = checkpoint(family="qwen3-moe")  # with this attention, the engine refuses deterministic DeepSeek
+    found = {
+        # With a seed, only a deterministic server's answers repeat.
+        "stock": sized_server(
+            *("stock", model, place, "--enable-deterministic-inference"),
+            limited=True,
+            **{"SGLANG_MOE_PATCHES": "none", **INTERPRETED},
+        )
+    }
+    for name, flags in SERVERS.items():
+        if name in wanted and (name != "beams" or HAS_BEAMS):
+            variables = {**FREE, **CHECKED, **INTERPRETED, **flags.variables, "SHORT": str(place / f"short {name}")}
+            found[name] = sized_server(name.replace(" ", "-"), model, place, *flags.arguments, **variables)
+    with start_servers(*found.values()):
+        yield found
+
+
+@pytest.mark.parametrize("kind", [pytest.param(name, marks=MARKS[name]) for name in SERVERS])
+def test_a_sized_server_with_flags_answers_as_stock_shrinks_and_answers_again(kind: str, servers: dict[str, Server]):
+    stock, grown = servers["stock"], servers[kind]
+    expected = ask_servers(stock, prompts=[*PROMPTS, *LONG])[0]
+
+    def check_answers() -> None:
+        assert ask_servers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
+        assert answers_at_once(grown, LONG) == expected[len(PROMPTS) :]
+        if kind == "deterministic":
+            assert seeded_answers(grown) == seeded_answers(stock)
+        elif kind == "beams":
+            assert beams_of(grown) == beams_of(stock)
+        elif kind == "sessions":
+            session = Session(grown)
+            for prompt in (LONG[0][:100], LONG[1][:40]):
+                session.ask(prompt, stock)
+
+    assert not any("not reached" in line for line in log_lines(grown))
+    now, rule, _ = logged_size(grown)
+    assert now > 3 * len(LONG[0]) > rule
+    assert {tokens(grown) for _ in range(8)} == {now}  # several processes answer if there are several tokenizers
+    check_answers()
+    if kind == "sessions":
+        session = Session(grown)
+        session.ask(PROMPTS[1], stock)
+    Path(grown.environment["SHORT"]).write_text("110000000")  # leaves 90 of the margin's 200 MB free
+    wait_for(lambda: "memory was short" in log_lines(grown)[-1])
+    assert rule < capacities(grown).pop() < now
+    if kind == "sessions":
+        session.ask(LONG[2][:40], stock)
+    check_answers()
+    assert httpx.get(f"{grown.url}/health", timeout=PATIENCE).status_code == 200
