@@ -57,15 +57,16 @@ SERVERS = {
     ),
     "pages of 16": Flags(["--page-size", "16"], ONE_A_TURN),
     # Each open session keeps one of the server's request slots.
-    "sessions": Flags(["--page-size", "64", "--enable-streaming-session", "--max-running-requests", "8"]),
+    "sessions": Flags(["--page-size", "64", "--enable-streaming-session", "--max-running-requests", "4"]),
     "beams": Flags(["--page-size", "1"], ONE_A_TURN),
 }
 HAS_BEAMS = ALL.index(RELEASE) >= ALL.index("0.5.23")
-BEAMS_ALONE = [
-    pytest.mark.product,  # `every_release` once it has run on 0.5.23
+MARKS = {name: [pytest.mark.ci] for name in SERVERS}
+MARKS["sessions"] = [pytest.mark.product]  # `ci` once it has passed
+MARKS["beams"] = [
+    pytest.mark.product,  # `every_release` once it has passed on 0.5.23
     pytest.mark.skipif(not HAS_BEAMS, reason="this release has no beam search"),
 ]
-MARKS = {name: BEAMS_ALONE if name == "beams" else [pytest.mark.ci] for name in SERVERS}
 
 
 def post(running: Server, path: str, body: dict[str, Any]) -> Any:
