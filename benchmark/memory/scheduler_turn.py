@@ -92,7 +92,7 @@ def add_hooks(scheduler: Any) -> None:
     board: Any = SimpleNamespace(is_raised=lambda flag: False)
     shown = serving.Metrics({}, 0)
     watch = serving.Serving(scheduler, pools, memory, orders, board, shown, leads=True, extra_tokens=3)
-    orders.on_turn = watch.look
+    orders.on_turn = watch.run_turn
     serving.limit_requests(scheduler, 2048, 256)
 
 

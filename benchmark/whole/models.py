@@ -24,10 +24,10 @@ TOKENS = 16384
 BRIEF = {
     model_report.OWN_WORKSPACE: "the vendor's workspace",
     model_report.UNMEASURED: "family not measured",
-    "a scale a row": "scales of rows not measured",
+    "one scale for each row": "scales of rows not measured",
     "linear attention": "linear attention",
     "an indexer chooses": "sparse attention",
-    "graphs of prefills": "graphs of prefills",
+    "prefill graphs": "prefill graphs",
     "not predicted": "not predicted",
 }
 """Short texts in the table for longer texts of `doctor --model`. A key is the longer text, or a part of it."""
@@ -131,7 +131,7 @@ def tables(result: output.Result) -> str:
         if "refused" in answer:
             rows.append((name, on, "refused", "", "", answer["refused"]))
             continue
-        found = model_report.advise(config.read(model["config"], model["source"]), answer)
+        found = model_report.advise(config.read_sizes(model["config"], model["source"]), answer)
         sizes = sizes_of_a_rank(found)
         seen = wholes.get(sizes) or alone.get(sizes, "")
         rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _remarks(found)))

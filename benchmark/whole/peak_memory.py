@@ -109,7 +109,7 @@ def predict_both(served: weights.ServedModel, options: argparse.Namespace) -> di
     sizes = {name: getattr(options, name) for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
     both = {name: predict(served, name, **sizes, fusion=fusion) for name in servers.SERVERS}
     return {
-        name: asdict(memory) | {"live_at_kernel_bytes": memory.live, "peak_forward_bytes": memory.peak}
+        name: asdict(memory) | {"live_at_kernel_bytes": memory.bytes_before_runner, "peak_forward_bytes": memory.peak}
         for name, memory in both.items()
     }
 
@@ -270,7 +270,7 @@ def runs_table(results: list[output.Result]) -> str:
     for result in results:
         figures = result["figures"]
         run = f"{figures['model']} {'FP8' if figures['served']['fp8'] else 'BF16'}"
-        rows.append((run, *peak_cells(result), predict_result(result, "patched").where))
+        rows.append((run, *peak_cells(result), predict_result(result, "patched").peak_place))
     return output.table((*PEAK_COLUMNS, "where, patched"), rows)
 
 

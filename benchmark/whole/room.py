@@ -91,7 +91,7 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
     :returns: the predicted room, and the relative errors of the predicted need and of the predicted KV cache size.
     """
     asked = answer["asked"]
-    sizes = config.read(answer["config"], answer["result"])
+    sizes = config.read_sizes(answer["config"], answer["result"])
     requests = admitted_requests(server) // (asked["resolved"].get("pp_size") or 1)
     room = model_report.advise(sizes, asked, requests)["room"]["patched"]
     growth = server["growth"]

@@ -1,6 +1,5 @@
-"""Example answers of an engine query, and the report and the room that ``doctor --model`` derives from them, for
-tests.
-"""
+"""Example answers of an engine query for tests, and the report and the room that ``doctor --model`` derives from these
+answers."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ DECIDED = {
     "deferred-shared-experts": Decision((SHARED_LAST,)),
     "moe-workspace": Decision((COLUMNS, OUTPUT_IN_DEAD_INPUT), width=1024),
 }
-"""Decisions of the changes for DeepSeek's layers on the Triton runner, at Kimi-K2.5's widths."""
+"""Decisions of the changes for DeepSeek's layers with the sizes of Kimi-K2.5, on the Triton runner."""
 LAYER = {
     **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
     **{

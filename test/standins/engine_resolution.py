@@ -1,6 +1,6 @@
-"""Comparison of ``doctor --model`` with the engine: both resolve the same published recipe or server.
+"""Compare ``doctor --model`` with the engine. Both resolve the same published recipe or server.
 
-The functions run in a process that pretends to have the recipe's GPU: see :mod:`common.doctor_answers`.
+The functions run in a process that pretends to have the recipe's GPU (:mod:`common.doctor_answers`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from sglang_moe_patches.registry import CHANGES
 
 
 def compare(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Resolve a recipe twice.
+    """Resolve a recipe by doctor, and by the engine.
 
-    :returns: under ``doctor``, doctor's answer; under ``engine``, the engine's chunk, ranks, runner and quantization.
+    :returns: a dictionary with two keys: ``doctor`` has doctor's answer, and ``engine`` has the engine's chunk, ranks,
+        runner and quantization.
     """
     return {"doctor": doctor_answers.examine(recipe), "engine": _call_in_fork(_resolve, recipe)}
 
 
 def compare_kv_sizing(server: dict[str, Any]) -> dict[str, Any]:
-    """Ask twice whether kv-sizing sizes a server.
+    """Decide whether kv-sizing sizes a server, by doctor, and by the code that runs in a server's process.
 
-    :returns: under ``doctor``, doctor's answer; under ``engine``, the decision of the code that runs in a server's
-        process.
+    :returns: a dictionary with two keys: ``doctor`` has doctor's answer, and ``engine`` has the decision of the
+        server's code.
     """
     return {"doctor": doctor_answers.examine(server), "engine": _call_in_fork(_decide, server)}
 
@@ -55,7 +56,8 @@ def _call_in_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict
 
 
 def _decide(server: dict[str, Any]) -> dict[str, Any]:
-    """Decide as a server's process does: call kv-sizing's ``skip``, then the hook that gathers facts from all ranks."""
+    """Make the decision of a server's process: call kv-sizing's ``skip``, then the hook that gathers facts from all
+    ranks."""
     from sglang.srt.server_args import prepare_server_args
 
     change = next(change for change in CHANGES if change.name == "kv-sizing")

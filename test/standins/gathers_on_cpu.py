@@ -39,14 +39,14 @@ def copy_rows(module):
 
 
 def gather_plainly(module):
-    """Replace the collective operators, which exist only for GPUs, by the methods that they call."""
+    """Replace the collective operators, which exist only for GPUs, with the methods that these operators call."""
     group = module.GroupCoordinator
     group.all_gather_into_tensor = group._all_gather_into_tensor
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
 
 
 def ignore_pinning(module):
-    """Ignore requests for pinned memory, which needs a driver."""
+    """Ignore requests for pinned memory. Pinned memory needs a GPU driver."""
     import torch
 
     original = torch.tensor

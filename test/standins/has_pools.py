@@ -1,9 +1,9 @@
-"""Engine plugin that gives a plain tiny model KV pools of several kinds, to test kv-sizing on the CPU.
+"""Engine plugin that gives a plain tiny model several kinds of KV pools, to test kv-sizing on the CPU.
 
 With ``POOLS=windows`` the model has sliding windows, as gpt-oss has. With ``POOLS=states`` it has states, as Qwen3-Next
 has. The pools, their allocators, the prefix cache and the scheduler are the engine's own. Attention on the CPU supports
-neither kind. For a layer with a sliding window, the plugin copies the pool's rows to their positions in a full cache.
-The states are allocated and copied, but no layer reads them.
+neither sliding windows nor states. For a layer with a sliding window, the plugin copies the pool's rows to their
+positions in a full cache. The states are allocated and copied, but no layer reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def register():
     states = {
         here + "model_executor.model_runner": add_states,
         here + "configs.hybrid_arch": add_states,
-        here + "mem_cache.kv_cache_builder": add_states,  # this module has its own reference to the function
+        # this module of the engine has its own reference to the function
+        here + "mem_cache.kv_cache_builder": add_states,
         here + "layers.attention.attention_registry": keep_attention_backend,
         here + "managers.schedule_batch": ignore_pinning,
     }
@@ -96,7 +97,7 @@ def keep_attention_backend(module):
 
 
 def ignore_pinning(module):
-    """Ignore requests for pinned memory, which needs a driver."""
+    """Ignore requests for pinned memory. Pinned memory needs a GPU driver."""
     import torch
 
     original = torch.tensor

@@ -1,4 +1,4 @@
-"""Writer of a tiny Qwen3-VL model with routed experts, and of pictures to send to it."""
+"""Write a tiny Qwen3-VL model with routed experts, and make pictures to send to it."""
 
 from __future__ import annotations
 

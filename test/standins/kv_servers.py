@@ -30,7 +30,7 @@ def largest_batch(phase):
 
 
 def make_pool(name, *bases, **has):
-    """Make a stand-in for an engine pool. kv-sizing recognizes pools by the names of their classes.
+    """Make a stand-in for an engine pool. kv-sizing recognizes pools by their class names.
 
     :param name: name of the class.
     :param has: attributes of the pool.
@@ -50,7 +50,7 @@ def make_runner(pool, table=PLAIN_TABLE, **more):
 
 
 class FlushCacheReqOutput:
-    """Stand-in for the engine's answer to a flush. kv-sizing recognizes it by the name of its class."""
+    """Stand-in for the engine's answer to a flush. kv-sizing recognizes it by its class name."""
 
     def __init__(self, success):
         self.success = success
@@ -79,12 +79,12 @@ def read_inbox(scheduler, limit=10_000):
 
 
 class Scheduler:
-    """Stand-in for the scheduler of one rank. It answers each request after one forward pass.
+    """Stand-in for the scheduler of one rank. It answers each request after one forward pass. The fixture ``scheduler``
+    makes this stand-in, and replaces the engine's functions that a rehearsal calls.
 
-    The fixture ``scheduler`` makes it, and replaces the engine's functions that a rehearsal calls.
     :param reads: whether the rank reads requests from the tokenizer.
-    :param free: returns the free memory in bytes after a number of forward passes.
-    :param flushes: the result of a flush.
+    :param free: function that returns the free memory in bytes after a number of forward passes.
+    :param flushes: result of a flush.
     """
 
     def __init__(self, reads=True, free=lambda forwards: 9 * GB, flushes=True, **arguments):
@@ -124,7 +124,7 @@ class Scheduler:
         return True
 
     def turn(self):
-        """Run one turn of the event loop. Return the requests that it has read."""
+        """Run one turn of the event loop, and return the requests that the scheduler has read."""
         read = read_inbox(self)
         self.process_input_requests(read)
         return read
@@ -157,9 +157,9 @@ def snapshot_state(scheduler):
 
 
 class OneRank:
-    """Rehearsal of one rank, with the orders that control it.
+    """Rehearsal on one rank, and the orders that control it.
 
-    :param low: returns whether another rank reports that its memory is low.
+    :param low: function that returns whether another rank reports that its memory is low.
     """
 
     def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, limits=SMALL, **more):
@@ -182,7 +182,7 @@ class OneRank:
 
 
 def rehearse(scheduler, low=lambda: False, **more):
-    """Run a rehearsal to its end and return its result. The scheduler's state must be the same afterwards."""
+    """Run a rehearsal to its end, and return its result. Check that the rehearsal restored the scheduler's state."""
     results: list[rehearsal.Measured] = []
     before = snapshot_state(scheduler)
     one = OneRank(scheduler, results.append, low=low, **more)

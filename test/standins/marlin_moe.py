@@ -32,7 +32,7 @@ def scalar_type(bits, zero_points, scales=None, global_scale=None):
 
 
 def unpacked(packed, kind):
-    """Unpack weights from [experts, k / 16, words] to float64 [experts, k, n]."""
+    """Return packed weights, [experts, k / 16, words], as float64 weights, [experts, k, n]."""
     experts, k_tiles, words = packed.shape
     columns = words * 32 // kind.size_bits // TILE_K
     shifts = torch.arange(0, 32, kind.size_bits, device=packed.device)
@@ -45,7 +45,7 @@ def unpacked(packed, kind):
 
 
 def in_order(by_column):
-    """Return scales or biases, which are stored in the tiles' order, in the order of the columns."""
+    """Return scales or biases in the order of the columns. They are stored in the order of the kernel's tiles."""
     return by_column.double().view(*by_column.shape[:-1], -1, TILE_N).flip(-1).reshape(by_column.shape)
 
 

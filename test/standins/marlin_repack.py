@@ -11,10 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def replace_kernel(monkeypatch):
-    """Make the engine's ``gptq_marlin_repack`` use a kernel that runs on the CPU and reorders weights in another way.
+    """Replace the kernel of the engine's ``gptq_marlin_repack`` with one that runs on the CPU. This kernel reorders
+    weights in a different way.
 
-    :returns: list with one entry for each run of the kernel: how many results of earlier runs still had memory of their
-        own.
+    :returns: list with one entry for each run of the kernel: the number of earlier results that still had their own
+        memory.
     """
     from sglang.srt.layers.quantization import marlin_utils_fp4
 

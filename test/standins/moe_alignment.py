@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def align(topk_ids, block, experts):
-    """Sort rows by expert, and pad the rows of each expert to whole blocks. Expert -1 is on another rank.
+    """Sort rows by expert, and pad the rows of each expert to whole blocks. The expert -1 stands for experts on another
+    rank.
 
     :returns: the sorted row numbers, and the expert of each block.
     """

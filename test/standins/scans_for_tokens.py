@@ -35,7 +35,7 @@ def scan_when_serving(start_module):
 
 
 def list_members(value):
-    """Yield the names and values of an object's attributes, items, cells or arguments."""
+    """Yield the name and the value of each attribute, item, closure cell or argument of an object."""
     if isinstance(value, dict):
         yield from ((f"[{key!r:.40}]", each) for key, each in list(value.items())[:20_000])
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
@@ -60,7 +60,7 @@ def list_members(value):
 
 
 def find_numbers(numbers, scheduler):
-    """Return the paths of all attributes below a scheduler that equal one of these numbers."""
+    """Return the paths of all attributes of a scheduler, or of objects below it, that equal one of these numbers."""
     import torch
 
     found, seen = [], {}

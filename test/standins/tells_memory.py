@@ -74,9 +74,8 @@ def rank():
 
 
 def free_before_pools():
-    """Return the free bytes before the pools are made: those that the engine's rule reserves, and those that it
-    leaves to the KV cache.
-    """
+    """Return the number of free bytes before the pools are made: the bytes that the engine's rule reserves, plus the
+    bytes that it leaves to the KV cache."""
     return int(BEFORE * (1 - fraction[0])) + CACHE
 
 
@@ -97,14 +96,14 @@ def shorten(phases):
 def look_often(serving):
     serving.SAMPLE_INTERVAL_S = 0.05
     if "TURN_S" in os.environ:
-        look = serving.Serving.look
+        look = serving.Serving.run_turn
 
         def look_late(watch):
             late = Path(os.environ["TURN_S"])
             time.sleep(float(late.read_text() or 0) if late.exists() else 0)
             look(watch)
 
-        serving.Serving.look = look_late
+        serving.Serving.run_turn = look_late
 
 
 def be_patient(rehearsal):
@@ -185,7 +184,7 @@ def hold_forwards(rehearsal):
 
 
 def after_each_forward(rehearsal, do):
-    """Call ``do`` with the batch of each rehearsed forward pass, after the pass."""
+    """Call the function ``do`` after each rehearsed forward pass. Its argument is the batch of the forward pass."""
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
@@ -219,9 +218,8 @@ def note(what):
 
 
 def note_tuning(module):
-    """Record when the engine tunes kernels. On a CPU it tunes nothing, so up to 0.5.13 the step after the tuning is
-    recorded.
-    """
+    """Record each time that the engine tunes kernels. On a CPU the engine tunes nothing. So up to 0.5.13, the step
+    after the tuning is recorded."""
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
             wrapt.wrap_function_wrapper(module, f"{kind}.{name}", then_tuned)
@@ -249,7 +247,8 @@ def be_quick(ranks):
 
 
 def count_every_step(module):
-    """Let the engine count slow decode steps, too. Some releases do not count steps of more than two seconds."""
+    """Make the engine count slow decode steps, too. Some releases do not count steps that take more than two
+    seconds."""
     for name in ("DECODE_STEP_MAX_US", "STEP_MAX_US"):
         if hasattr(module, name):
             setattr(module, name, math.inf)
@@ -278,9 +277,8 @@ def tell_before_pools(module):
 
 
 def with_the_fraction(wrapped, maker, args, kwargs):
-    """Read the memory fraction in force before the engine sizes its pools. Without kv-sizing, no other code here
-    reads it.
-    """
+    """Read ``--mem-fraction-static`` before the engine sizes its pools. In a server without kv-sizing, no other code in
+    this module reads it."""
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import engine_rule
 
@@ -303,7 +301,7 @@ def on_the_host(hooks):
 
 
 class HostMemory:
-    """Stand-in for GPU memory at reserved addresses. If code touches an unmapped byte, the process ends."""
+    """Stand-in for GPU memory at reserved addresses. Code that touches an unmapped byte ends the process."""
 
     granularity = mmap.PAGESIZE
 

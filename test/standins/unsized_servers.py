@@ -1,7 +1,5 @@
-"""Command lines of servers that kv-sizing leaves alone, for each argument in its table ``UNSIZED``.
-
-An argument that is a plain switch needs no entry here.
-"""
+"""Command lines of servers that kv-sizing leaves alone. There is one server for each argument in kv-sizing's table
+``UNSIZED``. An argument that is a plain switch needs no entry in this file."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ ATTENTION = "--tp 2 --dp 2 --enable-dp-attention"
 
 @dataclass(frozen=True)
 class UnsizedServer:
-    """Server with an argument because of which kv-sizing leaves the server alone.
+    """Server that kv-sizing leaves alone because of one argument.
 
-    :param value: value of the argument; ``True``: the argument is a switch.
-    :param more: the rest of the command line.
-    :param arguments: resolved arguments by which kv-sizing recognizes the server. Empty: the argument itself has
+    :param value: value of the argument; ``True`` if the argument is a switch.
+    :param more: rest of the command line.
+    :param arguments: resolved arguments by which kv-sizing recognizes the server; empty if the argument itself is
         ``value``.
     """
 
@@ -70,9 +68,9 @@ SPECIAL = {
     "--enable-kv-cache-sharding": UnsizedServer(more="--tp 2"),
     "--enable-dsa-cache-layer-split": UnsizedServer(more="--tp 2"),
 }
-"""Servers for the arguments that are no plain switches, or that need further arguments."""
+"""Servers for those arguments that are not plain switches, or that need further arguments."""
 SERVERS = {kind.name: SPECIAL.get(kind.name, UnsizedServer()) for kind in UNSIZED if kind.name.startswith("--")}
-"""Server for each argument, by the argument's name."""
+"""Server for each argument. The key is the argument's name."""
 ABSENT_FROM_SOME_RELEASES = {
     "attn_dp_size",
     "dcp_size",
@@ -92,15 +90,15 @@ ABSENT_FROM_SOME_RELEASES = {
     "radix_cache_backend",
     "speculative_skip_dp_mlp_sync",
 }
-"""Arguments that kv-sizing reads, each of which at least one tested release lacks."""
+"""Arguments that kv-sizing reads, and that at least one tested release does not have."""
 
 
 def arguments(name: str) -> dict[str, object]:
-    """Return the resolved arguments by which kv-sizing recognizes a server with an argument."""
+    """Return the resolved arguments by which kv-sizing recognizes the server for an argument."""
     server = SERVERS[name]
     return dict(server.arguments) or {name.removeprefix("--").replace("-", "_"): server.value}
 
 
 def command_lines() -> list[str]:
-    """Return the command lines of all these servers. A release without the argument refuses the server."""
+    """Return the command lines of all servers. A release that does not have the argument refuses the server."""
     return [f"{name} {'' if server.value is True else server.value} {server.more}" for name, server in SERVERS.items()]

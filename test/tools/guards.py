@@ -68,7 +68,7 @@ SIZED_UNTIL = "0.5.15.post1"
 """Last release that does not itself choose the right sizes for CuteDSL's buffers."""
 FLAGS_UNTIL = "0.5.13"
 """Last release with several server arguments for CUDA graphs. Later releases have a single argument."""
-SAID = "test_doctor_says_of_a_server_what_the_engine_would_do"
+SAID = "test_doctor_reports_what_the_engine_would_do"
 TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "core/dead_input/offer.py": {
         "test_a_layer_input_that_is_the_residual_is_not_offered": [
@@ -78,10 +78,10 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not": [
             ("lambda buf: nullcontext()", "lambda buf: original(buf)")
         ],
-        "test_the_patched_server_answers_correctly_where_the_native_buffer_does_not": [
+        "test_the_patched_server_is_correct_for_a_model_with_which_the_native_buffer_is_wrong": [
             ("lambda buf: nullcontext()", "lambda buf: original(buf)")
         ],
-        "test_stock_and_patched_answer_alike_and_patched_uses_one_buffer": [
+        "test_stock_and_patched_give_equal_answers_and_patched_uses_one_buffer": [
             ("channel.replace_offer(tensor.detach())", "channel.replace_offer(None)")
         ],
     },
@@ -257,13 +257,15 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "lab/predict/model_report.py": {
         SAID + "[a chunk that is larger than the graphs of prefills]": [("and server.tokens <= graphs[1]", "")],
         SAID + "[prefill alone]": [('source = "the given --mem-fraction-static" if given else', "source =")],
-        "test_a_layer_that_could_not_be_built_is_not_known": [("if change.decide and decision is None:", "if False:")],
-        "test_a_format_is_known_by_the_engines_class": [('if layer.get("mxfp4"):', "if False:")],
+        "test_effects_on_a_layer_that_could_not_be_built_are_unknown": [
+            ("if change.decide and decision is None:", "if False:")
+        ],
+        "test_the_weight_format_follows_from_the_engines_quantization_class": [('if layer.get("mxfp4"):', "if False:")],
         "test_fp4_weights_acts_by_format_and_runner": [
             ("if server.runner not in LAID_OUT[server.format]:", "if False:")
         ],
         "test_a_variable_that_this_server_does_not_read_is_named": [('if row["status"] == Status.NOT_NEEDED', "")],
-        "test_what_acts_is_what_the_changes_decided": [
+        "test_effects_in_the_report_follow_the_changes_decisions": [
             ('or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family))', "")
         ],
     },
@@ -297,17 +299,17 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         SAID + "[BF16 on TRT-LLM]": [(" and _has_attention_inputs(built.model)", "", OFFERS_ALL_UNTIL)],
     },
     OURS + "memory/kv_sizing/pools.py": {
-        "test_the_tokens_of_the_rule_have_memory_and_no_more": [
+        "test_only_the_tokens_of_the_rule_have_memory_at_first": [
             ("= first, top, page, first", "= first, top, page, top")
         ],
-        "test_free_rows_of_the_request_table_name_no_unmapped_slot": [
+        "test_free_rows_of_the_request_table_contain_no_unmapped_slot": [
             ("            _forget_slots(table)\n", "            pass\n"),
             ("[0, *map(int, table.free_slots)]", "range(len(rows))"),
         ],
-        "test_windows_keep_as_many_tokens_as_they_are_asked_to": [
+        "test_tokens_with_window_give_the_windows_at_least_the_wanted_tokens": [
             ("self.counts_for(number * self.page).window)", "number * self.page)")
         ],
-        "test_an_unknown_pool_is_named_and_its_buffers_are_freed": [("if fixed & ours:", "if False:")],
+        "test_an_unsupported_pool_is_named_and_its_buffers_are_freed": [("if fixed & ours:", "if False:")],
     },
     OURS + "core/runners.py": {
         "test_the_runner_is_the_one_that_runs": [
@@ -335,7 +337,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "memory/kv_sizing/start.py": {
         "test_a_server_starts_if_the_rule_leaves_no_kv_cache": [(" - self.reservation.raised_tokens", "")],
-        "test_all_ranks_grow_alike_or_none_does": [
+        "test_all_ranks_grow_to_the_same_size_or_no_rank_grows": [
             ("tokens = before if reason else tokens", "pass"),
             ("        self.pools.unmap_from(counts)\n        return problem", "        return problem"),
             ("            return str(error) or type(error).__name__", "            return ''"),
@@ -344,20 +346,20 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction": [
             ("if fraction and not hybrid and now != rule:", "if True:")
         ],
-        "test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them": [
+        "test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks": [
             ("rehearse_again, missed = not reason, ()", "rehearse_again, missed = False, ()")
         ],
-        "test_a_later_rehearsal_forgets_no_need_of_an_earlier_one": [
+        "test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one": [
             ("max(self._need, without_forwards - measured.lowest)", "without_forwards - measured.lowest"),
             ("self._bytes_before or without_forwards", "without_forwards"),
         ],
-        "test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_tokens": [
+        "test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_small": [
             ("self._begin_next(phases.derive_phases)", "self._begin_next(lambda limits: [])"),
             ("(is_smaller or ended_early)", "ended_early"),
             ("(is_smaller or ended_early)", "is_smaller"),
             ("need is None or need.failure for need", "need is None for need"),
         ],
-        "test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes": [
+        "test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes": [
             (
                 "        self._need = self._bytes_before = self._slack_bytes = 0\n        self._phases",
                 "        self._phases",
@@ -367,28 +369,28 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("if self._pass > 1 or rank_0", "if rank_0"),
             ("        self._fewer_requests = requests\n", ""),
         ],
-        "test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_over": [
+        "test_a_server_of_unchanged_size_has_the_stock_request_limit_unless_it_started_over": [
             (" and not self._has_started_over)", ")")
         ],
-        "test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended": [
+        "test_rank_0_ends_a_rehearsal_that_it_does_not_drive": [
             ("            step.end()\n", ""),
             ("            self._received[order.topic] = order.values\n", ""),
         ],
         "test_an_estimated_need_counts_until_the_phase_has_run": [
             ("without_forwards - measured.lowest)", "without_forwards - min(measured.lowest, measured.expected))")
         ],
-        "test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps": [
+        "test_schedulers_sleep_only_after_the_start_and_without_work": [
             ('self._sleeper.add(self.scheduler, "idle_sleeper", sleeper)', "pass"),
         ],
         "test_a_failed_later_rehearsal_restores_the_engines_size": [
             ("tokens = min(tokens, self.pools.first.tokens)", "pass")
         ],
-        "test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it": [
+        "test_a_rehearsed_forward_pass_that_raises_on_all_ranks_does_not_end_the_server": [
             ("or self._limits.stages > 1", ""),
             ("        drop_requests(self.scheduler)\n", ""),
             ("return None not in self.board", "return True or self.board"),
         ],
-        "test_all_ranks_admit_the_requests_that_rank_0_has_found": [
+        "test_all_ranks_get_the_request_limit_of_rank_0": [
             (
                 "batch, penalized = rank_0.request_limits",
                 "batch, penalized = self._limits.batch, self._limits.penalized",
@@ -403,37 +405,37 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/sizing.py": {
-        "test_all_ranks_get_the_size_that_fits_on_the_smallest": [
+        "test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory": [
             ("min(need.fits for need in needs)", "max(need.fits for need in needs)"),
             ("if fits > now and needs[0].missed:", "if False:"),
             ("min(now, least)", "min(now, 1)"),
         ],
     },
     OURS + "memory/kv_sizing/serving.py": {
-        "test_prefixes_are_evicted_while_memory_is_short_and_they_hold_the_tail": [
+        "test_prefixes_in_the_tail_are_evicted_while_memory_is_short": [
             (
                 "shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(",
                 "shortage, prefixes_hold_tail = 0, is_idle(",
             )
         ],
-        "test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed": [
+        "test_a_pipeline_stage_with_a_running_prefill_is_not_flushed": [
             ("            if is_idle(self._scheduler):\n", "            if self._scheduler.is_fully_idle():\n")
         ],
         "test_slots_that_a_chunked_prompt_needs_are_not_withdrawn": [
             ("retirement.advance(spare_tokens(self._scheduler))", "retirement.advance()"),
             ("in_tail &= in_tail.cumsum(0) <= most", "pass"),
         ],
-        "test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens": [
+        "test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prompt": [
             ('if getattr(scheduler, "is_mixed_chunk", False):', "if False:")
         ],
-        "test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it": [("if not pools.top.window:", "if True:")],
+        "test_sliding_window_layers_keep_room_for_a_window_and_a_prefill": [("if not pools.top.window:", "if True:")],
         "test_slots_stay_withdrawn_if_the_driver_cannot_unmap": [
             (
                 "        except Exception as error:  # the other ranks",
                 "        except ZeroDivisionError as error:  # the other",
             )
         ],
-        "test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes": [
+        "test_in_every_turn_free_and_held_slots_add_up_to_the_engines_number": [
             ("return pages[~in_tail] if len(withdrawn) else pages", "return pages"),
             ("self.held[withdrawn.cpu() - self.kept - 1] = False", "pass"),
             ("        if has_changed:", "        if False:"),
@@ -443,7 +445,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("any(withdrawals) or self._was_flushed", "any(withdrawals)"),
             ("self._orders.send(EvictPrefixes())", "pass"),
         ],
-        "test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size": [
+        "test_after_the_tail_is_freed_the_allocator_equals_a_new_one_of_that_size": [
             ("int(held[-1]) + 1 if len(held) else 0", "len(held)")
         ],
         "test_both_parts_of_a_sliding_window_cache_are_withdrawn": [
@@ -452,16 +454,16 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "(tail.withdraw(spare) for tail in self._tails.values())",
             )
         ],
-        "test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it": [
+        "test_below_half_of_the_margin_memory_is_short_by_the_rest_of_the_whole_margin": [
             ("if free < LOW_MARGIN_FRACTION * self.margin else", "if free < self.margin else")
         ],
-        "test_the_tail_goes_until_the_margin_is_free_again": [("if not self._order_is_pending and (", "if (")],
+        "test_the_tail_is_freed_until_the_whole_margin_is_free": [("if not self._order_is_pending and (", "if (")],
         "test_prefixes_of_another_rank_are_flushed_when_it_is_idle": [
             ("if self._retirement is None:  # another", "if False:  # another"),
             ("prefixes_hold_tail or self._board.is_raised(held_report)", "prefixes_hold_tail"),
             (" {self._evict_orders}", ""),
         ],
-        "test_two_prefills_and_the_first_ranks_longest_request_keep_their_room": [
+        "test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request": [
             (
                 "least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))",
                 "least = self._longest_request()",
@@ -471,7 +473,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "least = least_tokens(self._scheduler, self._pools)",
             ),
             ("if frees or repeat:", "if True:"),
-            ("self._pools.bytes_behind(wanted) < behind_goal", "wanted.tokens < self._goal"),
+            ("self._pools.backing_bytes(wanted) < behind_goal", "wanted.tokens < self._goal"),
         ],
         "test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended": [
             ("max(self._goal, self._longest_request())", "self._goal"),
@@ -490,11 +492,11 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ),
             ("frees or repeat:", "frees:"),
         ],
-        "test_a_driver_that_does_not_answer_ends_only_the_watch_of_free_memory": [
+        "test_a_failing_gpu_driver_ends_only_the_watch_of_free_memory": [
             ("self._failures.add(failure)", "pass"),
             ("if failure in self._failures:", "if self._failures:"),
         ],
-        "test_what_streaming_sessions_hold_is_never_given_back": [
+        "test_slots_of_streaming_sessions_are_never_freed": [
             ("        return 2 * largest + held\n", "        return 2 * largest\n"),
             ("needed = longest + whole_pages(held.values(), page)", "needed = longest"),
             ("max(tokens, held.get(session.session_id, 0))", "held.get(session.session_id, 0)"),
@@ -505,21 +507,21 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("            self._penalized_queue.append(request)\n            self.rows = None\n", "            pass\n"),
             ("            self.rows = None\n\n    def derive", "\n    def derive"),
         ],
-        "test_a_penalized_request_that_left_the_queue_does_not_count_even_if_it_is_referred_to": [
+        "test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_session_keeps_it": [
             ("            penalized.popleft()\n", "            break\n")
         ],
-        "test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary": [
+        "test_fewer_requests_are_admitted_to_a_penalized_batch": [
             ("or batch_is_penalized(self.batch)", ""),
             ("    if not batch.reqs:\n", "    if False:\n"),
             ("        or sampling.need_min_p_sampling\n", ""),
         ],
-        "test_the_batch_counts_to_which_requests_are_admitted": [
+        "test_the_limit_follows_the_batch_that_the_requests_join": [
             ('args[0] if args else kwargs["running_batch"] if kwargs else', 'kwargs["running_batch"] if kwargs else')
         ],
         "test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch": [
             (" or (chunked is not None and is_penalized(chunked))", "")
         ],
-        "test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request": [
+        "test_the_limit_is_derived_once_a_turn_and_the_queue_is_searched_only_for_penalized_requests": [
             ("        if rows is None:\n            rows = limit.derive()", "        rows = limit.derive()")
         ],
         "test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized": [
@@ -539,13 +541,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "return tokens.some(length)",
             )
         ],
-        "test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends": [
+        "test_the_next_smaller_request_limit_is_known_wherever_a_rehearsal_ends": [
             ("phase.kind is PhaseKind.EAGER_DECODE and phase", "phase"),
             ("and phase.bound.requests > self.limits.penalized\n", "\n"),
             (" and self.limits.stages == 1:", ":"),
             ("max(self.limits.penalized, self._most_requests)", "self._most_requests"),
         ],
-        "test_a_stages_forwards_have_their_share_of_fewer_requests": [
+        "test_each_pipeline_stages_batch_has_its_share_of_fewer_requests": [
             (
                 "self.limits.with_requests(self.fewer_requests)",
                 "replace(self.limits, requests=self.fewer_requests)",
@@ -594,17 +596,17 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("taken += graph_bytes(self.runner)", "pass"),
             ("if left >= MIN_FREE_BYTES:", "if left >= 0:"),
         ],
-        "test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory": [
+        "test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memory": [
             ("restart_requests=driver.restart_requests if driver else 0", "restart_requests=0")
         ],
-        "test_waiting_requests_are_stuck_if_nothing_has_run_for_long": [
+        "test_waiting_requests_count_as_stuck_after_a_long_time_without_a_batch": [
             ("bool(scheduler.waiting_queue) and not runs", "not runs"),
             ("            self._last_forward = time.monotonic()\n", ""),
             ("scheduler.chunked_req is not None or ", ""),
         ],
         "test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal": [('*("forward_ct", ', "*(")],
         "test_counters_are_restored": [("self._undo.append(partial(setattr, owner, name, copy(value)))", "pass")],
-        "test_metrics_and_the_queue_limit_are_off_in_a_rehearsal": [
+        "test_metrics_and_the_queue_limit_are_off_during_a_rehearsal": [
             ('RECORDING = ("enable_metrics", ', "RECORDING = ("),
             ('self._set_until_end(self.scheduler, "max_queued_requests", None)', "pass"),
         ],
@@ -613,16 +615,18 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_key_that_another_process_writes_has_no_effect": [
             ('hmac.compare_digest(digest, self._digest("value", topic, rank, text))', "True"),
         ],
-        "test_a_value_is_of_one_topic_one_rank_and_one_start": [("json.dumps(parts)", "json.dumps(parts[-1:])")],
-        "test_a_text_that_is_not_of_the_type_is_refused": [
+        "test_a_copied_value_under_another_topic_rank_or_start_is_ignored": [
+            ("json.dumps(parts)", "json.dumps(parts[-1:])")
+        ],
+        "test_a_published_value_of_another_type_is_refused": [
             ("math.isfinite(value)", "True"),
             ("    require(type(value) is kind)\n", ""),
             ("isinstance(value, dict) and value.keys() == hints.keys()", "True"),
         ],
-        "test_foreign_answers_about_machines_turn_sizing_off_in_a_bounded_time": [
+        "test_forged_answers_of_machines_turn_sizing_off_in_a_bounded_time": [
             ("    _connect(store, rank, ranks)\n    return True", "    return True")
         ],
-        "test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests": [
+        "test_orders_precede_waiting_requests_if_a_turn_reads_few_requests": [
             ("                inbox.end_turn()\n", "                pass\n")
         ],
     },
@@ -633,7 +637,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_the_logit_bias_names_a_token_of_a_small_vocabulary": [
             ("min(BIASED_TOKEN, limits.vocabulary - 1)", "BIASED_TOKEN")
         ],
-        "test_a_stages_forwards_have_their_share_of_fewer_requests": [
+        "test_each_pipeline_stages_batch_has_its_share_of_fewer_requests": [
             ("micro_batch=min(self.micro_batch, share)", "micro_batch=self.micro_batch")
         ],
         "test_the_radix_cache_finds_only_the_intended_prefix_in_prompts": [
@@ -647,18 +651,20 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ),
             ("math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)", "SHORT_PROMPT_TOKENS"),
         ],
-        "test_a_long_request_and_the_short_ones_beside_it_have_room_at_once": [
+        "test_one_long_request_and_the_short_requests_fit_into_the_kv_cache_together": [
             ("min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))", "min(short.new_tokens, wanted)"),
             ("limits.cache_tokens // 2, left)", "limits.cache_tokens // 2)"),
         ],
-        "test_missed_phases_are_tried_again_with_the_requests_that_fit_now": [(" or phase.kind in missed", "")],
+        "test_missed_phases_are_tried_again_with_the_requests_that_fit_into_the_new_size": [
+            (" or phase.kind in missed", "")
+        ],
     },
     OURS + "memory/kv_sizing/address_space.py": {
-        "test_addresses_and_values_stay_while_the_tail_comes_and_goes_and_new_memory_is_zero": [
+        "test_mapping_and_unmapping_the_tail_keeps_addresses_and_values_and_zeroes_new_memory": [
             (" if number not in self._mapped]", "]"),
             ("sorted(self._mapped - needed)", "[]"),
         ],
-        "test_where_there_is_not_enough_nothing_changes": [
+        "test_without_enough_memory_no_mapping_changes": [
             ("self._memory.unmap(*self._extent(run))\n            raise", "pass\n            raise")
         ],
         "test_exactly_the_granules_of_the_first_rows_of_every_plane_are_mapped": [
@@ -666,7 +672,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/token_count.py": {
-        "test_an_allocator_that_has_its_size_is_not_cleared": [
+        "test_an_allocator_that_already_has_the_size_is_not_cleared": [
             ("    if any(owner.size != getattr(counts, part) for part, owner in parts_of(allocator)):", "    if True:")
         ],
         "test_a_request_that_would_not_fit_at_the_goal_is_refused": [
@@ -674,30 +680,28 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/eligibility.py": {
-        "test_nothing_is_hooked_where_it_is_not_asked_for": [(", can_be_enabled=not asked", "")],
-        "test_every_store_of_prompts_that_a_scheduler_may_make_is_named": [
+        "test_nothing_is_hooked_without_the_variable": [(", can_be_enabled=not asked", "")],
+        "test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompts": [
             ('UnsizedKind("--enable-lmcache"', 'UnsizedKind("--enable-lm-cache"')
         ],
-        "test_each_argument_that_kv_sizing_reads_is_one_of_the_engines": [
+        "test_each_argument_that_kv_sizing_reads_exists_in_the_engine": [
             ('UnsizedKind("--enable-flexkv"', 'UnsizedKind("--enable-flex-kv"')
         ],
     },
     OURS + "memory/kv_sizing/planted_prefix.py": {
-        "test_where_a_cache_wants_more_than_a_prefix_nothing_is_planted": [
+        "test_nothing_is_planted_into_a_cache_that_needs_more_than_a_prefix": [
             ("type(tree).__name__ in CACHES\n        and ", ""),
             ("        and not tree.disable\n", ""),
             ('        and parts == ["FULL"]\n', ""),
             ("        and int(tree.page_size) == int(allocator.page_size)\n", ""),
             ('getattr(tree, "cache_controller", None) is None', "True"),
         ],
-        "test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already": [
+        "test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached": [
             ("    if missing > 0:", "    if False:"),
             ("allocator.alloc(len(whole) - before)", "allocator.alloc(len(whole))"),
         ],
-        "test_a_planted_prefix_has_slots_of_its_own": [("prev_prefix_len=before", "prev_prefix_len=0")],
-        "test_requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for": [
-            ("is_bigram=pairs", "is_bigram=False")
-        ],
+        "test_a_planted_prefix_has_its_own_slots": [("prev_prefix_len=before", "prev_prefix_len=0")],
+        "test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs": [("is_bigram=pairs", "is_bigram=False")],
     },
 }
 """Mutations by file and test. A row has the text and its replacement. If newer releases do not run the code, the row

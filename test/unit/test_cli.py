@@ -237,7 +237,7 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
         (["doctor", "--model", ""], ["--model is empty"]),
         (["doctor", "--model", "a/b.gguf"], ["GGUF file", "config.json"]),
         (["doctor", "--model", QWEN, "--gpu", "h1000"], ["did you mean h100?", "NAME:96GB"]),
-        (["doctor", "--model", QWEN, "--gpu", "h100:0.1GB"], ["0.1 GB is none of a GPU"]),
+        (["doctor", "--model", QWEN, "--gpu", "h100:0.1GB"], ["no GPU has 0.1 GB of memory"]),
         (["doctor", "--model", QWEN, "--", "--help"], ["--help is the engine's", "sglang.launch_server"]),
         (["regress"], ["-url"]),
         (["regress", "--baseline-url", NOWHERE], ["-url"]),

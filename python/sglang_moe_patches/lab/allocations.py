@@ -1,7 +1,8 @@
 """Model of PyTorch's caching allocator, and a recorder of the memory that a function allocates and frees.
 
-Together they show without a GPU how much memory PyTorch's allocator would reserve, and how much of this memory no
-tensor could use. The function runs on the CPU, or at any size on PyTorch's ``meta`` device.
+Together they show, without a GPU, how much memory PyTorch's allocator would reserve for the function, and how much of
+this memory no tensor could use. The function runs on the CPU. With tensors that are too large for the CPU, it runs on
+PyTorch's ``meta`` device.
 
 The model follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 and 2.14 with default settings, one stream and
 no limit of memory. It supports only one setting, ``max_split_size_mb``.
@@ -30,8 +31,8 @@ _SMALL_SEGMENT, _MEDIUM_SEGMENT, _MEDIUM, _LARGE_ROUND = 2 << 20, 20 << 20, 10 <
 class Event(NamedTuple):
     """One step of a recording: an allocation, a release of memory, or a call of ``empty_cache``.
 
-    :param key: number that identifies the memory; ``None``: the step is a call of ``empty_cache``.
-    :param size: bytes that are allocated; 0: the memory is freed.
+    :param key: number that identifies the allocated memory; ``None`` if the step is a call of ``empty_cache``.
+    :param size: bytes that are allocated; 0 if the memory is freed.
     """
 
     key: int | None
@@ -43,7 +44,7 @@ EMPTY_CACHE = Event(None)
 
 @dataclass(eq=False)
 class _Block:
-    """Contiguous piece of a segment, in use or free. A segment is one allocation of the driver."""
+    """Contiguous part of a segment, either in use or free. A segment is one allocation from CUDA's driver."""
 
     size: int
     small: bool
@@ -58,14 +59,14 @@ class _Block:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key of the free blocks. The allocator takes the smallest block that is large enough."""
+        """Sort key of a free block. The allocator takes the smallest block that is large enough."""
         return self.size, self.order
 
 
 class Allocator:
-    """Caching allocator that allocates no memory, and only counts bytes.
+    """Model of PyTorch's caching allocator. It allocates no memory, and only counts bytes.
 
-    :param max_split_size: the allocator's setting ``max_split_size_mb``, in bytes; ``None``: not set.
+    :param max_split_size: value of the allocator's setting ``max_split_size_mb``, in bytes; ``None`` if it is not set.
     """
 
     def __init__(self, max_split_size: int | None = None) -> None:
@@ -76,7 +77,7 @@ class Allocator:
 
     @property
     def holes(self) -> int:
-        """Bytes that the allocator has reserved and that no tensor uses."""
+        """Bytes that the allocator has reserved, but that no tensor uses."""
         return self.reserved - self.allocated
 
     def run(self, events: Iterable[Event]) -> None:
@@ -122,7 +123,7 @@ class Allocator:
         bisect.insort(self._free[block.small], block, key=lambda free: free.rank)
 
     def empty_cache(self) -> None:
-        """Return to the driver all segments in which no block is in use."""
+        """Return all segments to the driver in which no block is in use."""
         for pool in self._free.values():
             returned = [block for block in pool if block.is_whole_segment]
             self.reserved -= sum(block.size for block in returned)
@@ -140,7 +141,7 @@ class Allocator:
 
 
 def _merge(first: _Block, second: _Block) -> _Block:
-    """Extend a block by the block that follows it."""
+    """Merge a free block with the block that follows it."""
     first.size, first.after = first.size + second.size, second.after
     if second.after is not None:
         second.after.before = first
@@ -158,7 +159,7 @@ def _segment_bytes(size: int) -> int:
 class Recorder(TorchDispatchMode):
     """Recorder of the memory that tensors of one device allocate and free, and of calls of ``torch.cuda.empty_cache``.
 
-    Memory that was allocated before the recording does not count.
+    Memory that was allocated before the recording is not recorded.
 
     :param device: type of the device, such as "cpu".
     """
@@ -221,7 +222,7 @@ class Recorder(TorchDispatchMode):
 def record(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, list[Event]]:
     """Call a function, and record the memory of a device that it allocates and frees.
 
-    :returns: the function's result, and the events in their order.
+    :returns: the function's result, and the recorded events in order.
     """
     with Recorder(device) as recorder:
         result = function()

@@ -1,4 +1,4 @@
-"""Facts about the installed engine, and what each change would do with it, for ``sglang-moe-patches doctor``."""
+"""Facts for ``sglang-moe-patches doctor``: the installed engine, and the effect that each change would have on it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from sglang_moe_patches.registry import CHANGES
 
 
 class EngineUnusable(RuntimeError):
-    """The engine cannot be imported. The message says why."""
+    """Raised if the engine cannot be imported. The message says why."""
 
 
 def examine() -> dict[str, Any]:
-    """Probe the engine in a fresh process, so that probing leaves nothing behind in this one.
+    """Collect facts about the engine in a new process, so that this process does not import the engine.
 
     If no CUDA driver is installed, the engine's kernels can be imported only with a stub driver (:mod:`.without_gpu`).
 
-    :returns: the JSON-ready facts that ``doctor --json`` prints.
-    :raises ValueError: an environment variable has a value with which no server starts. The message is the server's.
+    :returns: the facts that ``doctor --json`` prints, as a dictionary for JSON.
+    :raises ValueError: an environment variable has a value with which no server starts. The message is the server's
+        error message.
     :raises EngineUnusable: the engine cannot be imported.
     """
     patch.check_environment(CHANGES)
@@ -79,9 +80,9 @@ def _examine_here() -> dict[str, Any]:
 
 
 def _describe_wrong_values() -> list[str]:
-    """Return a line for each variable whose value is wrong. The line is the server's error message.
+    """Return one line for each environment variable with a wrong value. The line is the server's error message.
 
-    Only a server that uses the variable's feature would refuse the value.
+    Some variables belong to a feature. Only a server that uses the feature would refuse such a value.
     """
     lines = []
     for change, variable in patch.variables(CHANGES):
@@ -93,21 +94,23 @@ def _describe_wrong_values() -> list[str]:
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
-    """Return the plan of a change for a server with this environment, which is started without flags on a GPU."""
+    """Return the plan of a change for a server that is started without options on a GPU, with the environment of this
+    process."""
     if engine.is_plugin_left_out():
-        reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} has the engine load other plugins alone"
+        reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} makes the engine load only other plugins"
         return patch.Plan(patch.Status.NOT_SELECTED, reason)
     return patch.plan_for(change, names, _arguments_without_flags() if change.name in names else None)
 
 
 @functools.cache
 def _arguments_without_flags() -> Any:
-    """Return the defaults of the engine's arguments. They are not resolved, because resolving needs a model."""
+    """Return the default values of the engine's arguments. They are not resolved, because the engine cannot resolve
+    them without a model."""
     from sglang.srt.server_args import ServerArgs
 
     if dataclasses.is_dataclass(ServerArgs):
         fields: Iterable[Any] = dataclasses.fields(ServerArgs)
-    else:  # from 0.5.2x on
+    else:  # releases from 0.5.2x on
         from msgspec import structs
 
         fields = structs.fields(ServerArgs)
@@ -118,7 +121,7 @@ def _arguments_without_flags() -> Any:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the facts as a table."""
+    """Print the facts as a table on the terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -148,7 +151,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # thousands of modules are imported, and nothing is thrown away
+    gc.disable()  # The garbage collector is off. Importing thousands of modules creates no garbage worth collecting.
     try:
         result = _examine_here()
     except (ValueError, ImportError) as problem:

@@ -19,11 +19,12 @@ from sglang_moe_patches.core import machine
 
 
 class UnusableEnvironment(RuntimeError):
-    """The engine cannot be imported on this machine. The message says what is missing."""
+    """Raised if the engine cannot be imported on this machine. The message says what is missing."""
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables with which a new process can import the engine. Empty on a machine with a GPU.
+    """Return the environment variables with which a new process can import the engine. On a machine with a GPU, the
+    dictionary is empty.
 
     :raises UnusableEnvironment: a C compiler, the engine's kernels, or a library that the kernels load is missing.
     """
@@ -38,7 +39,8 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def stub_libcuda(folder: Path) -> Path:
-    """Build a ``libcuda.so.1`` whose functions all return 100 (``CUDA_ERROR_NO_DEVICE``), unless it already exists.
+    """Build a stub ``libcuda.so.1``, unless it already exists. All of its functions return 100
+    (``CUDA_ERROR_NO_DEVICE``).
 
     The library defines only the ``cu*`` symbols that the engine's compiled kernels import.
 
@@ -54,7 +56,7 @@ def stub_libcuda(folder: Path) -> Path:
         raise UnusableEnvironment(
             "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
         )
-    # The driver's functions are named cuXxx. Those of the runtime (cudaXxx), cuBLAS (cublasXxx) and others are not.
+    # The driver's functions are named cuXxx. Functions of the runtime (cudaXxx), cuBLAS (cublasXxx) and others are not.
     symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
     source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols)
     target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"
@@ -72,7 +74,7 @@ def stub_libcuda(folder: Path) -> Path:
         "building a stub CUDA driver",
         text=source,
     )
-    partial.replace(target)  # atomic, because several servers may build the library at once
+    partial.replace(target)  # replace the file atomically, because several servers may build the library at once
     return target
 
 

@@ -1,4 +1,4 @@
-"""Run `regress` as a user does, with the tiny model of this repository, which can do arithmetic."""
+"""Run ``regress`` as a user does, with this repository's tiny model, which can do arithmetic."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def arithmetic(tmp_path_factory) -> Path:
-    """Folder with the report of ``regress`` about the tiny model."""
+    """Return the folder with the report of ``regress`` about the tiny model."""
     folder = tmp_path_factory.mktemp("arithmetic")
     output, data = folder / "report", folder / "test.jsonl"
     data.write_text("\n".join(shortest_questions(QUESTION_COUNT + 1)) + "\n")
     evaluation = ["--data-path", str(data), "--num-questions", str(QUESTION_COUNT), "--num-shots", "1"]
     evaluation += ["--max-new-tokens", str(MAX_ANSWER_TOKENS)]
     servers = ["--model", str(SHIPPED / "model"), *evaluation, "--output", str(output), "--", *SERVER, ROUTED]
-    # On the default release, servers spawn their processes, as a user's servers do.
+    # On the default release, servers spawn their processes. This is how a user's servers start.
     done = regress(*servers, **({} if RELEASE == DEFAULT else {"PYTHONPATH": prepend_to_path(PRELOADED)}))
     assert done.returncode == 0, done.stdout + done.stderr
     return output

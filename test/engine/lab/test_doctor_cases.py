@@ -1,8 +1,6 @@
-"""Servers that people start, and the statements of ``doctor --model`` about each of them, on the installed engine.
-
-The expected figures come from public facts: a model's ``config.json``, a GPU's memory, and the formulas in the
-engine's code.
-"""
+"""Compare the report of ``doctor --model`` with the expectation for many servers that people start, on the installed
+engine. The expected figures come from public facts: a model's ``config.json``, a GPU's memory, and the formulas in the
+engine's code."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Report = dict[str, Any]
 
 
 def public(name: str, **changed: Any) -> dict[str, Any]:
-    """Return a model's ``config.json`` with some fields changed."""
+    """Return the ``config.json`` of a published model, with some fields changed."""
     return config.load_model(name)[0] | changed
 
 
@@ -32,9 +30,8 @@ def row(report: Report, change: str) -> dict[str, Any]:
 
 
 def expert_bytes(model: dict[str, Any], ranks: int) -> float:
-    """Return the bytes of a rank's routed experts at one byte per weight: three matrices of each expert, in all
-    layers that have experts.
-    """
+    """Return the bytes of a rank's routed experts at one byte per weight. Each expert has three matrices. All layers
+    with experts count."""
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
     return layers * model["n_routed_experts"] * 3 * model["hidden_size"] * model["moe_intermediate_size"] / ranks
 
@@ -43,9 +40,8 @@ R1, V4 = "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V4-Flash"
 
 
 def does_not_start(report: Report, least: float | None) -> None:
-    """Check that the server does not start for lack of memory. The report names the smallest fraction that starts,
-    and says whether the fraction in force is the engine's or the user's.
-    """
+    """Check that the server does not start because memory is too small. The report must name the smallest fraction with
+    which the server starts, and must say whether the user or the engine chose the present fraction."""
     fit = report["fit"]
     assert not fit["starts"]
     assert fit["least_fraction"] == least
@@ -64,9 +60,8 @@ def a_given_fraction_below_the_weights(report: Report) -> None:
 
 
 def a_rule_that_leaves_nothing(report: Report) -> None:
-    """Check that the engine's rule leaves less memory than the weights need. The rule reserves 1.5 MB for each token
-    of the chunk, and does not divide the chunk by the ranks.
-    """
+    """Check that the fraction by the engine's rule leaves less memory than the weights need. The rule reserves 1.5 MB
+    for each token of the chunk, whatever the number of ranks."""
     fit = report["fit"]
     does_not_start(report, math.ceil(fit["weights"] / fit["memory"] * 100) / 100)
     assert not fit["given"]
@@ -75,9 +70,8 @@ def a_rule_that_leaves_nothing(report: Report) -> None:
 
 
 def begins_below_the_rule(report: Report) -> None:
-    """Check that the patched server starts although the engine's rule leaves no KV cache. kv-sizing leaves room for
-    one longest request.
-    """
+    """Check that the patched server starts although the engine's rule leaves no memory for a KV cache. kv-sizing begins
+    with a KV cache for one longest request."""
     fit = report["fit"]
     assert fit["starts"]
     assert fit["memory"] * fit["begins_with"] > fit["weights"] + fit["loading"] > fit["memory"] * fit["fraction"]
@@ -135,7 +129,8 @@ def does_not_start_and_is_not_sized(report: Report) -> None:
 
 
 def runs_out_in(*places: str) -> Callable[[Report], None]:
-    """Return a check that the stock server runs out of memory in one of ``places``, and has the matching verdict."""
+    """Return a function that checks that the stock server runs out of memory in one of ``places``, and that the verdict
+    agrees."""
 
     def check(report: Report) -> None:
         found = report["room"]["stock"]
@@ -147,9 +142,9 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
 
 
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
-    """Return a check of the range of fractions with which a server starts. The smallest fraction just holds the
-    weights. The largest leaves the measured need free, with a margin and an error of one fifth.
-    """
+    """Return a function that checks the range of fractions with which a server starts. The smallest fraction is just
+    large enough for the weights. The largest fraction leaves the measured need free, plus a margin and an error of one
+    fifth."""
 
     def check(report: Report) -> None:
         for found in report["room"].values():
@@ -189,9 +184,8 @@ def has_weights_and_tokens(least: float, most: float) -> Callable[[Report], None
 
 
 def weighs(size: float) -> Callable[[Report], None]:
-    """Return a check that the weights on a GPU have more than ``size`` bytes, the size of the experts, and at most a
-    sixth more.
-    """
+    """Return a function that checks the bytes of the weights on a GPU. They must be more than ``size`` bytes, which is
+    the size of the experts, by at most a sixth."""
 
     def check(report: Report) -> None:
         assert size < report["fit"]["weights"] < 7 / 6 * size
@@ -200,7 +194,8 @@ def weighs(size: float) -> Callable[[Report], None]:
 
 
 def tokens_of(size: float) -> Callable[[Report], None]:
-    """Return a check that the KV cache fills the memory that the fraction leaves, at ``size`` bytes for each token."""
+    """Return a function that checks that the KV cache fills the memory that the fraction leaves. Each token has
+    ``size`` bytes."""
 
     def check(report: Report) -> None:
         fit = report["fit"]
@@ -227,21 +222,19 @@ def has_tokens_as_measured(result: str, server: str, fit: str = "fit") -> Callab
 
 
 def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
-    """Return the bytes of a token's KV cache on a rank with one head of keys and values in 16 bits. Layers with a
-    sliding window keep 0.8 of the tokens.
-    """
+    """Return the KV cache bytes of a token on a rank that has one head of keys and values, in 16 bits. Layers with a
+    sliding window count for 0.8, because they keep 0.8 of the tokens."""
     return 2 * 2 * columns * (whole + 0.8 * windows)
 
 
 def names_prefill_graphs(whether: bool) -> Callable[[Report], None]:
-    """Return a check whether doctor calls the memory of prefill graphs unknown. It does if a chunk runs in such a
-    graph.
-    """
+    """Return a function that checks whether doctor reports the memory of prefill graphs as unknown. Doctor does so if a
+    chunk runs in such a graph."""
 
     def check(report: Report) -> None:
-        lines = [line for line in report["unknown"] if "graphs of prefills" in line]
+        lines = [line for line in report["unknown"] if "prefill graphs" in line]
         assert bool(lines) == whether, report["unknown"]
-        assert all("those of up to 8,192 tokens run" in line for line in lines)
+        assert all("prefills of up to 8,192 tokens" in line for line in lines)
 
     return check
 
@@ -263,8 +256,10 @@ def fewer_tokens_than_a_request(report: Report) -> None:
 
 
 def says(acts: bool | None, change: str, words: str) -> Callable[[Report], None]:
-    """Return a check of a change's row: whether the change acts, and words that the row's effect or reason contains.
-    ``None``: doctor does not know whether the change acts.
+    """Return a function that checks a change's row of the report.
+
+    :param acts: whether the change acts; ``None`` if doctor does not know.
+    :param words: text that the row's effect or reason contains.
     """
 
     def check(report: Report) -> None:
@@ -280,7 +275,7 @@ does, does_nothing, is_not_known = (partial(says, acts) for acts in (True, False
 
 
 def is_known(report: Report) -> None:
-    """Check that the engine could build the layers, so that every change has decided."""
+    """Check that the engine could build the layers, so that every change has made its decision."""
     assert report["server"]["runner"]
     assert [each["name"] for each in report["changes"] if each["acts"] is None] == []
 
@@ -293,15 +288,14 @@ def does_not_say(change: str, words: str) -> Callable[[Report], None]:
 
 
 def sizes_cutedsl(report: Report) -> None:
-    """Check that cutedsl-sizing acts, unless the engine sizes the buffers itself."""
+    """Check that cutedsl-sizing acts, unless the engine of this release sizes the buffers itself."""
     if row(report, "cutedsl-sizing")["status"] != "native":
         does("cutedsl-sizing", OUTPUT)(report)
 
 
 def peaks(stock: int, patched: int) -> Callable[[Report], None]:
-    """Return a check of a forward pass's peak memory in MB, stock and patched. The peak consists of [tokens, hidden]
-    tensors in 16 bits, and of the runner's own memory.
-    """
+    """Return a function that checks the peak memory of a forward pass in MB, stock and patched. The peak consists of
+    [tokens, hidden] tensors in 16 bits, and of the runner's memory."""
 
     def check(report: Report) -> None:
         found = [report[server]["peak"] / 1e6 for server in ("stock", "patched")]
@@ -360,9 +354,8 @@ INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 128, "budget": 2048, "compre
 
 
 def compressed_keys(**text: Any) -> dict[str, Any]:
-    """Return a configuration with Qwen3-Next's sizes and the engine's indexer of compressed keys. No such model is
-    published.
-    """
+    """Return a configuration with the sizes of Qwen3-Next and the engine's indexer of compressed keys. No published
+    model has such a configuration."""
     sizes = public("Qwen/Qwen3-Next-80B-A3B-Thinking", model_type="qwen4_exp_text", **text)
     sizes |= {f"indexer_{name}": value for name, value in INDEXER.items()}
     del sizes["architectures"]  # a text configuration is no model by itself
@@ -380,7 +373,7 @@ def gpt_oss_20b_in_bf16() -> dict[str, Any]:
     return config | {"layer_types": ["sliding_attention", "full_attention"] * 12}
 
 
-# Servers of docs/benchmarks/serving.md, which were measured with this release.
+# Servers in docs/benchmarks/serving.md, which were measured with this release.
 MEASURED = {
     "BF16 on an H100": Case(
         public("Qwen/Qwen3-30B-A3B"), "--tp 1", has_tokens_as_measured("qwen3-30b-default", "stock"), gpu="h100"
@@ -469,7 +462,7 @@ CASES = {
     # activations of 37.7 MB, router logits of 4.2 MB, and top-k ids and weights of 1 MB.
     "NVFP4 on TRT-LLM": Case(
         public("nvidia/Qwen3-235B-A22B-NVFP4"),
-        # In traced graphs of prefills, 0.5.13's default here, no dead input is offered.
+        # By default, 0.5.13 runs prefills in traced graphs here. Such graphs offer no dead input.
         "--tp 4 --chunked-prefill-size 16384" + " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.13"),
         all_of(
             *(does("output-buffer", OUTPUT), does_not_say("output-buffer", "takes no"), peaks(580, 545)),
@@ -642,8 +635,8 @@ CASES = {
         does_nothing("moe-workspace", "1,879 MB on this server, which SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB allows"),
         env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "4000"},
     ),
-    # The model's linear attention reads attributes that only quantized parameters have. in_proj_ba is not quantized,
-    # because it has too few columns.
+    # The model's linear attention reads attributes that only quantized parameters have. The weights of in_proj_ba are
+    # not quantized, because they have too few columns.
     "linear attention in FP8": Case(
         public("Qwen/Qwen3-Next-80B-A3B-Thinking", quantization_config=NEXT_FP8),
         "--tp 2",
@@ -652,7 +645,7 @@ CASES = {
     "a small chunk": Case(
         public(R1), "--tp 8 --chunked-prefill-size 1024", does_nothing("moe-workspace", "too small to cut")
     ),
-    # The GPU's memory is the host's memory, too, so free memory there is not the server's alone.
+    # The GPU's memory is also the host's memory. So free memory is not available to the server alone.
     "a GPU that shares its memory": Case(
         public("Qwen/Qwen3-30B-A3B-FP8"),
         "--tp 1",
@@ -684,7 +677,7 @@ CASES = {
         env=POST_CAPTURE,
     ),
     "the engine's own sizing, set in vain": Case(
-        public(R1), "--tp 8", does("kv-sizing", "measures what forwards need"), since="0.5.17", env=POST_CAPTURE
+        public(R1), "--tp 8", does("kv-sizing", "measures the need of forward passes"), since="0.5.17", env=POST_CAPTURE
     ),
     "prefill alone": Case(
         public(R1),
@@ -695,7 +688,7 @@ CASES = {
 
 
 def parameters() -> list[Any]:
-    """Return all cases by their names. Those that need a later release are skipped."""
+    """Return pytest parameters for all cases, by their names. Cases that need a later release are skipped."""
     later = {name: case.since for name, case in CASES.items() if ALL.index(case.since) > ALL.index(RELEASE)}
     return [
         pytest.param(name, marks=pytest.mark.skip(reason=f"it is so from {later[name]} on")) if name in later else name
@@ -705,7 +698,7 @@ def parameters() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> dict[str, Report]:
-    """Reports of doctor for the cases that this session runs."""
+    """Return the reports of doctor for the cases that this test session runs."""
     mine = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
     wanted = {item.callspec.params["name"] for item in mine if isinstance(item, pytest.Function)}
     servers = [
@@ -719,7 +712,7 @@ def reports(request: pytest.FixtureRequest) -> dict[str, Report]:
 @pytest.mark.long("an engine query for each case, made when the first is looked at")
 @pytest.mark.every_release
 @pytest.mark.parametrize("name", parameters())
-def test_doctor_says_of_a_server_what_the_engine_would_do(name: str, reports: dict[str, Report]) -> None:
+def test_doctor_reports_what_the_engine_would_do(name: str, reports: dict[str, Report]) -> None:
     report = reports[name]
     assert "refused" not in report, report
     CASES[name].check(report)

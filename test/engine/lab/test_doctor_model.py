@@ -1,4 +1,4 @@
-"""Tests of ``doctor --model`` for GPUs that this machine does not have. The engine itself answers each query."""
+"""Tests of ``doctor --model`` for GPUs that this machine does not have. The installed engine answers each query."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sglang_moe_patches.lab.predict import config, engine_query, model_report
 
 QWEN, QWEN_LARGE = "Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"
 IN_BF16 = "QWEN in BF16"
-"""Stands for ``QWEN`` without quantization. The engine has files of tuned tiles for its MoE layer on an H200."""
+"""The model ``QWEN`` without quantization. The engine has files of tuned tile sizes for its MoE layer on an H200."""
 CHUNK = "--chunked-prefill-size"
 DRAFT = "nvidia/gpt-oss-120b-Eagle3"
 STEPS = [f"--speculative-{each}" for each in ("num-steps=3", "eagle-topk=1", "num-draft-tokens=4")]
 SERVERS = {
-    # In traced graphs of prefills no dead input is offered.
+    # Traced prefill graphs offer no dead input.
     "FP8": (QWEN_LARGE, ["--tp", "4", CHUNK, "16384", "--disable-piecewise-cuda-graph"]),
     "DeepSeek": ("deepseek-ai/DeepSeek-R1", ["--tp", "8"]),
     "draft": (
@@ -41,7 +41,7 @@ ENVIRON = {"MoRI": {"SGLANG_MORI_MOE_MAX_INPUT_TOKENS": "abc"}}
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
-    """Return the report of ``doctor --model``, or the type and the text of the error if there is none."""
+    """Return the report of ``doctor --model``, or, if there is an error, its type and its text."""
     try:
         return model_report.examine(server["model"], server["flags"], server["gpu"])
     except engine_query.CannotAsk as error:
@@ -50,7 +50,8 @@ def examine(server: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Reports or errors by the names of ``SERVERS``. The engine is imported only once for all of them."""
+    """Return the report or the error for each entry of ``SERVERS``. The engine is imported only once for all
+    entries."""
     folder = tmp_path_factory.mktemp("model")
     content, _ = config.load_model(QWEN)
     del content["quantization_config"]
@@ -82,7 +83,7 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(answers):
     assert found["stock"]["peak"] == pytest.approx(1634.6e6, rel=0.01)  # as measured: docs/benchmarks/peak-memory.md
 
 
-def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_others(monkeypatch):
+def test_the_engine_imports_only_the_modules_that_name_the_models_classes(monkeypatch):
     monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # otherwise monkeypatch would restore nothing
     monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
     engine_query._leave_out_other_models(["NobodysForCausalLM"])
@@ -95,10 +96,9 @@ def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_othe
 
 @pytest.mark.every_release
 @pytest.mark.long("two queries, of which one imports all that the engine does")
-def test_what_a_query_leaves_out_changes_no_answer(tmp_path):
-    """A query does not import the parts of the engine that its model does not need. This model takes images, and its
-    classes name most of these parts.
-    """
+def test_packages_that_a_query_leaves_out_change_no_answer(tmp_path):
+    """A query does not import the packages of the engine that its model does not need. The model of this test takes
+    images, and its classes refer to most of these packages."""
     asked = {"gpu": "h200", "language_model": False, "top_k": 8}
     content, _ = config.load_model("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8")
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -110,7 +110,7 @@ def test_what_a_query_leaves_out_changes_no_answer(tmp_path):
 
 
 @pytest.mark.product
-def test_deepseeks_shared_expert_is_a_routed_one_there(answers):
+def test_deepseeks_shared_expert_runs_as_a_routed_expert(answers):
     sizes = answers["DeepSeek"]["sizes"]
     assert (sizes["experts"], sizes["top_k"], sizes["shared_experts"]) == (257, 9, 0)
 
@@ -133,7 +133,7 @@ def test_deepseeks_shared_expert_is_a_routed_one_there(answers):
         ),
     ],
 )
-def test_what_the_engine_refuses_is_quoted_in_one_line(answers, server, error, said):
+def test_the_engines_refusal_is_quoted_in_one_line(answers, server, error, said):
     assert re.search(said, answers[server][error])
     assert "\n" not in answers[server][error]
 
@@ -148,16 +148,15 @@ def test_an_option_of_another_release_is_refused_with_the_options_of_this_one(an
 
 
 @pytest.mark.every_release
-def test_a_draft_that_is_not_at_hand_leaves_the_target_known(answers):
+def test_a_missing_draft_model_does_not_prevent_the_report(answers):
     assert answers["draft"]["server"]["runner"]
-    assert f"the draft model {DRAFT}: its config.json is not at hand" in answers["draft"]["unknown"]
+    assert f"the draft model {DRAFT}: its config.json was not found" in answers["draft"]["unknown"]
 
 
 @pytest.mark.every_release
-def test_a_cut_costs_what_it_does_with_the_tiles_that_the_engine_loads_on_that_gpu(answers):
-    """The tensor stays uncut by default. The reason names the setting that cuts it, and the time that this would
-    cost.
-    """
+def test_the_predicted_cost_of_slices_uses_the_tile_file_of_the_gpu(answers):
+    """By default, the tensor is not divided into slices. The reason names the setting that divides it, and the time
+    that this would cost."""
     found = answers["BF16"]
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")

@@ -1,6 +1,5 @@
-"""One server of each kind of model that starts on a CPU. It must do all that ``doctor --model`` says, and nothing
-else.
-"""
+"""Start one server of each kind of model that starts on a CPU. The server must do everything that ``doctor --model``
+reports, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,9 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": (ROUTED, {"family": "glm4-moe"}),
     "MiniMax-M2": (ROUTED, {"family": "minimax-m2"}),
 }
-"""``--moe-runner-backend`` and options of the model, by the kind of model. Without a GPU the engine has no Triton or
-Marlin runner, no quantization except NVFP4, and only the KV caches of MHA and MLA.
-"""
+"""Value of ``--moe-runner-backend`` and options of the model, for each kind of model. Without a GPU, the engine has no
+Triton runner, no Marlin runner, no quantization except NVFP4, and only the KV caches of MHA and MLA."""
 FLAGS = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPT = list(range(3, 203))
 
@@ -43,10 +41,9 @@ PROMPT = list(range(3, 203))
 @pytest.mark.long("a server for each kind of model")
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, checkpoint, monkeypatch) -> None:
-    """A stand-in for the GPU's driver lets the KV cache grow. CI leaves this test out, because other tests ask
-    doctor about a server of one of these kinds.
-    """
+def test_a_started_server_runs_as_doctor_reported(kind: str, tmp_path: Path, checkpoint, monkeypatch) -> None:
+    """A stand-in for the GPU's driver lets the KV cache grow. CI does not run this test, because other tests compare
+    doctor with a server of one of these kinds."""
     backend, options = KINDS[kind]
     model = checkpoint(**options)
     plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())

@@ -1,4 +1,4 @@
-"""Properties of the reference kernels' environment that make comparisons of answers meaningful."""
+"""Check the properties of the reference kernels' environment that make comparisons of answers meaningful."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from conftest import DEFAULT_ENGINE_ONLY
 from sglang_moe_patches.core.patch import Change, Skip, apply
 
 
-# On 0.5.23 (PyTorch 2.14) an answer depends on its batch on some machines, for an unknown reason. This was so before
-# this package's first version. Comparisons on 0.5.23 therefore use the same batches.
+# On 0.5.23 (PyTorch 2.14), an answer depends on the batch on some machines, for an unknown reason. This package is not
+# the cause. Comparisons on 0.5.23 therefore use the same batches.
 @DEFAULT_ENGINE_ONLY
 def test_an_answer_does_not_depend_on_the_other_requests_of_its_batch(engine, checkpoint):
     rng = random.Random(0)
@@ -42,9 +42,8 @@ def test_the_add_norm_writes_in_place_as_on_a_gpu(engine):
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoint):
-    """The other requests of a batch decide where a prompt is cut into chunks. Without sums in float64, the case (40,
-    7) would differ.
-    """
+    """The other requests of a batch decide where a prompt is divided into chunks. Without sums in float64, the case
+    (40, 7) would give different answers."""
     rng = random.Random(1)
     model = engine.load(checkpoint(dense_layers=0))
     for length, cut in ((300, 100), (600, 512), (700, 33), (900, 640), (40, 7)):
@@ -56,9 +55,8 @@ def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoi
 @pytest.mark.every_release
 @pytest.mark.usefixtures("engine")
 def test_a_changes_skip_function_receives_resolved_arguments(checkpoint):
-    """``ServerArgs`` has unresolved arguments from 0.5.20 on, and no device unless ``--device`` is given. A skip
-    function must still receive resolved arguments.
-    """
+    """From 0.5.20 on, ``ServerArgs`` has unresolved arguments, and has no device unless ``--device`` is given. A
+    change's skip function must still receive resolved arguments."""
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")

@@ -1,4 +1,5 @@
-"""Compare ``doctor``'s statement about kv-sizing with the decision of a server, for each row of the page's tables."""
+"""Compare the report of ``doctor`` about kv-sizing with the decision of a server, for each row of the tables in
+docs/changes/kv-sizing.md."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ SWITCHES = tuple(kind.name for kind in eligibility.UNSIZED if not kind.name.star
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:
-    """Row about kv-sizing in a report of ``doctor``."""
+    """Return the row about kv-sizing in a report of ``doctor``."""
     return next(change for change in report["changes"] if change["name"] == "kv-sizing")
 
 
 def is_consistent(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
-    """Return whether ``doctor``'s row has the server's decision and the server's reason."""
+    """Return whether ``doctor``'s row has the same decision and the same reason as the server."""
     if "refused" in doctor or "refused" in server:
         return "refused" in doctor and "refused" in server
     row = row_of(doctor)
@@ -41,7 +42,7 @@ def is_consistent(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
 
 @pytest.mark.long("the arguments of about fifty servers are resolved twice")
 @pytest.mark.every_release
-def test_doctor_and_the_servers_own_process_decide_alike():
+def test_doctor_and_the_servers_process_make_the_same_decision():
     model = config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0]
     common = {"model": "m", "config": model, "gpu": "h200", "env": {}}
     servers = [common | {"flags": flags.split()} for flags in COMMAND_LINES]
@@ -122,7 +123,8 @@ STARTED = {
     "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
-"""Servers that are started. Each row of the page's tables that names a flag or a variable has at least one."""
+"""Servers that the test starts. For each row of the page's tables that names a flag or a variable, there is at least
+one server."""
 TESTED_ELSEWHERE = {
     "`--dcp-size`": "no server with its flags starts on a CPU; a unit test compares page and table of flags",
     "`--enable-priority-scheduling`": "a unit test has the flag, and the server starts as other servers do",
@@ -138,13 +140,12 @@ TESTED_ELSEWHERE = {
     "a phase was not reached": "the engine tests of rehearsals that fail start them",
     "`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`": "the engine decides by the GPU whether it sizes",
 }
-"""Rows of the page's tables for which this file starts no server. A key has the row's first words. Its value is the
-reason, or the test that covers the row.
-"""
+"""Rows of the page's tables for which this file starts no server. The key has the first words of the row. The value is
+the reason, or the test that covers the row."""
 
 
 def rows_of_the_page() -> list[str]:
-    """First cells of the page's tables about servers with the engine's own KV cache size."""
+    """Return the first cells of the page's tables about servers that keep the engine's own KV cache size."""
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
     tables = page.partition("## When it does nothing")[2].partition("Of the [published recipes]")[0]
     headers = ("---", "server")
@@ -163,7 +164,8 @@ def test_each_row_of_the_page_has_a_server_or_a_reason():
 
 
 def decision_reason(running: Server, log: str) -> str:
-    """Reason why a server uses the engine's fraction, from the status of kv-sizing or from the log."""
+    """Return the reason why a server uses the engine's fraction. It comes from the status of kv-sizing, or from the
+    log."""
     (reason,) = {reason for name, _, reason in read_observations(running).changes if name == "kv-sizing"}
     logged = re.findall(r"kv-sizing: using the engine's default fraction \S+ because (.+)", log)
     return reason or logged[0]
@@ -181,9 +183,7 @@ def decision_reason(running: Server, log: str) -> str:
     ],
 )
 def test_a_started_server_decides_as_doctor_predicts(name, tmp_path: Path, checkpoint, monkeypatch):
-    """A started server decides as doctor predicts. Stand-ins pretend that a GPU exists and report its free memory.
-    Everything else is the server's own.
-    """
+    """Stand-ins pretend that there is a GPU, and report its free memory. Everything else is the engine's own code."""
     case = STARTED[name]
     if RELEASE in case.fails_on:
         pytest.skip(f"SGLang {RELEASE} ends this server: {case.fails_on[RELEASE]}")

@@ -1,4 +1,4 @@
-"""Compare reports of ``doctor --model`` about published recipes with the arguments that the engine resolves."""
+"""Compare the reports of ``doctor --model`` about published recipes with the arguments that the engine resolves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = {
     "compressed-tensors": {"INT4", "INT4 or INT8 weights"},
 }
 CHOSEN_BY_LAYERS = {"triton", "marlin"}
-"""Runners that the layers choose if the engine's arguments have ``auto``."""
+"""Runners that the layers choose if the runner argument is ``auto``."""
 
 
 def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]) -> bool:
@@ -40,11 +40,8 @@ def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[s
 @pytest.mark.long("the arguments of about a hundred published servers are resolved twice")
 @pytest.mark.every_release
 def test_doctor_and_the_engine_agree_about_every_recipe():
-    """The default release checks all recipes. Other releases check every fourth recipe of two GPU models, one of them
-    Blackwell.
-
-    The engine is imported once for each GPU model.
-    """
+    """On the default release, the test checks all recipes. On other releases, it checks every fourth recipe of two GPU
+    models, one of which is a Blackwell. The engine is imported once for each GPU model."""
     servers = list(recipes.servers_with_config())
     assert len(servers) > 80
     if RELEASE != DEFAULT:

@@ -1,4 +1,5 @@
-"""``--moe-runner-backend flashinfer_cutedsl`` on the CPU: all code is the engine's own, except for the kernels."""
+"""Tests of ``--moe-runner-backend flashinfer_cutedsl`` on the CPU. All code is the engine's own, except for the
+kernels."""
 
 from __future__ import annotations
 
@@ -27,11 +28,9 @@ CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}
 
 @pytest.fixture(scope="module")
 def exact_scales(checkpoint, tmp_path_factory) -> Path:
-    """Tiny checkpoint whose scales are powers of two.
-
-    TRT-LLM's kernel uses the product of two scales, and CuteDSL's kernel uses both scales. The engine computes
-    CuteDSL's other scales by dividing by a reciprocal. Powers of two make both ways free of rounding.
-    """
+    """Return a tiny checkpoint whose scales are powers of two. TRT-LLM's kernel uses the product of two scales, and
+    CuteDSL's kernel uses both scales. The engine computes CuteDSL's other scales by dividing by a reciprocal. With
+    powers of two, both computations are free of rounding."""
     folder = tmp_path_factory.mktemp("models") / "exact"
     shutil.copytree(checkpoint(dense_layers=0), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -74,7 +73,7 @@ def test_cutedsl_and_trtllm_give_the_same_logits(engine, exact_scales, monkeypat
 
 @pytest.fixture
 def has_buffers():
-    """Whether CuteDSL's wrapper of this release keeps buffers."""
+    """Return whether CuteDSL's wrapper of this release keeps buffers between calls."""
     from flashinfer import CuteDslMoEWrapper
 
     return keeps_buffers(CuteDslMoEWrapper)
@@ -122,11 +121,9 @@ def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, check
 
 @pytest.mark.usefixtures("needs_buffers")
 def test_the_benchmark_computes_the_memory_of_the_buffers():
-    """The expected MB per layer, of output and GEMM1, were added up by hand from FlashInfer's shapes.
-
-    From FlashInfer 0.6.12 on, GEMM1 has room for tiles of 256 rows instead of 128. These are 128 more rows of
-    intermediate * 9 / 16 bytes for each local expert.
-    """
+    """The expected MB for each layer are the output and GEMM1. They were added up by hand from FlashInfer's shapes.
+    From FlashInfer 0.6.12 on, GEMM1 has room for tiles of 256 rows instead of 128. So there are 128 more rows for each
+    local expert, with intermediate * 9 / 16 bytes each."""
     from flashinfer.fused_moe.cute_dsl import fused_moe
 
     benchmark = runpy.run_path(str(BENCHMARK))

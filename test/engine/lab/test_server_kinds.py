@@ -1,4 +1,4 @@
-"""Servers of other kinds, and the end of servers. Each test starts its own server."""
+"""Tests of special kinds of servers, and of the end of servers. Each test starts its own server."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.long("each test starts its own server")
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer(engine, checkpoint, tmp_path):
-    """The stock engine would end at the prompt of 300 tokens with these limits (test_reference_cutedsl.py). So the
-    stock answers come from the engine in this process, with larger buffers."""
+    """With these limits, the stock engine would end at the prompt of 300 tokens (test_reference_cutedsl.py). So the
+    stock answers come from an engine in this process that has larger buffers."""
     limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
     path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
     with engine.override_arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):
@@ -57,7 +57,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer
 
 
 def shared_memory_files(processes: list[psutil.Process]) -> set[Path]:
-    """Files in shared memory that processes map."""
+    """Return the shared memory files that processes map, by their inodes."""
     inodes = set()
     for process in processes:
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -120,7 +120,7 @@ HookRegistry.register(
 
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-def test_strict_mode_ends_the_start_beside_a_plugin_that_wraps_the_same_function(checkpoint, tmp_path):
+def test_strict_mode_ends_the_start_if_another_plugin_wraps_the_same_function(checkpoint, tmp_path):
     path = prepend_to_path(plugin(tmp_path, ANOTHER_PLUGIN))
     strict = make_server("strict", checkpoint(), tmp_path, PYTHONPATH=path, SGLANG_MOE_PATCHES_STRICT="1")
     with pytest.raises(ServerFailed, match="SGLANG_MOE_PATCHES_STRICT=1 and a change cannot be applied"), strict:

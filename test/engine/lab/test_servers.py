@@ -46,16 +46,17 @@ pytestmark = pytest.mark.long("the start of the pair counts for the first test t
 # --------------------------------------------------------------------------------
 
 RANKS = ["--tp", "2"]
-"""Server arguments of the pair, and of every server or engine whose answers are compared with the pair's."""
+"""Server arguments of the pair. Every server or engine whose answers are compared with the pair's answers has these
+arguments, too."""
 FIRST = "the reference kernels are loaded first"
 REGISTER = "from sglang_moe_reference.environment import register"
 
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Stock and patched server of a model whose first layer is MoE and has no residual.
+    """Start a stock and a patched server of a model whose first layer is a MoE layer and has no residual.
 
-    The patched server loads this package's plugin after that of the reference kernels, because the latter comes first
+    The patched server loads the plugin of the reference kernels first, and this package's plugin second, by their order
     on PYTHONPATH. All other servers of the tests load the plugins in the opposite order.
     """
     model, folder = checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair")
@@ -68,7 +69,7 @@ def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
 
 
 @DEFAULT_ENGINE_ONLY
-def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
+def test_stock_and_patched_give_equal_answers_and_patched_uses_one_buffer(pair):
     stock, patched = ask_servers(*pair)
     assert stock == patched
     check_figures(*map(read_observations, pair), moe_layers=4)
@@ -77,9 +78,8 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
 
 @DEFAULT_ENGINE_ONLY
 def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatch):
-    """The patched server of the pair must match doctor's report. `test_doctor_servers.py` has servers of other
-    kinds.
-    """
+    """The patched server of the pair must agree with doctor's report. `test_doctor_servers.py` checks other kinds of
+    servers."""
     ask_servers(pair[1])
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
     report = model_report.examine(
@@ -90,9 +90,9 @@ def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatc
 
 @pytest.mark.every_release
 @pytest.mark.skipif(not NATIVE_BUFFER, reason="this engine release has no output buffer of its own")
-def test_the_patched_server_answers_correctly_where_the_native_buffer_does_not(engine, checkpoint, tmp_path):
-    """The model has `first_k_dense_replace: 0` and an in-place norm, as on a GPU. The engine in this process gives the
-    expected answers."""
+def test_the_patched_server_is_correct_for_a_model_with_which_the_native_buffer_is_wrong(engine, checkpoint, tmp_path):
+    """The model has `first_k_dense_replace: 0` and a norm that writes in place, as on a GPU. An engine in this process
+    computes the expected answers."""
 
     def ask_in_process():
         with engine.override_arguments(moe_runner_backend=TRTLLM):
@@ -106,7 +106,7 @@ def test_the_patched_server_answers_correctly_where_the_native_buffer_does_not(e
 
 
 def update_weights(server: Server, path: Path) -> None:
-    """Replace a server's weights with those of a checkpoint."""
+    """Replace the weights of a running server with the weights of a checkpoint."""
     with httpx.Client(timeout=PATIENCE, base_url=server.url) as client:
         # The engine answers before it notes that it is idle. An update before that ends the server ("Cache flush failed
         # after updating weights").
@@ -136,9 +136,9 @@ def test_answers_after_a_weight_update_equal_those_of_the_stock_server(pair, che
 
 
 @DEFAULT_ENGINE_ONLY
-def test_concurrent_requests_get_the_answers_they_get_alone(pair):
-    """Send 12 requests of mixed lengths at once. With SOAK_SECONDS, 64 clients send requests for that time (`make soak`
-    takes two minutes)."""
+def test_concurrent_requests_get_the_same_answers_as_single_requests(pair):
+    """Send 12 requests of different lengths at once. If SOAK_SECONDS is set, 64 clients send requests for that many
+    seconds (`make soak` takes two minutes)."""
     seconds = float(os.environ.get("SOAK_SECONDS", "0"))
     in_flight = 64 if seconds else 12
     _, patched = pair
@@ -174,7 +174,7 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_regress_calls_a_server_with_other_answers_worse(pair, checkpoint, tmp_path):
-    """The other server has other weights, so its answers are wrong. ``test_tiny_moe.py`` tests broken patches."""
+    """The second server has different weights, so its answers are wrong. ``test_tiny_moe.py`` tests broken patches."""
     stock, other = pair
     update_weights(other, checkpoint(dense_layers=0, seed=1))
     try:

@@ -17,16 +17,17 @@ from tiny_moe.train import SPEC
 
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 MUTATION_QUESTIONS, MUTATION_ANSWER_TOKENS = 8, 113
-"""Number of held-out questions for mutations, and tokens of their longest answer. Longer answers use more experts."""
+"""Number of held-out questions that a broken patch has to answer, and largest number of tokens in an answer. Longer
+answers use more experts."""
 FURTHER_MUTATIONS = {"one expert's scales swapped", "shared experts skipped in one layer"}
-"""Mutations that only the longest test run has, because the others are of the same kinds."""
+"""Broken patches (mutations) that only the longest test run has. Similar mutations are in every test run."""
 
 
 def ask(engine, model, questions: list[str], longest: int) -> Run:
-    """Ask the engine in this process, all questions in one batch, without worked examples.
+    """Send all questions to an engine in this process, in one batch, without worked examples.
 
     :param questions: lines of JSON.
-    :param longest: maximum new tokens.
+    :param longest: maximum number of new tokens.
     """
     from sglang.test.few_shot_gsm8k import INVALID, get_answer_value, get_one_example
 
@@ -45,12 +46,12 @@ def ask(engine, model, questions: list[str], longest: int) -> Run:
 
 
 def ask_shortest(engine) -> Run:
-    """Ask the questions with the shortest answers."""
+    """Send the questions with the shortest answers to the engine."""
     return ask(engine, engine.load(SHIPPED / "model"), shortest_questions(), MAX_ANSWER_TOKENS)
 
 
 def ask_first(engine) -> Run:
-    """Ask the first questions, for mutations."""
+    """Send the first questions to the engine, to test mutations."""
     first = (SHIPPED / "test.jsonl").read_text().splitlines()[:MUTATION_QUESTIONS]
     return ask(engine, engine.load(SHIPPED / "model"), first, MUTATION_ANSWER_TOKENS)
 

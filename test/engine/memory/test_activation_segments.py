@@ -1,5 +1,5 @@
-"""activation-segments in real servers: PyTorch's allocator switches to expandable segments once, after the server's
-start.
+"""Tests of activation-segments in real servers. PyTorch's allocator switches to expandable segments once, after the
+server's start.
 
 The CPU has no expandable segments. A plugin therefore makes the change act as on a GPU. The plugin records the
 allocator settings that the change makes, and the calls of the model runner.
@@ -69,7 +69,7 @@ def watch(module):
 def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
     """Start a server, send one request and stop the server.
 
-    :returns: for each process of the server, its recorded settings and calls in order; and the server's log.
+    :returns: for each process of the server, the recorded settings and calls in their order; and the server's log.
     """
     plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
     written = tmp_path / "turned"
@@ -97,7 +97,7 @@ def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tup
 @pytest.mark.ci
 @pytest.mark.long("a server's start")
 @pytest.mark.skipif(RELEASE not in (DEFAULT, releases.ALL[-1]), reason="its seam is that of the default release")
-def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_request(checkpoint, tmp_path: Path):
+def test_segments_are_switched_after_the_start_and_before_the_first_request(checkpoint, tmp_path: Path):
     (what,), log = turned(checkpoint, tmp_path)
     assert what.count(switch.ON) == 1
     assert what.index("__init__") < what.index(switch.ON)
@@ -108,8 +108,9 @@ def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_requ
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("fails_on", ["1", ""])
-def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
-    """If both ranks can switch, both ranks do. If the second rank cannot, both ranks keep ordinary segments."""
+def test_two_ranks_make_the_same_decision_about_segments(checkpoint, tmp_path: Path, fails_on: str):
+    """If both ranks can switch to expandable segments, both ranks switch. If the second rank cannot, both ranks keep
+    ordinary segments."""
     ranks, log = turned(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
     assert len(ranks) == 2
     set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
@@ -118,10 +119,9 @@ def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
     assert log.count("another rank stays with ordinary segments") == (1 if fails_on else 0)
 
 
-def test_each_argument_that_is_asked_for_is_one_of_the_engines():
-    """If an argument were misspelt, the change would never see its feature. The test lists the arguments that an
-    older release does not have yet.
-    """
+def test_each_argument_that_the_change_reads_exists_in_the_engine():
+    """If the change read a misspelt argument, it would never notice the feature of this argument. The test lists the
+    arguments that older releases do not have."""
     from sglang.srt.server_args import ServerArgs
 
     missing = {each.argument for each in eligibility.FEATURES if not hasattr(ServerArgs, each.argument)}
@@ -132,10 +132,9 @@ def test_each_argument_that_is_asked_for_is_one_of_the_engines():
     }
 
 
-def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
-    """The engine's own context manager around captures, ``GroupCoordinator.graph_capture``, suspends expandable
-    segments. The test's group has no real communicators.
-    """
+def test_the_engines_context_manager_around_captures_suspends_the_switch(monkeypatch):
+    """The engine's context manager ``GroupCoordinator.graph_capture`` runs around captures. It suspends expandable
+    segments. The group of this test has no real communicators."""
     from contextlib import nullcontext
     from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
-"""kv-sizing in real servers on the CPU. A stand-in replaces the GPU's driver. Everything else is the engine's own.
-
-kv-sizing's KV cache lies over reserved addresses, and only a part of them has memory. Code that touches an address
-without memory ends the server.
-"""
+"""Tests of kv-sizing in real servers on the CPU. A stand-in replaces the GPU's driver. Everything else is the engine's
+own code. The KV cache lies over reserved addresses, of which only a part has memory. Code that touches an address
+without memory ends the server."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ NO_STORES = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Arguments that choose a prefix cache whose prompts a flush removes. kv-sizing need not read them."""
+"""Arguments that select a prefix cache that a flush empties. kv-sizing need not read these arguments."""
 
 
 @pytest.mark.every_release
@@ -83,7 +81,7 @@ def test_a_request_has_the_sampling_parameters_of_its_phase(kind):
 
 
 def arguments() -> set[str]:
-    """Return the names of this release's server arguments."""
+    """Return the names of all server arguments of this release."""
     from sglang.srt.server_args import ServerArgs
 
     return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
@@ -104,18 +102,16 @@ def arguments_read() -> set[str]:
 
 
 @pytest.mark.every_release
-def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
-    """kv-sizing recognizes some servers by their arguments and leaves them alone. It would not recognize a server by
-    a misspelt argument.
-    """
+def test_each_argument_that_kv_sizing_reads_exists_in_the_engine():
+    """kv-sizing recognizes some servers by their arguments, and leaves them alone. With a misspelt argument, it would
+    not recognize such a server."""
     assert arguments_read() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
 @pytest.mark.every_release
-def test_every_store_of_prompts_that_a_scheduler_may_make_is_named():
-    """The test finds the arguments in the engine's code that chooses the prefix cache. kv-sizing must read each
-    argument that chooses an external store of prompts, because a flush does not empty such a store.
-    """
+def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompts():
+    """The test finds the arguments that the engine reads when it chooses the prefix cache. Some of them choose an
+    external store of prompts, which a flush does not empty. kv-sizing must read these arguments."""
     if seen.has_module("sglang.srt.mem_cache.registry"):
         registry = seen.module("sglang.srt.mem_cache.registry")
         chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
@@ -149,11 +145,11 @@ NEVER_SHOWN = {
     *("_device_timer_window_batch_count", "_device_timer_window_gpu_time"),
     *("_mfu_log_flops", "_mfu_log_read_bytes", "_mfu_log_write_bytes", "_fpm_gpu_time_acc"),
 }
-"""Attributes that a scheduler adds to, but that it neither reports nor reads. A rehearsal need not restore them."""
+"""Attributes that a scheduler adds to, but neither reports nor reads. A rehearsal need not restore them."""
 
 
 def attributes_added_to(kind: type) -> set[str]:
-    """Return the attributes that a class of the engine adds to, on itself or on its metrics reporter."""
+    """Return the attributes to which a class of the engine adds, on itself or on its metrics reporter."""
     trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
     return {
         node.target.attr
@@ -178,9 +174,8 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
 
 @pytest.mark.every_release
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """Some releases add up the time between two decodes, and add nothing at the first decode. The rehearsal's
-    decodes must not count as earlier ones.
-    """
+    """Some releases add up the time between two decodes, so that the first decode adds nothing. The decodes of a
+    rehearsal must not count as earlier decodes."""
     scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
         assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
@@ -217,16 +212,16 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(folder: Path) -> Path:
-    """Folder for the servers of one test."""
+    """Return the folder for the servers of one test."""
     return Path(mkdtemp(dir=folder))
 
 
 def sized_server(
     name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str
 ) -> Server:
-    """Make a server with kv-sizing on, the stand-ins and a prefix cache.
+    """Make a server with kv-sizing, the stand-ins and a prefix cache.
 
-    :param limited: whether the server keeps the ``--max-total-tokens`` of all test servers.
+    :param limited: whether the server has the ``--max-total-tokens`` of all test servers.
     """
     given = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN}
     path = {"PYTHONPATH": prepend_to_path(str(folder.parent / "plugin"))}
@@ -253,7 +248,7 @@ def log_lines(running: Server) -> list[str]:
 
 
 def samples(metrics: str) -> list[list[str]]:
-    """Return name and value of each metric, without the label of its process."""
+    """Return the name and value of each metric, without the label that contains the process."""
     lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
     return [line.rsplit(" ", 1) for line in lines]
 
@@ -263,12 +258,13 @@ UNALIKE = re.compile(
     r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
     r"|_cuda_graph_config_locked"
 )
-"""Names of values that differ between two stock servers: ports, times and speeds (also the third and the fifth sum over
-decode steps), the machine's free memory, the number of health checks in a start, and the order of a set."""
+"""Pattern for the names of values that differ between two stock servers: ports, times and speeds (including the third
+and the fifth sum over decode steps), the free memory of the machine, the number of health checks during a start, and
+the order of a set."""
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the plain values in a JSON value, each with its path."""
+    """Yield the path and the value of each plain value within a JSON value."""
     nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if nested is None:
         yield name, value
@@ -278,7 +274,8 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def everything(running: Server) -> dict[str, object]:
-    """Return the answers of a server's GET endpoints and its metrics, except those that match :data:`UNALIKE`."""
+    """Return the answers of all GET endpoints of a server, and its metrics. Values that match :data:`UNALIKE` are left
+    out."""
     once = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept may be closed under a slow answer
     with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True, limits=once) as client:
         endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
@@ -298,11 +295,8 @@ LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefil
 
 @pytest.fixture(scope="module")
 def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
-    """Results of servers that must equal stock, by the server's name: answers, reported values, and log lines of
-    kv-sizing.
-
-    A limit of the user keeps the KV cache of the server that rehearses at its size.
-    """
+    """Return the results of servers that must equal stock: answers, reported values, and log lines of kv-sizing. The
+    key is the server's name. One of the servers rehearses. A limit of the user prevents its KV cache from growing."""
     place = folder / "alike"
     place.mkdir()
     variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
@@ -324,9 +318,8 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
 
 @pytest.mark.every_release
 def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(alike):
-    """The user's limits stay in force after a rehearsal. During the rehearsal they would refuse most of its
-    requests, so they are lifted.
-    """
+    """During a rehearsal, the user's limits are lifted, because they would reject most of its requests. After the
+    rehearsal, the limits are in force again."""
     stock = alike["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in alike.items():
@@ -341,16 +334,15 @@ def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_r
 
 
 def tokens(running: Server) -> int:
-    """Return the KV cache size in tokens. Check that the launcher and all schedulers report the same size."""
+    """Return the KV cache size in tokens, after a check that the launcher and all schedulers report the same size."""
     told = info(running)
     (found,) = {told["max_total_num_tokens"], *capacities(running)}
     return int(found)
 
 
 def capacities(running: Server) -> set[int]:
-    """Return the KV cache sizes that the schedulers report, in tokens. The launcher keeps the size of the server's
-    start.
-    """
+    """Return the KV cache sizes that the schedulers report, in tokens. (The launcher always reports the size at the
+    server's start.)"""
     return {int(each["memory_usage"]["token_capacity"]) for each in info(running)["internal_states"]}
 
 
@@ -359,9 +351,8 @@ def number(text: str) -> int:
 
 
 def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
-    """Return each change of the KV cache size in the log: the new size and the size by the engine's rule, in tokens,
-    and the line.
-    """
+    """Return three values for each change of the KV cache size in the log: the new size in tokens, the size by the
+    engine's rule in tokens, and the log line."""
     found = [
         re.match(r"KV cache (?:grown|shrunk) from ([\d,]+) to ([\d,]+) tokens; ", line) for line in log_lines(running)
     ]
@@ -369,9 +360,8 @@ def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
 
 
 def logged_size(running: Server) -> tuple[int, int, str]:
-    """Return the new KV cache size and the size by the engine's rule, in tokens, and the memory fraction with which
-    the engine makes the new size. They come from the only log line with a size.
-    """
+    """Return three values of the only log line about a new KV cache size: the new size in tokens, the size by the
+    engine's rule in tokens, and the fraction with which the engine would make the new size."""
     ((now, rule, line),) = logged_sizes(running)
     pattern = r".* tokens; 200 MB stay free.*\. The same size without measuring: --mem-fraction-static (0\.\d{4})"
     found = re.fullmatch(pattern, line)
@@ -383,7 +373,7 @@ LONG = [[token % 600 + 3 for token in range(start, start + 280)] for start in (0
 
 
 def answers_at_once(running: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """Send prompts to a server at the same time. Return its answers."""
+    """Send prompts to a server at the same time, and return the answers."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda prompt: ask_servers(running, prompts=[prompt])[0][0], prompts))
 
@@ -398,12 +388,10 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 @pytest.mark.compatibility
 @pytest.mark.every_release
-def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(place: Path, engine, checkpoint):
-    """The KV cache by the engine's rule has room for one of the three requests that run at once. The other two use
-    memory that kv-sizing has added.
-
-    FlashInfer tunes its kernels while the KV cache still has the size by the rule, because tuning may take much memory.
-    """
+def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(place: Path, engine, checkpoint):
+    """Three requests run at once. The KV cache by the engine's rule has room for only one of them. The other two
+    requests use memory that kv-sizing has added. FlashInfer tunes its kernels while the KV cache still has the size by
+    the rule, because tuning may take much memory."""
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     short, scan, tunes = place / "short", place / "scan", place / "tunes"
     variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan), "TUNES": str(tunes)}
@@ -440,9 +428,8 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
 def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
-    """The engine does not check for room before the second chunk of a prompt, and it admits no request that fits
-    exactly. Giving memory back must break neither.
-    """
+    """The engine does not check for room before the second chunk of a prompt. It admits no request that fits exactly.
+    Freeing KV cache memory must not cause an error in either case."""
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"
@@ -503,9 +490,8 @@ STAYS = re.compile(
     # equal any number.
     r"|scheduler\.(can_run_list\[|adder\..*chunked_req\.)"
 )
-"""Matches paths of attributes that may keep the KV cache size by the engine's rule, because no code reads the size
-there.
-"""
+"""Pattern for the paths of attributes that may keep the KV cache size by the engine's rule, because no code uses the
+attribute as the size."""
 
 
 @DEFAULT_ENGINE_ONLY
@@ -521,7 +507,7 @@ def test_a_server_starts_if_the_rule_leaves_no_kv_cache(place: Path, checkpoint)
 
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
-def test_a_given_fraction_is_kept_with_auto_and_is_the_first_size_with_always(place: Path, checkpoint):
+def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(place: Path, checkpoint):
     by_hand = ("--mem-fraction-static", "0.91")
     alone = sized_server("alone", checkpoint(), place, *by_hand, GIVEN="0.91")
     shrinks = sized_server(
@@ -543,9 +529,8 @@ def test_a_given_fraction_is_kept_with_auto_and_is_the_first_size_with_always(pl
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
-    """The engine allows 4,096 requests at once, and this KV cache has room for 1,292. Memory for sampling more
-    requests may cost at most a thirty-second of the KV cache.
-    """
+    """The engine's default limit is 4,096 concurrent requests, and this KV cache has room for 1,292. kv-sizing may use
+    at most a thirty-second of the KV cache as sampling memory for more requests."""
     # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
@@ -572,7 +557,7 @@ def test_default_request_limit_is_what_sampling_memory_allows(place: Path, check
 
 
 @pytest.mark.ci
-def test_requests_that_take_more_than_estimated_are_not_admitted_and_cost_no_token(place: Path, checkpoint):
+def test_requests_that_take_more_memory_than_estimated_are_not_admitted(place: Path, checkpoint):
     leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
     grown = sized_server("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
     remove_argument(grown, "--max-running-requests")
@@ -594,7 +579,9 @@ FLAGS: dict[str, tuple[list[str], dict[str, str]]] = {
 @pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", FLAGS)
-def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_again(kind: str, place: Path, checkpoint):
+def test_a_sized_server_with_further_flags_answers_as_stock_before_and_after_shrinking(
+    kind: str, place: Path, checkpoint
+):
     flags, variables = FLAGS[kind]
     short = place / "short"
     model = checkpoint(family="qwen3-moe")  # with this attention, the engine refuses deterministic DeepSeek
@@ -616,7 +603,8 @@ def test_a_sized_server_with_this_flag_answers_as_stock_shrinks_and_answers_agai
 
 
 def find_processes(command: str) -> list[psutil.Process]:
-    """Return the processes of the tests' servers whose command line begins with a text, sorted by command line."""
+    """Return the processes of the tests' servers whose command line begins with a text. They are sorted by command
+    line."""
     found: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -629,10 +617,9 @@ def find_processes(command: str) -> list[psutil.Process]:
 @pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("who", ["launcher", "rank"])
-def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, checkpoint):
-    """All processes of a server end if the launcher or a rank is ended during the rehearsal. Kubernetes sends
-    SIGTERM to the launcher.
-    """
+def test_a_server_can_be_ended_while_it_rehearses(who: str, place: Path, checkpoint):
+    """If the launcher or a rank is ended during the rehearsal, all processes of the server end. Kubernetes sends
+    SIGTERM to the launcher."""
     ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1")
     signalled: list[psutil.Process] = []
 
@@ -653,7 +640,7 @@ def test_a_server_that_is_ended_while_it_rehearses_ends(who: str, place: Path, c
 
 @pytest.mark.product
 @pytest.mark.every_release
-def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place: Path, checkpoint):
+def test_a_rank_that_is_killed_while_memory_is_freed_ends_the_server(place: Path, checkpoint):
     short = place / "short"
     ended = sized_server("ended", checkpoint(), place, "--tp", "2", SHORT=str(short))
     with start_servers(ended):
@@ -665,7 +652,7 @@ def test_a_rank_that_is_killed_while_memory_is_given_back_ends_the_server(place:
 
 
 def grammar_answer(running: Server) -> list[int]:
-    """Return the tokens of an answer that a grammar restricts."""
+    """Return the tokens of an answer to a request with a grammar."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no){1,9}"}
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
     answer = httpx.post(f"{running.url}/generate", json=body, timeout=PATIENCE).raise_for_status()
@@ -674,10 +661,9 @@ def grammar_answer(running: Server) -> list[int]:
 
 @pytest.mark.ci
 @pytest.mark.every_release
-def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(place: Path, checkpoint):
-    """A sleeping scheduler of the engine waits up to a second for a user's request. A rehearsal would lose this time
-    in each idle turn.
-    """
+def test_schedulers_sleep_only_after_the_start_and_without_work(place: Path, checkpoint):
+    """A sleeping scheduler waits up to a second for a request. If it slept during a rehearsal, each idle turn would
+    cost this time."""
     sleepy = sized_server("sleepy", checkpoint(), place, SLEEPS="1")
     awake = sized_server("awake", checkpoint(), place, SLEEPS="1")
     awake._arguments.remove("--sleep-on-idle")  # test servers have it to spare the processors
@@ -694,7 +680,7 @@ def test_no_scheduler_sleeps_before_it_serves_and_a_server_without_work_sleeps(p
 @pytest.mark.ci
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["alone", "tensors"])
-def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_server(kind, place: Path, checkpoint):
+def test_a_rehearsed_forward_pass_that_raises_ends_only_the_rehearsal(kind, place: Path, checkpoint):
     """Every rank raises the same exception. The requests of the batch are dropped, and their slots become free."""
     if kind == "alone":
         raises = sized_server("raises", checkpoint(), place, RAISES="3 all")
@@ -710,9 +696,8 @@ def test_a_rehearsed_forward_pass_that_raises_ends_the_rehearsal_and_not_the_ser
 
 
 def watch_health(running: Server) -> list[tuple[str, str]]:
-    """Ask for ``/health`` while a server starts. The returned list receives each answer, with the server's log after
-    it.
-    """
+    """Request ``/health`` repeatedly while a server starts. The returned list receives each answer, together with the
+    whole log at that time."""
     answered: list[tuple[str, str]] = []
 
     def ask(seconds: float, line: str) -> None:
@@ -735,7 +720,7 @@ def test_known_pools_are_classes_of_the_engine():
     assert seen.sets_attribute(found["SWAKVPool"].__init__, "size_swa")
     assert "mamba_pool" in seen.source(found["HybridReqToTokenPool"])
     assert seen.sets_attribute(found["MambaPool"].__init__, "mem_usage")
-    assert pools.hybrid(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == pools.WINDOWS
+    assert pools.hybrid_kind(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == pools.WINDOWS
 
 
 SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
@@ -743,7 +728,7 @@ SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
 
 @pytest.mark.every_release
 @pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
-def test_the_image_allowance_is_the_rules(vision, factor: float, monkeypatch):
+def test_the_image_allowance_equals_the_memory_that_the_rule_reserves(vision, factor: float, monkeypatch):
     config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
     assert engine_rule.image_factor(config) == pytest.approx(factor, abs=1e-4)
     for name, cache in (("", 100), ("4096", 4096)):
@@ -754,7 +739,8 @@ def test_the_image_allowance_is_the_rules(vision, factor: float, monkeypatch):
 
 
 def answers_about_images(running: Server) -> list[Any]:
-    """Return tokens and log-probabilities of answers to two images, one by one and together."""
+    """Return the tokens and log-probabilities of answers about two images. The images are sent one by one, and
+    together."""
     shown = [image_model.picture(96, 128), image_model.picture(200, 64)]
     found = []
     for some in ([shown[0]], [shown[1]], shown):
@@ -767,7 +753,7 @@ def answers_about_images(running: Server) -> list[Any]:
 
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
-def test_a_server_of_images_grows_beside_the_image_allowance_and_answers_as_stock(folder: Path, place: Path):
+def test_a_server_for_images_keeps_the_image_allowance_free_and_answers_as_stock(folder: Path, place: Path):
     model, weights = image_model.write(place / "model"), dummy_weights.write_plugin(place / "weights")
     path = prepend_to_path(*map(str, [folder / "plugin", *weights]))
 
@@ -820,7 +806,7 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 
 @pytest.mark.product
 @pytest.mark.every_release
-def test_a_prefix_keeps_few_enough_windows_for_a_chunk_behind_it(place: Path, checkpoint):
+def test_a_prefix_leaves_enough_windows_for_a_chunk_after_it(place: Path, checkpoint):
     """The cache keeps sliding windows for each part in which a prefix was computed. A prefix must leave enough
     windows for the chunk after it.
     """
@@ -836,9 +822,8 @@ def test_a_prefix_keeps_few_enough_windows_for_a_chunk_behind_it(place: Path, ch
 
 
 def rehearsed_passes(folder: Path) -> list[list[list[str]]]:
-    """Return the rehearsed forward passes of each rank: mode, tokens, requests, and tokens of all data-parallel
-    ranks.
-    """
+    """Return the rehearsed forward passes of each rank. A forward pass has four values: its mode, its tokens, its
+    requests, and the tokens of all data-parallel ranks."""
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
 
 
@@ -869,8 +854,8 @@ STEPS_OF = {
 @pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
-def test_ranks_rehearse_in_step_and_grow_together_or_not_at_all(kind: str, place: Path, checkpoint):
-    """The ranks also give memory back together."""
+def test_ranks_rehearse_together_and_grow_together_or_not_at_all(kind: str, place: Path, checkpoint):
+    """The ranks also free memory at the same time."""
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
     servers = {
@@ -908,7 +893,7 @@ def test_replicas_rehearse_and_grow_independently(place: Path, checkpoint):
 
 
 def two_machines(model: Path, place: Path) -> list[Server]:
-    """Make the two halves of a server of two ranks, as if each rank had a machine of its own."""
+    """Make the two halves of a server with two ranks. Each half is started as if its rank had its own machine."""
     given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
     return [sized_server(f"machine{rank}", model, place, *given, str(rank)) for rank in range(2)]
 
@@ -916,7 +901,7 @@ def two_machines(model: Path, place: Path) -> list[Server]:
 @pytest.mark.product
 @pytest.mark.every_release
 @pytest.mark.parametrize("without", ["", "0", "1"])
-def test_machines_grow_together_and_wait_for_no_machine_that_takes_no_part(without: str, place: Path, checkpoint):
+def test_machines_grow_together_and_do_not_wait_for_a_machine_that_takes_no_part(without: str, place: Path, checkpoint):
     machines = two_machines(checkpoint(), place)
     if without:
         machines[int(without)].environment[eligibility.KV_SIZING.name] = "off"

@@ -1,7 +1,5 @@
-"""Tests of planted prefixes: kv-sizing puts a prompt's prefix into the prefix cache without computing it.
-
-The caches and allocators are the engine's own, as each release has them.
-"""
+"""Tests of planted prefixes. To plant a prefix, kv-sizing puts it into the prefix cache without computing it. The
+caches and allocators are the engine's own, on each release."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def key(tokens: list[int]) -> Any:
 
 
 def found(scheduler: Any, prompt: list[int]) -> int:
-    """Return how many tokens of a prompt the prefix cache finds."""
+    """Return the number of tokens of a prompt that the prefix cache has."""
     match = scheduler.tree_cache.match_prefix(
         seen.module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=key(prompt))
     )
@@ -60,9 +58,8 @@ def found(scheduler: Any, prompt: list[int]) -> int:
 
 
 def held(scheduler: Any) -> int:
-    """Return the number of tokens in the prefix cache. Check that free and cached tokens add up to all tokens, as
-    the engine does to find leaks.
-    """
+    """Return the number of tokens in the prefix cache, after a check that free and cached tokens add up to all tokens.
+    The engine uses the same check to find leaks."""
     tree, free = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator.available_size()
     kept = tree.evictable_size() + tree.protected_size()
     assert free + kept == SIZE
@@ -79,10 +76,9 @@ CACHES = [
 
 @pytest.mark.every_release
 @pytest.mark.parametrize(("kind", "page", "eagle"), CACHES)
-def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for(kind, page, eagle):
-    """Requests must find enough of the planted prefix for the phase that sends them. With EAGLE, the keys of the
-    engine's cache are pairs of tokens, so the cache finds one token less.
-    """
+def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs(kind, page, eagle):
+    """A phase sends requests that begin with a planted prefix. The cache must have enough of this prefix for the phase.
+    With EAGLE, the keys of the engine's cache are pairs of tokens, so the cache finds one token less."""
     limits = replace(LIMITS, page=page, draft_tokens=4, draft_slots=8)
     driven = {phase.kind: phase for phase in phases.derive_phases(limits)}
     scheduler = scheduler_of(kind, page, eagle)
@@ -105,7 +101,7 @@ def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for(kind
 
 @pytest.mark.every_release
 @pytest.mark.parametrize(("kind", "page", "eagle"), CACHES)
-def test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already(kind, page, eagle):
+def test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached(kind, page, eagle):
     scheduler = scheduler_of(kind, page, eagle)
     prefix = phases.shared_prefix(5000, LIMITS)
     whole = (len(prefix) - eagle) // page * page
@@ -134,8 +130,8 @@ def test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already(kind, page
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["RadixCache", "UnifiedRadixCache"])
-def test_a_planted_prefix_has_slots_of_its_own(kind):
-    """When the prefix is evicted, the allocator gets each of its slots back exactly once."""
+def test_a_planted_prefix_has_its_own_slots(kind):
+    """When the prefix is evicted, each of its slots returns to the allocator exactly once."""
     scheduler = scheduler_of(kind, 1)
     allocator = scheduler.token_to_kv_pool_allocator
     in_use = allocator.alloc(100)
@@ -149,7 +145,7 @@ def test_a_planted_prefix_has_slots_of_its_own(kind):
 
 
 @pytest.mark.every_release
-def test_where_a_cache_wants_more_than_a_prefix_nothing_is_planted():
+def test_nothing_is_planted_into_a_cache_that_needs_more_than_a_prefix():
     def of(**changed: Any) -> Any:
         made = scheduler_of("RadixCache", 1)
         return SimpleNamespace(**{**vars(made), **changed})

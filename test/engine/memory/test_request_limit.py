@@ -1,4 +1,4 @@
-"""Tests that kv-sizing recognizes the engine's penalized requests and batches, on each release."""
+"""Check on each release that kv-sizing recognizes the engine's penalized requests and batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from sglang_moe_patches.memory.kv_sizing import serving
 VOCABULARY = 100
 PENALTIES = ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_new_tokens": 2})
 REMAINING = ({"min_p": 0.05}, {"logit_bias": {"7": -1.0}})
-"""Sampling parameters whose tensors stay in a batch after their request has ended, until the batch is empty."""
+"""Sampling parameters whose tensors stay in a batch after the request with the parameter has ended. They stay until the
+batch is empty."""
 
 
 def request_of(**sampling: Any) -> Any:
-    """Make one of the engine's requests with these sampling parameters. Its prompt has one token."""
+    """Make an engine request with these sampling parameters. Its prompt has one token."""
     schedule = seen.module("sglang.srt.managers.schedule_batch")
     params = seen.module("sglang.srt.sampling.sampling_params").SamplingParams(max_new_tokens=5, **sampling)
     params.normalize(SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None))
@@ -28,7 +29,7 @@ def request_of(**sampling: Any) -> Any:
 
 
 def batch_of(*requests: Any) -> Any:
-    """Make one of the engine's batches, with the fields that sampling uses in a scheduler's running batch."""
+    """Make an engine batch, with the attributes that sampling reads in a scheduler's running batch."""
     made = seen.module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
     made.device, made.return_logprob = "cpu", any(each.return_logprob for each in requests)
     kind = seen.module("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo

@@ -1,4 +1,5 @@
-"""Model of PyTorch's caching allocator, and the recorder of memory that a function allocates and frees."""
+"""Tests of ``lab/allocations.py``: the model of PyTorch's caching allocator, and the recorder of the memory that a
+function allocates and frees."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ MIB = 1 << 20
 
 
 def replay(text: str, max_split_size: int | None = None) -> Allocator:
-    """Replay steps such as ``a30 b0.5 -a empty``: allocate 30 MiB as a, half a MiB as b, free a, empty the cache."""
+    """Replay steps that a text describes, such as ``a30 b0.5 -a empty``: allocate 30 MiB as a, allocate half a MiB as
+    b, free a, empty the cache."""
     allocator, keys = Allocator(max_split_size), dict[str, int]()
     for step in text.split():
         if step == "empty":

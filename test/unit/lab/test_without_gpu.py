@@ -1,4 +1,5 @@
-"""Tests of ``lab/without_gpu.py``: environment variables and a stub driver with which the engine runs without a GPU."""
+"""Tests of ``lab/without_gpu.py``, which makes the environment variables and the stub driver with which the engine runs
+without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the change activation-segments, which switches PyTorch's allocator to expandable segments. They check the
-servers on which it does so, and the times at which the switch is suspended."""
+"""Tests of the change activation-segments, which switches PyTorch's allocator to expandable segments. They check on
+which servers the change switches the allocator, and when it suspends the switch."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ VALUES: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("speculative_algorithm", "hicache_storage_backend", "kt_weight_path"), (None, "a")),
     **dict.fromkeys(("attn_cp_size", "dcp_size", "nnodes"), (1, 2)),
 }
-"""Values of an argument of the engine's ``ServerArgs`` without and with the feature that it selects. Arguments that are
-not listed are False and True."""
+"""Values of an argument of the engine's ``ServerArgs``, without and with the feature that the argument selects. An
+argument that is not listed is False without the feature, and True with it."""
 
 
 def arguments(**more):
-    """Return a stand-in for the engine's ``ServerArgs``. All features are off, except for those in ``more``."""
+    """Return a stand-in for the engine's ``ServerArgs``. All features are off, except for the features in ``more``."""
     off = {each.argument: VALUES.get(each.argument, (False, True))[0] for each in FEATURES}
     return SimpleNamespace(**{"device": "cuda", **off, **more})
 
@@ -235,11 +235,11 @@ def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
 
 @pytest.fixture
 def wrapped_graph(monkeypatch, settings, active_switch):
-    """Stand-in for ``torch.cuda.CUDAGraph`` that the change has wrapped. A capture records in ``during`` whether the
-    switch is on. ``torch.cuda.use_mem_pool`` is a stand-in, too, and wrapped."""
+    """Stand-in for ``torch.cuda.CUDAGraph``, wrapped by the change. During a capture, it records in ``during`` whether
+    expandable segments are on. ``torch.cuda.use_mem_pool`` is also a wrapped stand-in."""
 
     class Graph:
-        """Unwrapped stand-in for ``torch.cuda.CUDAGraph``."""
+        """Stand-in for ``torch.cuda.CUDAGraph``, not wrapped by the change."""
 
         fails = ""
 
@@ -305,7 +305,8 @@ def test_the_switch_is_suspended_in_a_separate_memory_pool(wrapped_graph, settin
 
 @pytest.fixture
 def set_expandable(monkeypatch, settings, caplog):
-    """Function that replaces the check whether the allocator makes expandable segments, which would need a GPU."""
+    """Return a function that sets the result of the check whether PyTorch's allocator makes expandable segments. The
+    real check needs a GPU."""
     caplog.set_level(logging.INFO, "sglang.srt.moe_patches")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return lambda found: monkeypatch.setattr(switch, "allocates_expandable", found)
@@ -351,7 +352,8 @@ OTHER = "off: another rank cannot use expandable segments"
 def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
     settings, set_expandable, caplog, found, setting, agreed, said
 ):
-    """Every rank votes, even if it has failed. Otherwise the other ranks would wait for its vote."""
+    """Every rank votes, even a rank on which the switch has failed. Otherwise the other ranks would wait for its
+    vote."""
     set_expandable(found)
     told: list[bool] = []
     switch.turn_on_if_it_works(switch.Switch(settings), lambda works: told.append(works) or agreed(works))

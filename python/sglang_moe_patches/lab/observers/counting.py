@@ -1,11 +1,11 @@
-"""Counter of the actions of each change in a running server: in which MoE layers, and how often.
+"""Count what each change does in a running server: how often, and in which MoE layers.
 
 Each change declares the functions to count (:class:`sglang_moe_patches.core.patch.Count`). In an observed process these
 functions are wrapped. In all other processes nothing is wrapped, so counting costs them nothing. The engine's
-``FusedMoE.run_moe_core``, which calls every MoE runner, is wrapped too, to find out in which layer a function is
-called.
+``FusedMoE.run_moe_core`` calls every MoE runner. It is wrapped, too, so that each call of a counted function can be
+assigned to a layer.
 
-A CUDA graph runs Python code only when it is captured. What a replayed graph does is not counted.
+A CUDA graph runs Python code only when it is captured. So the actions of a replayed graph are not counted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_co
 
 
 def active_counts(statuses: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
-    """Return the counts of each active change, by the change's name.
-
-    If several changes share a count, only the first of these changes gets it.
-    """
+    """Return the counts of each active change. The key is the change's name. If several changes have the same count,
+    only the first of these changes has it in the result."""
     by_change = {status.change: status.status for status in statuses}
     counts: dict[str, tuple[Count, ...]] = {}
     for change in CHANGES:
@@ -39,11 +37,12 @@ def active_counts(statuses: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ..
 
 
 def find_owner(count: Count) -> tuple[Any, str] | None:
-    """Find the object whose attribute is the counted function.
+    """Find the module or class whose attribute is the counted function.
 
-    Modules of the engine are not imported for this. An active change has imported the modules that it uses.
+    The search imports no modules of the engine, because an active change has already imported the modules that it uses.
 
-    :returns: module or class, and the attribute's name; ``None`` if this release of the engine has no such function.
+    :returns: the module or class, and the attribute's name; ``None`` if this release of the engine has no such
+        function.
     """
     ours = count.module.startswith(__name__.partition(".")[0])
     owner: Any = importlib.import_module(count.module) if ours else sys.modules.get(count.module)
@@ -54,7 +53,7 @@ def find_owner(count: Count) -> tuple[Any, str] | None:
 
 
 class Tally:
-    """Counter of the changes' actions in this process, from :meth:`install` on.
+    """Counter of the changes' actions in this process. It begins to count in :meth:`install`.
 
     :param counts: functions to count.
     :param attempt: function that runs one counting step. It must catch the step's exceptions, because counting must not
@@ -65,19 +64,20 @@ class Tally:
         self.counts, self._attempt = tuple(counts), attempt
         self._acts: dict[tuple[str, int | None, bool], Act] = {}
         self._pending: dict[str, tuple[bool, int]] = {}
-        """Counted calls that belong to the MoE layer which runs next: (captured, amount), by the count's name."""
+        """Counted calls that belong to the MoE layer which runs next. The key is the count's name. Each value is
+        (whether a CUDA graph is captured, amount)."""
         self._layers: set[int] = set()
         self._layer: int | None = None
-        """Index of the MoE layer that runs now."""
+        """Index of the MoE layer that runs now, or that ran last."""
         self._largest: MoeInput | None = None
 
     @property
     def acted(self) -> Acts:
-        """All acts so far, ordered by their first occurrence."""
+        """All acts so far, in the order of their first occurrence."""
         return Acts(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
 
     def drain(self) -> Acts:
-        """Return all acts since the last call, and start counting from zero."""
+        """Return all acts since the last call of this method, and start counting from zero."""
         drained = self.acted
         self._acts, self._layers, self._largest = {}, set(), None
         return drained
@@ -171,7 +171,8 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
 
 
 def sentences(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
-    """Return one sentence per active change: its actions, or why it did nothing. Empty if nothing was observed."""
+    """Return one sentence for each active change: its actions, or the reason why it did nothing. The list is empty if
+    nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
     return [f"{name}: {_describe_change(counts, acted)}" for name, counts in active_counts(statuses).items() if counts]
@@ -205,5 +206,5 @@ def _describe_count(count: Count, acts: Sequence[Act], acted: Acts) -> str:
     if count.unit:
         parts.append(f"up to {max(act.most for act in acts):,} {count.unit}")
     if all(act.captured for act in acts):
-        parts.append("as CUDA graphs were captured")
+        parts.append("while CUDA graphs were captured")
     return ", ".join(parts)

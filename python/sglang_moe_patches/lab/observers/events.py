@@ -1,9 +1,9 @@
-"""Records that a server's processes write about themselves, and their file format.
+"""Records that a server's processes write about themselves, and the records' file format.
 
 The observers write records with :func:`write`. ``regress`` and the benchmarks read them with :func:`collect`. The
 server's stand-in in tests writes the same records.
 
-Memory is in bytes. It is zero without CUDA.
+Memory sizes are in bytes. Without CUDA, they are zero.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class ChangeStatus(NamedTuple):
 class Memory:
     """Memory figures of one model process.
 
-    A figure is ``None`` if it was not observed. This is so if a kernel ran that is not observed, or if the kernel left
-    the sum over the top-k to a later kernel.
+    A figure is ``None`` if it was not observed. There are two reasons: a kernel ran that is not observed, or a kernel
+    left the sum over the top-k to a later kernel.
 
     An *observed kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. For any other MoE runner, the whole call
-    of the runner counts as one kernel, without its output.
+    of the runner counts as one kernel, whose output is unknown.
     """
 
     device: str | None = None
-    """'cpu' or 'cuda'; ``None`` before the first forward pass."""
+    """Type of the device: 'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
-    """Bytes that one forward pass of ``tokens`` tokens has allocated at its peak, not counting memory that was
-    allocated before it. Only on CUDA. Of several such forward passes, the smallest figure counts, so that workspaces
-    which a library allocates once are left out."""
+    """Peak of the bytes that one forward pass of ``tokens`` tokens allocates. Memory that was allocated before the
+    forward pass does not count. Only on CUDA. If there are several such forward passes, the smallest figure counts, so
+    that workspaces which a library allocates once are left out."""
     live_at_kernel_bytes: int | None = None
-    """Bytes of tensors that are alive when a MoE kernel starts, not counting those that were alive when its forward
-    pass started. The figure is the largest of all layers, in a forward pass of ``tokens`` tokens. Of several such
-    forward passes, the smallest figure counts."""
+    """Bytes of tensors that are alive when a MoE kernel starts. Tensors that were alive when the forward pass started
+    do not count. The figure is the largest of all layers, in a forward pass of ``tokens`` tokens. If there are several
+    such forward passes, the smallest figure counts."""
     tokens: int = 0
     """Number of tokens in the largest forward pass."""
     forwards: int = 0
@@ -51,23 +51,24 @@ class Memory:
     moe_layers: int | None = None
     """Number of MoE kernels that ran in one forward pass."""
     output_buffers: int | None = None
-    """Number of distinct allocations that the observed kernels of one forward pass wrote their output into. The largest
-    number of all forward passes."""
+    """Number of distinct allocations for the outputs of the observed kernels, in the forward pass with the most
+    allocations."""
     kernel_buffer_bytes: int | None = None
     """Bytes of the buffers that CuteDSL's wrappers keep between forward passes; ``None`` if they keep none."""
     cache_token_bytes: float | None = None
     """Bytes of one token in the KV cache of one rank; ``None`` if the model has KV caches of several kinds."""
     reserved_bytes: int | None = None
-    """Largest growth since the first forward pass of the bytes that PyTorch's allocator reserves. Only on CUDA."""
+    """Growth of the bytes that PyTorch's allocator reserves, from the first forward pass to the largest value. Only on
+    CUDA."""
     slack_bytes: int | None = None
-    """Part of ``reserved_bytes`` that was never in use by tensors: ``reserved_bytes`` minus the growth of the peak of
-    allocated memory. Only on CUDA."""
+    """Part of ``reserved_bytes`` that tensors never used: ``reserved_bytes`` minus the growth of the peak of allocated
+    memory. Only on CUDA."""
     gpu: str = ""
     """Name of the GPU model. Only on CUDA."""
 
 
 class MoeInput(NamedTuple):
-    """Sizes of a MoE layer's input, [tokens, hidden]. Each token is routed to ``top_k`` experts.
+    """Sizes of the input of a MoE layer's routed experts, [tokens, hidden]. Each token is routed to ``top_k`` experts.
 
     :param itemsize: bytes of one element.
     """
@@ -87,10 +88,11 @@ class Act(NamedTuple):
     """Record that a change did one thing in one MoE layer; see :class:`sglang_moe_patches.core.patch.Count`.
 
     :param name: name of the ``Count``.
-    :param layer: index of the MoE layer; ``None``: outside of all layers, mostly while the model was built.
-    :param captured: whether it happened while a CUDA graph was captured. Replays of the graph are not counted.
+    :param layer: index of the MoE layer; ``None`` if the act happened outside of all layers, mostly while the model was
+        built.
+    :param captured: whether the act happened while a CUDA graph was captured. Replays of the graph are not counted.
     :param times: number of calls.
-    :param most: largest amount of one call.
+    :param most: largest amount of one call, such as bytes; see the ``Count``.
     :param total: sum of the amounts of all calls.
     """
 
@@ -107,7 +109,7 @@ class Acts:
     """All acts of the changes in a process.
 
     :param layers: indices of the MoE layers that ran.
-    :param largest: input with the largest [tokens, top-k, hidden] tensor.
+    :param largest: sizes of the input with the largest [tokens, top-k, hidden] tensor.
     """
 
     layers: tuple[int, ...] = ()
@@ -122,7 +124,7 @@ class Process:
     :param changes: status of each change.
     :param memory: memory figures.
     :param acted: acts of the changes. The last few forward passes may be missing in their counts.
-    :param failure: error that ended the observation, or "".
+    :param failure: error that ended the observation; empty if there was no error.
     """
 
     changes: tuple[ChangeStatus, ...]
@@ -132,7 +134,7 @@ class Process:
 
 
 def write(process: Process, path: Path) -> None:
-    """Write the record of a process. A reader sees the old or the new record, never a part of one."""
+    """Write the record of a process. A reader sees either the old record or the new record, never a part."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(process)), encoding="utf-8")
     partial.replace(path)
@@ -155,8 +157,8 @@ def collect(folder: Path) -> Process | None:
     """Read the records of a server's processes.
 
     :param folder: folder with one ``*.json`` file per process (one process per tensor-parallel rank).
-    :returns: the record of the process that used the most memory, with the acts of all processes. ``None``: the folder
-        has no record.
+    :returns: the record of the process that used the most memory, with the acts of all processes; ``None`` if the
+        folder has no record.
     """
     processes = [parse_process(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
 
@@ -170,11 +172,9 @@ def collect(folder: Path) -> Process | None:
 
 
 def merge(records: Sequence[Acts]) -> Acts:
-    """Merge the acts of several processes.
-
-    Tensor-parallel ranks do the same in the same layers, so the largest counts of an act are taken, not their sum.
-    Pipeline stages have layers of their own.
-    """
+    """Merge the acts of several processes. Tensor-parallel ranks do the same in the same layers. Therefore, if several
+    processes recorded the same act, the largest numbers are taken, and not the sum. Pipeline stages have different
+    layers."""
     acts: dict[tuple[Any, ...], Act] = {}
     for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)

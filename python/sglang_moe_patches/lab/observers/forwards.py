@@ -1,6 +1,6 @@
 """Observer of the forward passes of a model process: their memory, and the acts of the changes.
 
-``regress`` and the benchmarks ask for this with an environment variable. The process writes its record to
+``regress`` and the benchmarks turn the observer on with an environment variable. The process writes its record to
 ``<folder>/<pid>.json`` at the start and whenever a figure grows, so the record survives a killed server. Observing
 never ends a server. After its first error the observer records the error and observes nothing more.
 """
@@ -21,7 +21,7 @@ from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher, Plan
 from sglang_moe_patches.lab.observers import counting, events
-from sglang_moe_patches.memory.kv_sizing.pools import hybrid, pool_bytes, pools_of
+from sglang_moe_patches.memory.kv_sizing.pools import hybrid_kind, pool_bytes, pools_of
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 """Names of FlashInfer's functions that run an observed MoE kernel."""
@@ -31,7 +31,7 @@ _MARK = "_moe_patches_forward"
 
 
 class Observer:
-    """Observer of the model process in which it lives. It updates and writes the process's record.
+    """Observer of the model process in which it runs. It updates and writes the process's record.
 
     :param folder: existing folder for the record.
     :param changes: status of each change in this process.
@@ -42,26 +42,28 @@ class Observer:
         self.process = events.Process(changes)
         self.memory = self.process.memory
         self.allocated_before = 0
-        """Bytes of tensors alive when the current forward pass began."""
+        """Bytes of the tensors that were alive when the current forward pass began."""
         self.baseline: tuple[int, int] | None = None
-        """Bytes that PyTorch's allocator had allocated and reserved when the first forward pass began."""
+        """Bytes that PyTorch's allocator had allocated, and bytes that it had reserved, when the first forward pass
+        began."""
         self.peak_growth = 0
-        """Peak of the allocated bytes since the first forward pass began, minus those allocated at its start."""
+        """Growth of the allocated bytes from the start of the first forward pass to their peak."""
         self.tokens = 0
         """Tokens of the current forward pass."""
         self.is_measuring = False
-        """Whether the memory of the current forward pass counts: no forward pass before it had more tokens."""
+        """Whether the memory of the current forward pass is recorded. It is if no earlier forward pass had more
+        tokens."""
         self.kernels = 0
         """Number of MoE kernels that the current forward pass has started."""
         self.buffers = 0
-        """Number of distinct output buffers of these kernels."""
+        """Number of distinct output buffers of the current forward pass's MoE kernels."""
         self.unknown_outputs = 0
-        """Number of these kernels whose output tensor is unknown."""
+        """Number of MoE kernels of the current forward pass whose output tensor is not known."""
         self.live = 0
-        """Largest growth of the bytes of tensors from the start of the forward pass to the start of one of its
-        kernels."""
+        """Bytes of tensors that were allocated between the start of the current forward pass and the start of one of
+        its MoE kernels. The largest value of all kernels."""
         self.wrappers: WeakSet[Any] = WeakSet()
-        """CuteDSL's wrappers that ran a kernel."""
+        """CuteDSL's wrapper objects that ran a kernel."""
         self.tally: counting.Tally | None = None
 
     def attempt(self, step: Callable[..., None], *args: Any) -> None:
@@ -73,7 +75,8 @@ class Observer:
         except Exception as error:
             self.process.failure = f"observing failed: {type(error).__name__}: {error}"
             logger.warning("sglang-moe-patches: %s; the server itself goes on, unmeasured", self.process.failure)
-            with contextlib.suppress(Exception):  # the folder is gone or the disk is full: the log has the error
+            # If the folder was deleted or the disk is full, the log still has the error.
+            with contextlib.suppress(Exception):
                 self.write()
 
     def write(self) -> None:
@@ -96,7 +99,7 @@ class Observer:
             self.allocated_before, self.is_measuring = torch.cuda.memory_allocated(), tokens >= self.memory.tokens
             if self.baseline is None:
                 self.baseline = self.allocated_before, torch.cuda.memory_reserved()
-            else:  # memory between two forward passes counts, too, because sampling runs then
+            else:  # Memory that is allocated between two forward passes counts, too, because sampling runs then.
                 self.peak_growth = max(self.peak_growth, torch.cuda.max_memory_allocated() - self.baseline[0])
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -107,7 +110,7 @@ class Observer:
     def start_kernel(self, output: Any = None) -> None:
         """Observe the start of a MoE kernel.
 
-        :param output: tensor into which the kernel will write; ``None``: not known yet.
+        :param output: tensor into which the kernel will write; ``None`` if the tensor is not known yet.
         """
         import torch
 
@@ -130,8 +133,8 @@ class Observer:
     def end_kernel(self, result: Any) -> None:
         """Observe the return of a kernel that received no output tensor.
 
-        :param result: the output tensor, alone or first in a list. ``None``: a later kernel adds up the top-k and
-            writes the layer's output.
+        :param result: the output tensor, or a list that begins with the output tensor; ``None`` if a later kernel sums
+            over the top-k and writes the layer's output.
         """
         if result is None:
             self.unknown_outputs += 1
@@ -139,7 +142,7 @@ class Observer:
             self.add_output(result[0] if isinstance(result, list | tuple) else result)
 
     def add_output(self, output: Any) -> None:
-        """Count the output's storage, unless it was already counted in this forward pass."""
+        """Count the storage of an output tensor, unless the storage was already counted in this forward pass."""
         # Two allocations of one forward pass may have the same address, so storage objects are compared.
         storage = output.untyped_storage()
         if getattr(storage, _MARK, None) != self.memory.forwards:
@@ -147,7 +150,8 @@ class Observer:
             self.buffers += 1
 
     def end_forward(self) -> None:
-        """Add the forward pass to the record. Write the record if it changed, and every hundred forward passes."""
+        """Add the current forward pass to the record. Write the record if it changed, and after every hundred forward
+        passes."""
         import torch
 
         earlier, memory = replace(self.memory), self.memory
@@ -180,7 +184,7 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Return the acts without their numbers of calls. If they differ, a change has done something new."""
+    """Return the acts without their numbers of calls. If two results differ, a change did something new."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 
@@ -189,7 +193,8 @@ def _min_known(value: int | None, earlier: int | None) -> int | None:
 
 
 def workspace_bytes(wrappers: Iterable[Any]) -> int:
-    """Return the bytes of the tensors in the attributes of CuteDSL's wrappers. A shared storage counts once."""
+    """Return the bytes of all tensors in the attributes of CuteDSL's wrapper objects. A storage that several tensors
+    share counts once."""
     import torch
 
     storages = {}
@@ -202,7 +207,7 @@ def workspace_bytes(wrappers: Iterable[Any]) -> int:
 
 
 def _tensor_bytes() -> int:
-    """Return the bytes of all tensors in CPU memory."""
+    """Return the bytes of all tensors in the process's CPU memory."""
     import torch
 
     storages = {}
@@ -218,7 +223,7 @@ def _tensor_bytes() -> int:
 
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
-    """Observe this process from now on.
+    """Observe this process from this call on.
 
     :param folder: existing folder for the record.
     :param plans: plan of each change, with its status in this process.
@@ -232,7 +237,8 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
 
 
 def _observe_forwards(observer: Observer) -> None:
-    """Wrap ``ModelRunner.forward``. A draft model's forward pass that a CUDA graph captures is not observed."""
+    """Wrap ``ModelRunner.forward``, so that the observer sees every forward pass. If a CUDA graph captures a draft
+    model's forward pass, this forward pass is not observed."""
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -258,7 +264,7 @@ def _observe_forwards(observer: Observer) -> None:
 def cache_token_bytes(runner: Any) -> float | None:
     """Return the bytes of one token in this rank's KV cache; ``None`` if the model has KV caches of several kinds."""
     pool, table = pools_of(runner)
-    if hybrid(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
+    if hybrid_kind(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
         return None
     return pool_bytes(pool) / int(runner.max_total_num_tokens)
 
@@ -273,9 +279,9 @@ def _observe_kernels(observer: Observer) -> None:
     try:
         import flashinfer
         import flashinfer.fused_moe
-    except ImportError:  # on AMD GPUs, which have no FlashInfer kernels
+    except ImportError:  # on AMD GPUs, FlashInfer has no kernels
         return
-    for module in (flashinfer, flashinfer.fused_moe):  # both modules export the kernels
+    for module in (flashinfer, flashinfer.fused_moe):  # both modules of FlashInfer export the kernels
         for name in KERNELS:
             if hasattr(module, name):
                 kernel = getattr(module, name)
@@ -283,7 +289,7 @@ def _observe_kernels(observer: Observer) -> None:
 
     def output_in(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         observer.attempt(observer.wrappers.add, wrapper)
-        return getattr(wrapper, "_moe_output", None)  # FlashInfer up to 0.6.13 keeps the output in the wrapper
+        return getattr(wrapper, "_moe_output", None)  # up to 0.6.13, FlashInfer keeps the output in the wrapper
 
     wrapper = getattr(flashinfer.fused_moe, "CuteDslMoEWrapper", None)
     if wrapper is not None:

@@ -1,4 +1,7 @@
-"""Reader of a model's sizes from its ``config.json``. It finds the file, and reads or fetches no weights."""
+"""Read a model's sizes from its ``config.json``.
+
+Weights are neither read nor fetched.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ FAMILIES = {
     "Glm4MoeForCausalLM": ("glm4-moe", "glm4_moe"),
     "MiniMaxM2ForCausalLM": ("minimax-m2", "minimax_m2"),
 }
-"""Families of models, by the engine's model class. Each value is the family's name, and the engine's module below
-``sglang.srt.models`` with the family's layers."""
+"""Model families whose layers the changes know. The key is the engine's model class. The value is the family's name,
+and the module below ``sglang.srt.models`` that contains the family's layers."""
 
 
 class NoConfig(ValueError):
@@ -45,8 +48,9 @@ class NoConfig(ValueError):
 class ModelSizes:
     """Sizes of a model from its ``config.json``.
 
-    :param attention: reason why the memory of attention's own tensors cannot be predicted; "": it can.
-    :param residual: reason why the memory of the layers' hidden-size tensors cannot be predicted; "": it can.
+    :param attention: reason why the memory of attention's tensors cannot be predicted; empty if it can be predicted.
+    :param residual: reason why the memory of the [tokens, hidden] tensors between the layers cannot be predicted; empty
+        if it can be predicted.
     """
 
     model: Model
@@ -58,7 +62,7 @@ def find(model: str) -> Path:
     """Return the path of a model's ``config.json``.
 
     :param model: folder with the file, path of the file, or Hugging Face name whose file is in the local cache.
-    :raises NoConfig: there is no such file.
+    :raises NoConfig: no ``config.json`` was found.
     """
     if not model.strip():
         raise NoConfig("--model is empty: give a folder with config.json, that file, or a Hugging Face name")
@@ -92,16 +96,18 @@ def find(model: str) -> Path:
 
 
 def served_models() -> list[dict[str, Any]]:
-    """Return a list of models that people serve, each with its public ``config.json``, weight format and hardware."""
+    """Return a list of models that people serve. Each entry is a dictionary with the model's public ``config.json``,
+    its weight format and its hardware."""
     models: list[dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
     return models
 
 
 def load_model(model: str) -> tuple[dict[str, Any], Path | None]:
-    """Return the content and the path of a model's ``config.json``. The path is ``None`` for :func:`served_models`.
+    """Return the content and the path of a model's ``config.json``. The path is ``None`` if the content comes from
+    :func:`served_models`.
 
     :param model: model, as :func:`find` takes it, or the name of one of :func:`served_models`.
-    :raises NoConfig: there is no such file.
+    :raises NoConfig: no ``config.json`` was found.
     """
     try:
         path = find(model)
@@ -114,7 +120,7 @@ def load_model(model: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the content of a ``config.json``.
+    """Return the content of a ``config.json`` file.
 
     :raises NoConfig: the file contains no JSON object.
     """
@@ -123,14 +129,15 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise NoConfig(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise NoConfig(f"{path} holds no JSON object")
+        raise NoConfig(f"{path} contains no JSON object")
     return config
 
 
 def check_class(config: Mapping[str, Any], source: str) -> None:
-    """Check that a ``config.json`` names the model's class. Without the name, the engine builds no model.
+    """Raise an error if a ``config.json`` does not name the model's class. The engine cannot build a model without the
+    name.
 
-    :param source: name of the model, for messages.
+    :param source: name of the model, for the error message.
     :raises NoConfig: the file names no class.
     """
     for name, words in (("architectures", "the class of the model"), ("model_type", "the kind of the configuration")):
@@ -139,20 +146,21 @@ def check_class(config: Mapping[str, Any], source: str) -> None:
 
 
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
-"""Replacements for a ``model_type`` that transformers does not know, because its class comes with the checkpoint. The
-value is a type of transformers with the same fields."""
+"""Replacements for values of ``model_type`` that transformers does not know, because the model's class comes with the
+checkpoint. The replacement is a type of transformers with the same fields."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that describes the language model. If it has no parts, return the whole."""
+    """Return the part of a configuration that describes the language model. If the configuration has no such part,
+    return the whole configuration."""
     return next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), config)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a multimodal model's language model, if the engine can build it by itself.
+    """Return the configuration of the language model within a multimodal model, if the engine can build the language
+    model alone. Otherwise return the whole configuration.
 
-    Else return the whole configuration. The model's encoders have no experts, and the engine takes minutes to build
-    them.
+    The encoders of a multimodal model have no experts, and the engine takes minutes to build them.
     """
     text = text_config(config)
     if text is config or not text.get("architectures"):
@@ -163,10 +171,12 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **model_type, **{name: config[name] for name in beside if name in config}}
 
 
-def read(config: Mapping[str, Any], source: str) -> ModelSizes:
-    """Return a model's sizes. They have different names in different models; all names of the public models are tried.
+def read_sizes(config: Mapping[str, Any], source: str) -> ModelSizes:
+    """Return the sizes of a model.
 
-    :param source: name of the model, for messages.
+    Models name their sizes differently. The function tries the names of all public models.
+
+    :param source: name of the model, for the error message.
     :raises NoConfig: a size is missing, or the model has no routed experts.
     """
     text = text_config(config)
@@ -175,17 +185,18 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
         return next((text[name] for name in names if text.get(name) is not None), None)
 
     def largest(value: Any) -> Any:
-        """Return the largest of several values: Hunyuan has one per layer, ERNIE VL one per kind of experts."""
+        """Return the largest value of a list. Hunyuan lists one value per layer, and ERNIE VL one value per kind of
+        experts."""
         return max(value) if isinstance(value, list) and value and all(type(item) is int for item in value) else value
 
     def size(*names: str) -> int:
         number = largest(first(*names))
         if not isinstance(number, int) or isinstance(number, bool):
             others = f", nor {', '.join(names[1:])}" if names[1:] else ""
-            raise NoConfig(f"{source}: config.json has no {names[0]}{others}{_not_understood(text)}")
+            raise NoConfig(f"{source}: config.json has no {names[0]}{others}{_describe_unknown_keys(text)}")
         return number
 
-    if first(*_EXPERTS) is None and (others := _not_understood(text)):
+    if first(*_EXPERTS) is None and (others := _describe_unknown_keys(text)):
         raise NoConfig(f"{source}: config.json has the number of its experts in none of {', '.join(_EXPERTS)}{others}")
     if first(*_EXPERTS) is None:
         raise NoConfig(f"{source} has no routed experts: config.json has none of {', '.join(_EXPERTS)}")
@@ -214,11 +225,11 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
         head_dim=first("head_dim") or hidden // heads,
         latent=latent,
     )
-    return ModelSizes(model, _attention(first), _residual(first))
+    return ModelSizes(model, _find_unsupported_attention(first), _find_unsupported_residual(first))
 
 
-def _not_understood(text: Mapping[str, Any]) -> str:
-    """Return the end of an error message, with the unknown keys about experts; "": there are no such keys."""
+def _describe_unknown_keys(text: Mapping[str, Any]) -> str:
+    """Return the end of an error message that lists the unknown keys about experts; empty if there are no such keys."""
     known = {*_EXPERTS, *_TOP_K, *_SIZES, *_SHARED, *_SHARED_SIZES, *_FIRST_LAYERS}
     sections = ("", text), *((f"{name}.", part) for name, part in text.items() if isinstance(part, Mapping))
     keys = [
@@ -247,11 +258,12 @@ def dense_layers(text: Mapping[str, Any]) -> int:
     return min(number) if isinstance(number, list) else number
 
 
-def _residual(first: Any) -> str:
-    """Return the reason why the formulas do not hold for the tensors between a model's layers; "": they hold."""
+def _find_unsupported_residual(first: Any) -> str:
+    """Return the reason why the memory of the [tokens, hidden] tensors between the layers cannot be predicted; empty if
+    it can be predicted."""
     for name, why in (
-        ("hc_mult", "its residual is several streams"),
-        ("zero_expert_num", "its experts run beside an attention and dense layers"),
+        ("hc_mult", "its residual has several streams"),
+        ("zero_expert_num", "its experts run in parallel with attention and dense layers"),
         ("moe_latent_size", "its experts have another hidden size"),
         ("routed_expert_hidden_size", "its experts have another hidden size"),
         ("moe_hidden_size", "its experts have another hidden size"),
@@ -261,10 +273,10 @@ def _residual(first: Any) -> str:
     return ""
 
 
-def _attention(first: Any) -> str:
-    """Return the reason why the formula does not hold for the memory of a model's attention; "": it holds.
+def _find_unsupported_attention(first: Any) -> str:
+    """Return the reason why the memory of a model's attention cannot be predicted; empty if it can be predicted.
 
-    Such models are recognized by keys that other models do not have.
+    Models with an unsupported attention have keys in their configuration that no other model has.
     """
     for keys, why in (
         (("compress_ratios", "o_lora_rank"), "attends to compressed keys"),
@@ -276,5 +288,5 @@ def _attention(first: Any) -> str:
         if any(first(key) is not None for key in keys):
             return why
     if first("kv_lora_rank") and not first("q_lora_rank"):
-        return "has latents of keys and values alone"
+        return "has latents for keys and values, but none for queries"
     return ""

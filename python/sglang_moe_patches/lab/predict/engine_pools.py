@@ -1,8 +1,9 @@
 """Size of the KV cache that the engine would make for a model, computed by the engine's own code.
 
 The module runs in an engine query (:mod:`.engine_query`): a process without a GPU, with only the first layers of the
-model. A ``ModelRunner`` that was never constructed gets the attributes that the engine's arithmetic reads. No KV cache
-is made. Only the names of its pool classes are found out.
+model. The module makes a ``ModelRunner`` without calling its constructor, and sets the attributes that the engine reads
+to compute the KV cache size. No KV cache is allocated. The module only finds out the class names of the KV cache and of
+the request table.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
-"""Step to which a ``--mem-fraction-static`` is rounded. A smaller step would be of no use, because the memory that CUDA
-and NCCL hold is not known to the last megabyte."""
+"""Step to which a ``--mem-fraction-static`` is rounded. A smaller step would not be more exact, because the memory that
+CUDA and NCCL hold is not known to the last megabyte."""
 HELD_BYTES = 1_200_000_000
-"""Bytes of a GPU that CUDA and the engine's libraries hold before the engine makes its KV cache. They held this much on
-an H100 with one rank, and up to 2,800 MB on H200s. ``MEASURED`` in ``test/engine/lab/test_doctor_cases.py``
-compares."""
+"""Bytes of a GPU that CUDA and the engine's libraries use before the engine makes its KV cache. The value was measured
+on an H100 with one rank. On H200s, up to 2,800 MB were measured. ``MEASURED`` in
+``test/engine/lab/test_doctor_cases.py`` has the measurements."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Weights and KV cache of a server on one GPU, in bytes.
+    """Memory of one GPU of a server, in bytes: the weights and the KV cache, as they fit into the GPU.
 
     :param memory: memory of the GPU, without :data:`HELD_BYTES`.
     :param weights: bytes of the weights on this rank.
-    :param beside: weights that ``weights`` does not count, in words, or "".
+    :param beside: name of a part of the model that ``weights`` does not count, such as "a draft model"; empty if
+        ``weights`` counts all parts.
     :param loading: bytes that stay in use after loading, in addition to the weights.
-    :param layout: most bytes that one layer's experts take in addition to all these while they are laid out.
-    :param fraction: ``--mem-fraction-static`` in force.
-    :param given: whether the user gave the fraction.
-    :param refusal: reason why the engine makes no KV cache, in the engine's own words; "": it makes one.
-    :param tokens: tokens of the KV cache; ``None``: not known.
-    :param unknown: reason why the tokens are not known.
-    :param token_bytes: bytes of a token, with everything that the engine counts by tokens; ``None``: not known.
-    :param context: tokens of the longest request.
-    :param begins_with: larger fraction with which kv-sizing begins, if the engine's own leaves too little KV cache;
-        ``None``: it begins with the engine's own.
-    :param images: bytes that the engine's rule reserves for images.
+    :param layout: peak of the bytes that one layer's experts take in addition to ``weights`` and ``loading`` while the
+        engine changes their layout.
+    :param fraction: value of ``--mem-fraction-static``, chosen by the user or by the engine.
+    :param given: whether the user chose ``fraction``.
+    :param refusal: reason why the engine makes no KV cache, in the engine's own words; empty if it makes one.
+    :param tokens: tokens of the KV cache; ``None`` if not known.
+    :param unknown: reason why ``tokens`` is not known.
+    :param token_bytes: bytes that the engine allocates for each token of the KV cache; ``None`` if not known.
+    :param context: tokens of the longest request that the engine accepts.
+    :param begins_with: larger fraction with which kv-sizing begins, if the engine's own fraction leaves too few tokens
+        for the KV cache; ``None`` if kv-sizing begins with the engine's own fraction.
+    :param images: bytes that the engine's rule for the KV cache size reserves for images.
     :param limited: whether ``--max-total-tokens`` bounds the KV cache.
     """
 
@@ -68,28 +71,29 @@ class Fit:
 
     @property
     def loaded(self) -> int:
-        """Bytes in use when the weights have been loaded."""
+        """Bytes in use after the weights have been loaded."""
         return self.weights + self.loading
 
     @property
     def least_memory(self) -> int:
-        """Least bytes that must be free for loading to succeed."""
+        """Smallest number of free bytes with which the weights can be loaded."""
         return self.loaded + self.layout
 
     @property
     def loads(self) -> bool:
-        """Whether the model loads. The fraction has no effect on loading."""
+        """Whether there is enough memory to load the model. The fraction has no effect on loading."""
         return self.least_memory <= self.memory
 
     @property
     def starts(self) -> bool:
-        """Whether the model loads, and the server's fraction has room for the weights and a KV cache."""
+        """Whether the model loads, and the server's fraction is large enough for the weights and a KV cache."""
         has_cache = not (self.refusal or self.memory * self.fraction <= self.loaded)
         return self.loads and (self.begins_with is not None or has_cache)
 
     @property
     def least_fraction(self) -> float | None:
-        """Least fraction with which the weights fit; ``None``: the model does not load, or fits with no fraction."""
+        """Smallest fraction that is large enough for the weights; ``None`` if the model does not load, or if no
+        fraction is large enough."""
         if not self.loads:
             return None
         least = math.ceil(self.loaded / self.memory / FRACTION_STEP) * FRACTION_STEP
@@ -97,7 +101,8 @@ class Fit:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line. If it has no message, return the failed assertion, or the place that raised it."""
+    """Format an error as one line. If the error has no message, the line has the failed assertion, or the place that
+    raised the error."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(str(error).split())
     if not words and isinstance(error, AssertionError):
@@ -109,19 +114,19 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe(fit: Fit) -> dict[str, Any]:
-    """Return the fields of a fit and its properties as a dictionary for JSON."""
+    """Return a dictionary for JSON with the fields and the properties of a fit."""
     derived = {name: getattr(fit, name) for name in ("starts", "loads", "least_memory", "least_fraction")}
     return asdict(fit) | derived
 
 
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
-    """Return the KV cache that the engine would make, and the reason why kv-sizing would not size it.
+    """Compute the KV cache that the engine would make, and the reason why kv-sizing would not size this KV cache.
 
     :param runner: model runner, as :func:`make_runner` makes it.
-    :param fit: the server's fit, without its KV cache.
-    :param sizes: whether kv-sizing would size this server, judged by its arguments.
-    :returns: the fit with the KV cache, and the reason, as far as it is known before pools are made; "": kv-sizing
-        would size the KV cache.
+    :param fit: memory of the server. The fields about the KV cache are not set yet.
+    :param sizes: whether the server's arguments let kv-sizing size the KV cache.
+    :returns: the fit with the KV cache, and the reason; empty if kv-sizing would size the KV cache. A reason that is
+        known only after the pools were made is not found.
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
@@ -145,14 +150,15 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
 def _resolve_pools(maker: Any, fit: Fit, free: int) -> Any:
     """Return the engine's decision on its KV cache size.
 
-    :raises RuntimeError: the fraction leaves the KV cache nothing. Newer releases raise ``ValueError``.
+    :raises RuntimeError: the fraction leaves no memory for a KV cache. Newer releases raise ``ValueError``.
     """
     _set_free_memory(free, fit.memory)
     return maker._resolve_memory_pool_config(fit.memory / GIB)
 
 
 def stage_bounds(pp_size: int, layers: int) -> list[tuple[int, int]]:
-    """Return the first layer of each pipeline stage, and the layer after its last one, as the engine divides them."""
+    """Return two layer numbers for each pipeline stage: its first layer, and the layer after its last one. The engine
+    divides the layers in the same way."""
     if pp_size == 1:
         return [(0, layers)]
     from sglang.srt.distributed.utils import get_pp_indices
@@ -162,12 +168,13 @@ def stage_bounds(pp_size: int, layers: int) -> list[tuple[int, int]]:
 
 
 def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage: int = 0) -> Any:
-    """Return a ``ModelRunner`` that was never constructed, with the attributes that the KV cache arithmetic reads.
+    """Make a ``ModelRunner`` without calling its constructor, and set the attributes that the engine reads to compute
+    the KV cache size.
 
     :param resolved: the server's resolved arguments.
     :param config: the engine's ``ModelConfig``, with all layers.
     :param model: the model, with the few layers that the engine has built.
-    :param stage: pipeline stage of the runner.
+    :param stage: index of the pipeline stage that the runner serves.
     """
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.model_executor import model_runner
@@ -191,7 +198,7 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
         "sliding_window_size": getattr(config, "sliding_window_size", None),
         "enable_hisparse": resolved.enable_hisparse,
     }
-    if hasattr(model_runner, "_UNSET"):  # 0.5.13: a runner computes the value at its first use
+    if hasattr(model_runner, "_UNSET"):  # in 0.5.13, a runner computes this value at its first use
         facts["_linear_attn_registry_cache"] = model_runner._UNSET
     for name, value in facts.items():
         vars(runner)[name] = value
@@ -201,14 +208,14 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
 
 
 def _set_layers(runner: Any, module: Any, stage: int) -> None:
-    """Set a runner's range of layers, those of a pipeline stage. The model is not complete, so it does not show
-    them."""
+    """Set a runner's range of layers to the layers of a pipeline stage. The runner cannot find the range itself,
+    because the model is not complete."""
     config = runner.model_config
     start, end = stage_bounds(runner.pp_size, max(config.num_hidden_layers, config.num_attention_layers))[stage]
     if resolve := getattr(module, "resolve_layer_indices", None):
         built = SimpleNamespace(start_layer=start, end_layer=end)
         asked = {"model": built, "model_config": config, "is_draft_worker": False}
-        if "spec_algorithm" in engine.parameters(resolve):  # in some releases
+        if "spec_algorithm" in engine.parameters(resolve):  # only some releases have this attribute
             asked["spec_algorithm"] = runner.spec_algorithm
         vars(runner)["layer_info"] = resolve(**asked)
         return
@@ -217,14 +224,14 @@ def _set_layers(runner: Any, module: Any, stage: int) -> None:
 
 
 def _configurator(runner: Any) -> Any:
-    """Return the engine's object that decides on the KV cache size, from 0.5.16 on."""
+    """Return the engine's object that decides on the KV cache size. Releases from 0.5.16 on have this object."""
     runner.init_spec_aux_hidden_state()
     runner.init_kv_cache_configurator()
     return runner.kv_cache_configurator
 
 
 def _set_free_memory(free: int, memory: int) -> None:
-    """Make PyTorch report ``free`` bytes of GPU memory. So does psutil, which the engine reads on an integrated GPU."""
+    """Make PyTorch and psutil report ``free`` bytes of memory. On an integrated GPU, the engine asks psutil."""
     import psutil
     import torch
 
@@ -232,8 +239,9 @@ def _set_free_memory(free: int, memory: int) -> None:
     vars(psutil)["virtual_memory"] = lambda: SimpleNamespace(available=free)
 
 
-class _Table:
-    """Stand-in for a request table. The engine passes parts of it to a KV pool, which reads the number of requests."""
+class _RequestTable:
+    """Stand-in for a request table. The engine passes parts of the table to a KV pool, which reads the number of
+    requests."""
 
     def __init__(self, requests: int) -> None:
         self.req_to_token = SimpleNamespace(shape=(requests, 1))
@@ -242,8 +250,9 @@ class _Table:
         return lambda *args, **kwargs: None
 
 
-class _Made(Exception):
-    """Raised when the engine would make its first KV pool. The argument is the name of the pool's class."""
+class _PoolChosen(Exception):
+    """Raised at the moment when the engine would make its first KV pool. The argument is the name of the pool's
+    class."""
 
 
 def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
@@ -253,11 +262,12 @@ def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
     tables: list[str] = []
 
     def name_pool(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _Made(cls.__name__)
+        raise _PoolChosen(cls.__name__)
 
     def name_table(cls: Any, *args: Any, **kwargs: Any) -> Any:
         tables.append(cls.__name__)
-        return _Table(int(config.max_running_requests))  # not an instance of `cls`, so its constructor is not called
+        # The returned object is not an instance of `cls`, so Python does not call the constructor.
+        return _RequestTable(int(config.max_running_requests))
 
     kinds = {memory_pool.KVCache: name_pool, memory_pool.ReqToTokenPool: name_table}
     for kind, name in kinds.items():
@@ -268,7 +278,7 @@ def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
         else:
             sizes = maker._derive_pool_sizes(config=config)
             maker._init_pools(sizes=sizes, req_to_token_pool=None, token_to_kv_pool_allocator=None)
-    except _Made as made:
+    except _PoolChosen as made:
         return str(made), tables[0] if tables else ""
     finally:
         for kind in kinds:

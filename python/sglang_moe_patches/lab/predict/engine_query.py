@@ -1,14 +1,13 @@
-"""Engine query: the engine's own choices for a model on a GPU that this machine does not have.
+"""Ask the engine for its choices for a model on a GPU that this machine does not have. This is an *engine query*.
 
 ``python -m sglang_moe_patches.lab.predict.engine_query`` reads one JSON object from standard input, and writes its
-answer as one JSON object to standard output. In this process PyTorch reports the wanted GPU. The process groups are
-PyTorch's fake ones, with as many ranks as the server has. The engine then resolves the server's arguments, and builds
-the model's first layers with fake tensors, which have sizes and no memory. The layers show which runner and which
-kernels the server would use.
+answer as one JSON object to standard output. In this process PyTorch reports the GPU that the query names. The process
+groups are PyTorch's fake process groups, with as many ranks as the server has. The engine then resolves the server's
+arguments, and builds the model's first layers with fake tensors, which have sizes and no memory. The layers show which
+runner and which kernels the server would use. No weights are loaded, and nothing is computed.
 
-No weights are loaded, and nothing is computed. If the engine needs more of a GPU than its properties,
-:class:`CannotAsk` is raised. If the engine would refuse the server on such a GPU, it also refuses the query, in its own
-words.
+If the engine needs more from a GPU than its properties, :class:`CannotAsk` is raised. If the engine would refuse the
+server on such a GPU, the engine also refuses the query, with the same message.
 """
 
 from __future__ import annotations
@@ -78,36 +77,37 @@ GPUS = {
     "rtx-5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 32_607 * 2**20, 170),
     "l40s": Gpu("NVIDIA L40S", (8, 9), 46_068 * 2**20, 142),
 }
-"""Kinds of GPUs, by their names for ``doctor --gpu``. The memory is the number of ``nvidia-smi``. For GB10 (DGX Spark)
-it is the host's memory."""
+"""Kinds of GPUs, by their names for ``doctor --gpu``. The memory size is the number that ``nvidia-smi`` shows. For GB10
+(DGX Spark), the memory size is the host's."""
 GPU_SIZE = re.compile(r"(?P<kind>[^:]+)(?::(?P<size>\d+(?:\.\d+)?)(?P<unit>GB|GIB|MIB)?)?", re.IGNORECASE)
-"""Matches a value of ``doctor --gpu``: a kind of GPU, and a colon with a memory size if one is given."""
+"""Pattern for a value of ``doctor --gpu``: a kind of GPU, optionally followed by a colon and a memory size."""
 SIZE_UNITS = {"GB": 10**9, "GIB": 2**30, "MIB": 2**20}
 
 
 def find_gpu(text: str) -> Gpu:
     """Return the GPU that a value of ``doctor --gpu`` names.
 
-    The value is a kind, in upper or lower case, and ``:SIZE`` for another memory size, by default in GB.
+    The value is a kind in upper or lower case, such as ``h100``. ``:SIZE`` after the kind sets another memory size, by
+    default in GB.
 
-    :raises ValueError: the kind is unknown, or the text after the colon is no size.
+    :raises ValueError: the kind is unknown, or the text after the colon is not a memory size.
     """
     match = GPU_SIZE.fullmatch(text.strip())
     kind = match["kind"].lower().replace("_", "-").replace(" ", "-") if match else text
     if match is None or kind not in GPUS:
         near = difflib.get_close_matches(kind, GPUS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--gpu {text} is unknown{hint}; known: {', '.join(GPUS)}; NAME:96GB has another memory")
+        raise ValueError(f"--gpu {text} is unknown{hint}; known: {', '.join(GPUS)}; NAME:96GB sets another memory size")
     if match["size"] is None:
         return GPUS[kind]
     size = int(float(match["size"]) * SIZE_UNITS[(match["unit"] or "GB").upper()])
     if not 10**9 < size < 10**13:
-        raise ValueError(f"--gpu {text}: a memory of {size / 1e9:,.1f} GB is none of a GPU")
+        raise ValueError(f"--gpu {text}: no GPU has {size / 1e9:,.1f} GB of memory")
     return replace(GPUS[kind], memory=size)
 
 
 QUERY_TIMEOUT_S = 600
-"""Most seconds that a query may take. On an idle machine it takes ten to twenty."""
+"""Time limit of a query, in seconds. On an idle machine, a query takes ten to twenty seconds."""
 
 
 class CannotAsk(RuntimeError):
@@ -115,11 +115,12 @@ class CannotAsk(RuntimeError):
 
 
 class Refused(CannotAsk):
-    """Raised if the engine refuses the query as it would refuse the server. The message is the engine's own."""
+    """Raised if the engine refuses the query as it would refuse the server. The message is the engine's error
+    message."""
 
 
 class ModelRefused(Refused):
-    """Raised if the engine refuses the model with these arguments, and would accept the arguments for another model."""
+    """Raised if the engine refuses the model with these arguments, but would accept the arguments for another model."""
 
 
 # --- In the asking process -------------------------------------------------------------------------------------------
@@ -128,17 +129,17 @@ class ModelRefused(Refused):
 def ask(
     model: str, arguments: list[str], gpu: str, environ: dict[str, str], *, top_k: int = 0, language_model: bool = False
 ) -> dict[str, Any]:
-    """Ask the engine, in a new process, what it would choose for a server.
+    """Ask the engine, in a new process, for its choices for a server.
 
     :param model: folder with the model's ``config.json``.
     :param arguments: the server's arguments, without the model.
     :param gpu: GPU of the server, as :func:`find_gpu` takes it.
     :param environ: environment of the engine's process.
-    :param top_k: experts of a token, by ``config.json``.
-    :param language_model: whether the file describes only the language model of the model that the server loads.
+    :param top_k: number of experts to which a token is routed, by ``config.json``.
+    :param language_model: whether ``config.json`` describes only the language model within a multimodal model.
     :returns: dictionary with the keys ``resolved`` (the server's resolved arguments that JSON can represent), ``layer``
-        (description of its MoE layers, or ``None``), ``unknown`` (reason why there is no ``layer``), ``fit`` (fields of
-        a :class:`.engine_pools.Fit`, or ``None``) and ``changes``.
+        (description of its MoE layers, or ``None``), ``unknown`` (reason why ``layer`` is ``None``), ``fit`` (fields of
+        a :class:`.engine_pools.Fit`, or ``None``) and ``changes`` (status and decision of each change).
     :raises Refused: the engine refuses these arguments, or this model.
     :raises CannotAsk: the engine cannot answer without a GPU.
     """
@@ -149,7 +150,8 @@ def ask(
             answer = _query_once(asked | {"leave_out_unused": True}, environ)
             if answer["layer"]:
                 return answer
-        except CannotAsk as error:  # perhaps a left-out package is needed, unless the arguments alone are refused
+        # The query may need a package that was left out. Only a refusal of the arguments is final.
+        except CannotAsk as error:
             if type(error) is Refused:
                 raise
         return _query_once(asked | {"leave_out_unused": False}, environ)
@@ -161,7 +163,7 @@ def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any
     done = run_query(json.dumps(asked), environ)
     if done.returncode or not done.stdout:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise CannotAsk(lines[-1] if lines else "it ended without a word")
+        raise CannotAsk(lines[-1] if lines else "it ended without a message")
     answer: dict[str, Any] = json.loads(done.stdout)
     for key, error in (("refused", Refused), ("model_refused", ModelRefused)):
         if key in answer:
@@ -170,7 +172,7 @@ def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any
 
 
 def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run one query in a process of its own, because the engine keeps resolved arguments in its globals."""
+    """Run one query in its own process, because the engine stores the resolved arguments in global variables."""
     command = [sys.executable, "-m", __name__]
     return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
 
@@ -184,7 +186,7 @@ def main() -> None:
     gc.disable()  # thousands of modules are imported, and nothing is thrown away
     asked = json.load(sys.stdin)
     if asked["leave_out_unused"]:
-        unused_imports.leave_out()
+        unused_imports.replace_packages()
     try:
         answer = _answer(asked["arguments"], find_gpu(asked["gpu"]), asked["language_model"], asked["top_k"])
     except ModelRefused as error:
@@ -200,9 +202,10 @@ def main() -> None:
 
 @contextmanager
 def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
-    """Raise :class:`Refused` in place of the engine's errors about the arguments or the model.
+    """Context manager that raises :class:`Refused` in place of the engine's errors about the arguments or the model.
 
-    Errors that come from the missing GPU stay as they are: those of modules in ``_ON_HARDWARE``.
+    Errors that come from the missing GPU stay as they are. Such an error was raised by a module in
+    ``_HARDWARE_PACKAGES``.
 
     :param but_by: names of further modules whose errors stay as they are.
     """
@@ -211,17 +214,18 @@ def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
     except (AssertionError, ValueError, NotImplementedError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         module = frame.f_globals["__name__"]
-        if module.startswith(but_by) or module.split(".")[0] in _ON_HARDWARE:
+        if module.startswith(but_by) or module.split(".")[0] in _HARDWARE_PACKAGES:
             raise
         raise Refused(describe_error(error)) from error
 
 
-_ON_HARDWARE = ("torch", "triton", "sgl_kernel", "flashinfer", "deep_gemm", "sglang_moe_patches")
+_HARDWARE_PACKAGES = ("torch", "triton", "sgl_kernel", "flashinfer", "deep_gemm", "sglang_moe_patches")
 _MODEL_CLASSES = "sglang.srt.models.registry"
 
 
 def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
-    """Return a server's arguments, resolved and checked as at its start, and whether the user gave the fraction."""
+    """Return a server's arguments, resolved and checked as in its start, and whether the user set
+    ``--mem-fraction-static``."""
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     given: list[bool] = []
@@ -239,12 +243,12 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
         with _translate_refusals(), contextlib.redirect_stderr(words):
             server_args = prepare_server_args(arguments)
     except SystemExit:
-        lines = words.getvalue().strip().splitlines() or ["it ended without a word"]
+        lines = words.getvalue().strip().splitlines() or ["it ended without a message"]
         raise Refused(_add_near_options(lines[-1].split("error: ")[-1])) from None
     finally:
         ServerArgs.from_cli_args = from_cli_args
     with _translate_refusals():
-        if hasattr(server_args, "resolve_once"):  # in other releases the constructor resolves
+        if hasattr(server_args, "resolve_once"):  # the constructors of other releases resolve the arguments
             server_args.resolve_once()
         server_args.check_server_args()
     return server_args, given[-1]
@@ -258,27 +262,28 @@ AT_LEAST_ONE = (
 
 
 def find_wrong_value(arguments: Mapping[str, Any]) -> str:
-    """Return the reason why an argument's value must be a mistake, in one line; "": all values are possible.
+    """Return the reason why the value of an argument must be a mistake, in one line; empty if all values are possible.
 
-    Some releases accept such values, and then fail in the start.
+    Some releases accept such values, and fail later in the start.
     """
     fraction = arguments.get("mem_fraction_static")
     if fraction is not None and not 0 < fraction < 1:
-        return f"--mem-fraction-static {fraction:g} is no fraction: give a number above 0 and below 1, such as 0.88"
+        return f"--mem-fraction-static {fraction:g} is not a fraction: give a number above 0 and below 1, such as 0.88"
     for name in AT_LEAST_ONE:
         value = arguments.get(name)
         if isinstance(value, int) and value < 1:
             return f"--{name.removesuffix('_size').replace('_', '-')} {value}: give a number from 1 on"
     chunk = arguments.get("chunked_prefill_size")
     if chunk is not None and chunk != -1 and chunk < 1:
-        return f"--chunked-prefill-size {chunk}: give tokens from 1 on, or -1 for prompts in one piece"
+        return f"--chunked-prefill-size {chunk}: give a number of tokens from 1 on, or -1 for prompts in one piece"
     if (offloaded := arguments.get("cpu_offload_gb")) and offloaded < 0:
         return f"--cpu-offload-gb {offloaded}: give GB from 0 on"
     return ""
 
 
 def _add_near_options(refusal: str) -> str:
-    """Return the parser's error message, followed by a similar option for each unknown one."""
+    """Return the parser's error message. For each unknown option, add the options of this release with a similar
+    name."""
     if "unrecognized arguments" not in refusal:
         return refusal
     import argparse
@@ -289,7 +294,7 @@ def _add_near_options(refusal: str) -> str:
     ServerArgs.add_cli_args(parser)
     options = sorted(set(re.findall(r"--[a-z][\w-]*", parser.format_help())))
     for unknown in re.findall(r"--[\w-]+", refusal):
-        # A release that splits an option into several appends to its name.
+        # A release that splits an option into several options appends to the option's name.
         near = [option for option in options if option.startswith(unknown)]
         near = near or difflib.get_close_matches(unknown, options, n=1, cutoff=0.8)
         refusal += f"; this release has {', '.join(near)}" if near else ""
@@ -308,19 +313,20 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     plans = _apply_changes(server_args)
     mode = eligibility.KV_SIZING.read()
     skip_reason = eligibility.skip_reason(mode or "auto", resolved, os.environ) or ""
-    beside = "the part beside the language model" if language_model else ""
-    if view.speculative_algorithm not in (None, "NGRAM") and not _drafts_by_itself(view):
+    beside = "the part outside the language model" if language_model else ""
+    if view.speculative_algorithm not in (None, "NGRAM") and not _drafts_with_own_layer(view):
         beside = "a draft model"
     fit = stock_fit = None
     sampling: dict[str, Any] = {}
     layer, unknown, decisions = None, "", {}
     try:
-        # The engine may have no class for the language model alone. This is no refusal of the whole model.
+        # The engine may have no class for the language model alone. This does not mean that it refuses the whole model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
             model, config = _build(server_args, view, gpu)
             stages = engine_pools.stage_bounds(view.pp_size, config.hf_text_config.num_hidden_layers)
         (by_stage, own_draft), layer = _count_weight_bytes(model, stages), _describe_layer(model)
-        # The stage with the most weights has the least room. All stages get as many KV cache tokens as this stage.
+        # The stage with the most weights has the least free memory. All stages get as many KV cache tokens as this
+        # stage.
         stage = max(range(len(stages)), key=by_stage.__getitem__)
         weights = max(0, by_stage[stage] - int((resolved.get("cpu_offload_gb") or 0) * 2**30))
         room = Fit(
@@ -351,10 +357,10 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             "layers": stages[stage][1] - stages[stage][0],
             "captured": captured_requests(resolved),
             "newer_graphs": graph_settings(resolved, "decode") is not None,
-            "draft_bytes": own_draft if _drafts_by_itself(view) else 0,
+            "draft_bytes": own_draft if _drafts_with_own_layer(view) else 0,
         }
         skip_reason = skip_reason or why_not_pools
-        # Each data-parallel rank computes a chunk.
+        # Each data-parallel rank computes a chunk at the same time.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
         if layer is not None:
             built = patch.BuiltModel(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
@@ -396,21 +402,21 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     }
 
 
-_TRACED = "prefills run in piecewise graphs, in whose traced layers no dead input is offered"
-_TOO_SMALL = "the layer's input has the rank's own tokens alone, too few for the gathered ones"
+_TRACED = "prefills run in piecewise graphs, whose traced layers offer no dead input"
+_TOO_SMALL = "the layer's input has only the rank's own tokens, too few for the gathered tokens of all ranks"
 
 
 def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:
-    """Remove effects that need a dead input from a change's decision, if this server never offers one that is usable.
+    """Remove effects from a change's decision that need a dead input, if no dead input of this server is usable.
 
     A *dead input* is the memory of a layer's input, which no code reads any more. Changes can write into it.
 
-    :param decision: fields of the change's decision. This function changes them.
+    :param decision: fields of the change's decision. This function edits the dictionary.
     :param traced: whether prefills run in piecewise graphs.
-    :param ranks: ranks of data-parallel attention. The input has one rank's tokens, the activation has those of all
-        ranks.
-    :param inner: columns of the activations of all experts of a token.
-    :param hidden: columns of the input.
+    :param ranks: ranks of data-parallel attention. The layer's input has the tokens of one rank, and the activation has
+        the tokens of all ranks.
+    :param inner: columns of the activations of all experts to which a token is routed, together.
+    :param hidden: columns of the layer's input.
     """
     impossible = set()
     if traced or ranks > 1:
@@ -423,18 +429,19 @@ def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: in
 
 
 def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
-    """Return whether prefills run in the captured graphs.
+    """Return whether prefills run in the captured prefill graphs.
 
-    With a draft model they do not, because prefills then ask for hidden states and run eagerly.
+    With a draft model, prefills run eagerly, because they return hidden states.
     """
     return str(resolved.get("speculative_algorithm") or "NGRAM").upper() == "NGRAM"
 
 
 def _copied_fp8_outputs() -> list[str]:
-    """Return the kinds of FP8 quantization whose TRT-LLM kernel gets no output tensor, so that the engine copies.
+    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel. For these kinds,
+    the engine does not pass an output tensor to the kernel.
 
-    The engine's function has a branch for scales of blocks, and one for scales of rows. 0.5.17 copies in the second one
-    alone.
+    The engine's function has one branch for scales of blocks, and one branch for scales of rows. 0.5.17 copies only in
+    the branch for scales of rows.
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
@@ -447,7 +454,7 @@ def _copied_fp8_outputs() -> list[str]:
 
 
 def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the kind of a server's prefill graphs, and the tokens of the largest one; ``None``: there are none."""
+    """Return the kind of a server's prefill graphs, and the tokens of the largest one; ``None`` if there are none."""
     settings = graph_settings(resolved, "prefill")
     if settings is None:  # up to 0.5.13
         off = resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]
@@ -456,7 +463,7 @@ def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def captured_requests(resolved: Mapping[str, Any]) -> int:
-    """Return the requests of the largest decode graph; 0: decodes run without graphs."""
+    """Return the number of requests in the largest decode graph; 0 if decodes run without graphs."""
     settings = graph_settings(resolved, "decode")
     if settings is None:  # up to 0.5.13
         return 0 if resolved["disable_cuda_graph"] else int(resolved["cuda_graph_max_bs"] or 0)
@@ -464,13 +471,13 @@ def captured_requests(resolved: Mapping[str, Any]) -> int:
 
 
 def chunk_tokens(resolved: Mapping[str, Any]) -> int:
-    """Return the tokens of the largest prefill chunk."""
+    """Return the number of tokens in the largest prefill chunk."""
     chunk = resolved["chunked_prefill_size"] or 0
     return chunk if chunk > 0 else resolved.get("max_prefill_tokens") or 16384
 
 
 def claim_gpu(gpu: Gpu) -> None:
-    """Make PyTorch report GPUs of a kind, which this machine does not have."""
+    """Make PyTorch report GPUs of the given kind, which this machine does not have."""
     # DeepGEMM looks for CUDA's folder when it is imported. It uses the folder only when it compiles.
     os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     import torch
@@ -502,9 +509,9 @@ def claim_gpu(gpu: Gpu) -> None:
     }
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
-    # Some releases move scales to the GPU when they create NVFP4 weights.
+    # Some releases move scales to the GPU while they create NVFP4 weights.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    # Nothing is computed, and the compiler takes seconds to import.
+    # Nothing is computed, so the compiler is not needed. Importing it takes seconds.
     torch.compile = lambda function=None, **options: function or (lambda other: other)
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, unused_imports.stand_in(name))
@@ -524,10 +531,10 @@ def _ask_pools(
 ) -> tuple[Fit, str]:
     """Return the fit of a server with its KV cache, and the reason why kv-sizing leaves the KV cache alone.
 
-    The answers are those of :func:`.engine_pools.ask`. A stock server has no kv-sizing.
+    The fit and the reason come from :func:`.engine_pools.ask`. A stock server has no kv-sizing.
 
-    :param fit: the server's fit, without its KV cache.
-    :param sizes: whether kv-sizing would size this server, judged by its arguments.
+    :param fit: memory of the server. The fields about the KV cache are not set yet.
+    :param sizes: whether the server's arguments let kv-sizing size the KV cache.
     """
     try:
         runner = engine_pools.make_runner(server_args, resolved, config, model, stage)
@@ -553,7 +560,8 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
     config = ModelConfig.from_server_args(server_args)
     _leave_out_other_models(config.hf_config.architectures or [])
     layers = config.hf_text_config.num_hidden_layers
-    # The first stage of a pipeline builds its share of the layers. So that it has layers with experts, ask for more.
+    # Each pipeline stage builds only its share of the layers. Ask for so many layers that the first stage has some with
+    # experts.
     first = resolved.pp_size * (dense_layers(vars(config.hf_text_config)) + _MOE_LAYERS)
     config.hf_text_config.num_hidden_layers = min(layers, first)
     _keep_attributes_of_fake_tensors()
@@ -573,10 +581,10 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
 
 
 def _keep_attributes_of_fake_tensors() -> None:
-    """Make parameters of fake tensors keep their attributes, which the engine's models read.
+    """Make fake parameters keep the attributes that the engine's models read.
 
     The engine passes the attributes to its own parameter classes. For a fake tensor, PyTorch makes a plain parameter
-    instead, which does not set them.
+    instead, which does not set the attributes.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 
@@ -610,10 +618,10 @@ def _stand_in_for_missing_dispatchers() -> None:
 
 
 def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
-    """Return a parameter's bytes per element when the engine has processed the weights.
+    """Return a parameter's bytes per element after the engine has processed the weights.
 
-    ``--quantization fp8`` turns 16-bit weights into bytes. DeepSeek-V4's methods load the scales of MXFP4 experts in
-    float32 up to 0.5.13, and turn them into bytes.
+    ``--quantization fp8`` quantizes 16-bit weights to one byte. Up to 0.5.13, DeepSeek-V4's methods load the scales of
+    MXFP4 experts in float32, and convert them to one byte.
     """
     size: int = parameter.element_size()
     module, _, own = name.rpartition(".")
@@ -626,27 +634,27 @@ def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
 
 
 def _is_serialized(quantization: Any) -> bool:
-    """Return whether the checkpoint's weights are in FP8 already."""
+    """Return whether the weights in the checkpoint are already in FP8."""
     return bool(getattr(quantization, "is_checkpoint_fp8_serialized", True))
 
 
-def _drafts_by_itself(resolved: Any) -> bool:
-    """Return whether the draft model is a layer of the model's own checkpoint."""
+def _drafts_with_own_layer(resolved: Any) -> bool:
+    """Return whether the draft model is a layer within the checkpoint of the target model."""
     drafts = resolved.speculative_algorithm in ("EAGLE", "NEXTN")
     return drafts and resolved.speculative_draft_model_path in (None, resolved.model_path)
 
 
 def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list[int], int]:
-    """Return the weight bytes on one rank of each pipeline stage, and those of a draft model of one layer.
+    """Return the weight bytes on one rank of each pipeline stage, and the weight bytes of a draft model with one layer.
 
-    A draft model is counted with embeddings and an output head of its own. Layers that were not built count as the
-    average of the last built layers. The model was built as on the first stage of a pipeline, which has the embeddings.
-    The output head of the last stage is as large as the embeddings.
+    The draft model is counted with its own embeddings and output head. A layer that was not built counts as the average
+    of the last built layers. The built model is the first stage of a pipeline, so it has the embeddings. The output
+    head of the last stage counts as many bytes as the embeddings.
     """
     by_layer: dict[int, int] = {}
     outside = embeddings = 0
     for name, parameter in model.named_parameters():
-        if name.endswith("_blockscale_swizzled"):  # it replaces the scales, or is freed
+        if name.endswith("_blockscale_swizzled"):  # this tensor replaces the scales, or the engine frees it
             continue
         size = parameter.numel() * _loaded_element_bytes(model, name, parameter)
         if numbered := re.search(r"\blayers\.(\d+)\.", name):
@@ -679,13 +687,14 @@ def _count_moe_layers(model: Any, start: int, end: int) -> int:
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:
-    """Make the engine's registry import only the modules that name the model's classes. All modules take seconds."""
+    """Make the engine's registry import only those modules that name the model's classes. Importing all modules takes
+    seconds."""
     from sglang.srt import models
 
     files = [path for folder in models.__path__ for path in Path(folder).glob("*.py")]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
     others = {name for name, text in texts.items() if not any(each in text for each in architectures)}
-    if len(others) < len(files):  # else the engine itself reports that it has none of the classes
+    if len(others) < len(files):  # if no file names the classes, the engine itself reports the error
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
 
 
@@ -700,16 +709,17 @@ def _publish(server_args: Any) -> None:
         module.set_global_server_args_for_scheduler(server_args)
     else:
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    # Releases that publish the arguments read the published ones, and take no parameter here.
+    # Releases that publish the arguments read the published arguments here, and take no parameter.
     initialize_moe_config(*[server_args][: len(inspect.signature(initialize_moe_config).parameters)])
 
 
 _MOE_LAYERS = 4
-"""Number of layers with experts that are built. Kinds of layers alternate in groups of two or four."""
+"""Number of MoE layers that the engine query builds. In some models, the kinds of layers alternate in groups of two or
+four."""
 
 
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
-    """Make the process groups of the server's ranks, without communication."""
+    """Make the process groups of all ranks of the server. The groups do not communicate."""
     import torch
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -719,24 +729,24 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     _make_groups_fake(torch.distributed, parallel_state)
     parallel_state.init_distributed_environment(world_size=world, rank=0, local_rank=0, backend="fake")
-    _call_with_those_taken(
+    _call_with_known_arguments(
         parallel_state.initialize_model_parallel,
         tensor_model_parallel_size=resolved.tp_size,
         attention_data_parallel_size=resolved.dp_size if resolved.enable_dp_attention else 1,
         pipeline_model_parallel_size=resolved.pp_size,
         expert_model_parallel_size=resolved.ep_size,
     )
-    _call_with_those_taken(initialize_dp_attention, server_args=server_args, model_config=config)
+    _call_with_known_arguments(initialize_dp_attention, server_args=server_args, model_config=config)
 
 
-def _call_with_those_taken(function: Any, **arguments: Any) -> None:
-    """Call a function of the engine with only those arguments that this release's function takes."""
+def _call_with_known_arguments(function: Any, **arguments: Any) -> None:
+    """Call a function of the engine. Arguments that this release's function does not have are left out."""
     taken = engine.parameters(function)
     function(**{name: value for name, value in arguments.items() if name in taken})
 
 
 def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
-    """Make every later process group of the engine a fake one, which opens no connections between GPUs."""
+    """Make every later process group of the engine a fake group, which opens no connections between GPUs."""
     new_group, init = distributed.new_group, parallel_state.GroupCoordinator.__init__
     signature = inspect.signature(init)
 
@@ -754,11 +764,11 @@ def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
 
 
 _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
-"""Names of the attribute with the shared experts, in the engine's MoE blocks."""
+"""Names under which the engine's MoE blocks store their shared experts."""
 
 
 def _describe_layer(model: Any) -> dict[str, Any] | None:
-    """Return a description of the model's first layer with experts; ``None``: no layer has experts."""
+    """Return a description of the model's first MoE layer; ``None`` if the model has no MoE layer."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     from sglang_moe_patches.core.dead_input import probe
@@ -788,7 +798,8 @@ def _describe_layer(model: Any) -> dict[str, Any] | None:
 
 
 def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
-    """Return the tile sizes of Triton's second GEMM, from the engine's file for this GPU; ``None``: not known."""
+    """Return the tile sizes of Triton's second GEMM, from the engine's configuration file for this GPU; ``None`` if the
+    tile sizes are not known."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
 
@@ -812,7 +823,8 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 
 
 def _has_float_logits() -> bool:
-    """Return whether DeepSeek's router has float32 logits in a prefill. ``MoEGate.forward``'s last branch decides."""
+    """Return whether DeepSeek's router computes float32 logits in a prefill. The last branch of ``MoEGate.forward``
+    runs in a prefill."""
     gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
@@ -820,7 +832,8 @@ def _has_float_logits() -> bool:
 
 
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
-    """Return each change's plan on this server. Changes that decide only when the layers exist are applied now."""
+    """Return each change's plan for this server. The changes that decide only after the layers were built are also
+    applied."""
     selected = patch.selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {

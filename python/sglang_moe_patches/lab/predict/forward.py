@@ -28,15 +28,17 @@ from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 #: Columns of an FP8 tensor that share a scale.
 FP8_GROUP = 128
 BLOCKS = "fp8"
-"""Name of FP8 quantization with a scale for each block of 128 x 128 weights."""
+"""Name of FP8 quantization with one scale for each block of 128 x 128 weights."""
 SCALED = {BLOCKS: FP8_GROUP, "rows": None}
-"""Columns of a GEMM's input that share a scale, by the kind of quantization to one byte an element. ``None``: all
-columns of a row."""
+"""Number of columns of a GEMM's input that share a scale. The key is the kind of 8-bit quantization. ``None`` means
+that all columns of a row share a scale."""
 NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
-"""Bytes of an element of a GEMM's input in NVFP4: half a byte, and a scale of one byte for every 16 elements."""
+"""Bytes for one element of a GEMM's input in NVFP4: half a byte, and a scale of one byte for every 16 elements."""
 FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
-"""Bytes of an element of a GEMM's input in FP8, with its scale, by the kind of quantization."""
-#: Bytes of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Larger groups take up to a tenth less.
+"""Bytes for one element of a GEMM's input in FP8, including its share of the scale. The key is the kind of
+quantization."""
+#: Bytes of a 4-bit weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Larger groups take up to a tenth
+#: less.
 PACKED_BYTES = 0.5 + 2 / 32
 #: Splits in which the Triton attention backend computes a decode of latent attention: on Hopper GPUs, the number of SMs
 #: rounded up to a power of 2.
@@ -46,27 +48,28 @@ PARTS = {
     "attention": "q/kv latents of the attention inputs",
     "routing": "router logits, top-k ids and weights",
     "inputs": "quantized activations and their scales",
-    "released": "given back: attention's buffer of the decode before",
-    "workspace": "while the runner works",
+    "released": "freed: attention's buffer of the previous decode",
+    "workspace": "temporary tensors of the MoE runner",
 }
 #: Name of the place in which a MoE runner is at work. ``PARTS`` are the parts of its memory.
 MOE = "the routed experts"
 RUNNERS = ("triton", "marlin", *runners.TRTLLM[:2])
-"""Runners whose memory has a formula here, by their names for ``--moe-runner-backend``."""
+"""MoE runners whose memory this module can predict, by their names for ``--moe-runner-backend``."""
 ROUTES_IN_FLOAT = ("glm4-moe", "minimax-m2")
-"""Families whose routers compute in float32 (``models/glm4_moe.py``, ``models/minimax_m2.py``)."""
+"""Model families whose routers compute in float32 (``models/glm4_moe.py``, ``models/minimax_m2.py``)."""
 
 
 @dataclass(frozen=True)
 class Acting:
-    """Effects of changes on the memory of a forward pass. In a stock server up to 0.5.12.post1 there is none of them.
+    """Effects of the changes on the memory of a forward pass. A stock server up to 0.5.12.post1 has none of these
+    effects.
 
     :param inputs_dropped: whether attention's inputs are freed when attention ends (output-buffer; the engine itself
         from 0.5.13 on).
     :param shared_last: whether shared experts run after the routed ones (deferred-shared-experts).
     :param dead_input: whether the runner writes its output, or its activation, into the layer's *dead input*: memory of
         an input that no code reads any more.
-    :param columns: columns of a slice in which Triton or Marlin sums the top-k (moe-workspace); ``None``: it does not
+    :param columns: columns of a slice in which Triton or Marlin sums the top-k (moe-workspace); ``None`` if it does not
         use slices.
     :param out_of_place: whether the engine itself keeps Triton from writing over its input, because shared experts read
         the input at the same time.
@@ -81,23 +84,23 @@ class Acting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes that a forward pass takes in addition to the memory before it.
+    """Predicted bytes of a forward pass, in addition to the memory that was in use before it.
 
-    :param parts: bytes of each of ``PARTS`` while a MoE runner is at work, in a layer that is not the first.
-    :param elsewhere: bytes at the other places that can be the peak, by their names.
+    :param parts: bytes of each of ``PARTS`` while a MoE runner works, in a layer that is not the first layer.
+    :param elsewhere: bytes at the other places that can have the peak. The key is the name of the place.
     """
 
     parts: dict[str, int]
     elsewhere: dict[str, int]
 
     @property
-    def live(self) -> int:
+    def bytes_before_runner(self) -> int:
         """Bytes that are in use when the MoE runner starts."""
         return sum(self.parts.values()) - self.parts["workspace"]
 
     @property
     def places(self) -> dict[str, int]:
-        """Bytes at every place that can be the peak, by its name."""
+        """Bytes at every place that can have the peak. The key is the name of the place."""
         return {MOE: sum(self.parts.values()), **self.elsewhere}
 
     @property
@@ -105,7 +108,7 @@ class Prediction:
         return max(self.places.values())
 
     @property
-    def where(self) -> str:
+    def peak_place(self) -> str:
         """Name of the place with the peak."""
         return max(self.places, key=self.places.__getitem__)
 
@@ -140,11 +143,11 @@ def predict(
 ) -> Prediction:
     """Predict the memory of a forward pass of a prefill chunk whose prompts have nothing in the KV cache.
 
-    In a stock server, these tensors are alive when the MoE runner works: the residual, the layer's input (which no code
-    reads any more), the MoE input, the output of separate shared experts, the latents of queries, keys and values, and
-    an output tensor that the NVFP4 kernel receives. With the changes, on DeepSeek's architecture, the shared experts
-    run last and the latents are freed. The NVFP4 kernels then write into the layer's input. So does Triton if the
-    shared experts run last.
+    In a stock server, these tensors are alive while the MoE runner works: the residual, the layer's input (which no
+    code reads any more), the MoE input, the output of separate shared experts, the latents of queries, keys and values,
+    and an output tensor that the NVFP4 kernel receives. With the changes, on DeepSeek's architecture, the shared
+    experts run last and the latents are freed. The NVFP4 kernels then write their output into the layer's input. Triton
+    does the same if the shared experts run last.
 
     :param model: sizes of the model. Shared experts that the engine runs as routed ones are counted as routed.
     :param layout: layout with tensor parallelism, or with expert parallelism without all-to-all. Data-parallel
@@ -152,12 +155,13 @@ def predict(
     :param runner: MoE runner of the server.
     :param tokens: tokens of the chunk.
     :param acting: effects of the changes.
-    :param graphs: whether decodes run in graphs. If not, a buffer of the decode before is freed in this forward pass.
+    :param graphs: whether decodes run in graphs. If decodes run eagerly, a buffer of the decode before is freed in this
+        forward pass.
     :param float_logits: whether DeepSeek's router computes float32 logits (releases from 0.5.15 on).
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
-    share = replace(model, moe_intermediate=0).shard(layout.tp)  # everything but the routed experts
+    share = replace(model, moe_intermediate=0).shard(layout.tp)  # sizes of everything except the routed experts
     rank = model.per_rank(layout)
     hidden = 2 * tokens * model.hidden
     count = 3 + (bool(model.shared_experts) and not acting.shared_last)
@@ -171,10 +175,10 @@ def predict(
     inputs = 0
     out_of_place = acting.shared_last or acting.out_of_place
     if runner.name == "triton":
-        count += out_of_place and not acting.dead_input  # the output
+        count += out_of_place and not acting.dead_input  # output of the runner
     elif runner.name != "marlin":
         inputs = int(tokens * model.hidden * runner.input_bytes)
-        count += (not acting.dead_input) + runner.copies_output  # the output, and its copy
+        count += (not acting.dead_input) + runner.copies_output  # output of the runner, and the copy of the output
     parts = {
         "hidden": count * hidden,
         "attention": held_latents,
@@ -184,10 +188,10 @@ def predict(
         "workspace": runner.workspace,
     }
     if runner.name in ("triton", "marlin"):
-        # If Triton leaves its input alone, its output is in the dead input, not its activation.
+        # If Triton does not write over its input, the dead input receives Triton's output and not its activation.
         offered = acting.dead_input and (runner.name == "marlin" or not out_of_place)
-        parts["workspace"] = held(runner, rank, tokens, acting.columns or model.hidden, dead_input=offered)
-    elsewhere = {"attention": released + latents + attention(share, tokens)}
+        parts["workspace"] = runner_bytes(runner, rank, tokens, acting.columns or model.hidden, dead_input=offered)
+    elsewhere = {"attention": released + latents + attention_bytes(share, tokens)}
     if in_float:
         elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * model.hidden + logits
     if model.dense_layers:
@@ -195,16 +199,16 @@ def predict(
     return Prediction(parts, elsewhere)
 
 
-def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:
-    """Return the most bytes that the Triton or Marlin runner uses at once, not counting Triton's output.
+def runner_bytes(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:
+    """Return the peak bytes of the Triton or Marlin runner while it works, not counting Triton's output.
 
-    Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): with moe-workspace, the second GEMM
+    Triton is ``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``. With moe-workspace, the second GEMM
     computes a slice of columns at a time. The runner quantizes the second GEMM's input before the slices, and then
     frees the unquantized input.
 
-    Marlin (``fused_marlin_moe``): the outputs of both GEMMs share one tensor. The runner's output never uses the memory
-    of its input. With moe-workspace, each GEMM has a tensor of its own. The tensor of the second GEMM is as wide as a
-    slice, and the weights of the slice exist twice.
+    Marlin is ``fused_marlin_moe``. In the stock engine, the outputs of both GEMMs share one tensor. The stock Marlin
+    runner never writes its output into its input. With moe-workspace, each GEMM has a tensor of its own. The tensor of
+    the second GEMM is as wide as a slice, and the weights of the slice exist twice.
 
     :param width: columns of a slice. If it is the hidden size, no slices are used.
     :param dead_input: whether a dead input is available, for Marlin's output, or for Triton's activation if this fits
@@ -216,40 +220,41 @@ def held(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: boo
         if width >= size:
             return activation + max(2 * activation, 2 * size * rows) + 2 * tokens * size
         output = 0 if dead_input else 2 * tokens * size
-        column_bytes = int(PACKED_BYTES * rank.experts * inner)  # weights and scales of a column, of all experts
+        column_bytes = int(PACKED_BYTES * rank.experts * inner)  # weights and scales of one column, in all experts
         return max(3 * activation, activation + output + width * (2 * rows + column_bytes))
 
-    def quantized(rows: int, size: int) -> int:
-        """Return the bytes of a GEMM's quantized input: one an element, and the float32 scales (:data:`SCALED`)."""
+    def quantized_bytes(rows: int, size: int) -> int:
+        """Return the bytes of a GEMM's quantized input: one byte for each element, and the float32 scales
+        (:data:`SCALED`)."""
         if runner.quantization is None:
             return 0
         return rows * (size + 4 * -(-size // (SCALED[runner.quantization] or size)))
 
-    first, given = 2 * activation + quantized(tokens, size), quantized(rows, inner)
+    first, given = 2 * activation + quantized_bytes(tokens, size), quantized_bytes(rows, inner)
     own = 0 if dead_input and rank.top_k * inner <= size else activation
     if width >= size:
         return max(first, 2 * activation + own, own + given + 2 * size * rows)
     return max(first, 2 * activation + own, given + (0 if runner.quantization else own) + 2 * width * rows)
 
 
-def attention(share: Model, tokens: int) -> int:
-    """Return the bytes of attention's own tensors and of the hidden-size tensors, without the latents of MLA.
+def attention_bytes(share: Model, tokens: int) -> int:
+    """Return the bytes of attention's tensors and of the [tokens, hidden] tensors, without the latents of MLA.
 
-    The Triton backend copies values that are not contiguous. In MLA they are not, because they share a tensor with the
-    keys. The copy is freed before the output projection runs.
+    The Triton backend copies values that are not contiguous. In MLA, the values share a tensor with the keys, so they
+    are not contiguous. The copy is freed before the output projection runs.
 
-    :param share: one rank's share of the model.
+    :param share: sizes of one rank's share of the model.
     """
     hidden = 2 * tokens * share.hidden
     if share.q_lora_rank is not None:
         latent = share.latent
         with_rotary = latent.plain + latent.rotary
-        # The tensors are: queries; keys; keys and values without the rotary part; the output.
+        # The tensors are: the queries; the keys; the keys and values without the rotary part; the output.
         columns_of_head = 2 * with_rotary + latent.plain + latent.value + latent.value
         own = 2 * tokens * share.heads * columns_of_head
         return 2 * hidden + own + max(hidden, 2 * tokens * share.heads * latent.value)
-    # Queries, keys and values are one tensor; the output is another. MiniMax-M2 writes the norms of queries and keys
-    # into new tensors.
+    # Queries, keys and values share one tensor. The output is another tensor. MiniMax-M2 writes the norms of queries
+    # and keys into new tensors.
     heads = 2 * share.heads + 2 * share.kv_heads
     if share.family == "minimax-m2":
         heads += share.heads + share.kv_heads

@@ -1,4 +1,5 @@
-"""Report of ``doctor --model`` on a planned server: its MoE runner, the changes that act in it, and its memory."""
+"""Report of ``doctor --model`` on a server that does not run yet: its MoE runner, the changes that act in the server,
+and its memory."""
 
 from __future__ import annotations
 
@@ -49,17 +50,18 @@ class CannotAdvise(ValueError):
 
 @dataclass(frozen=True)
 class Server:
-    """Facts about a server that decide the memory of a forward pass, from the engine or from the arguments.
+    """Facts about a server that decide the memory of a forward pass. They come from the engine or from the server's
+    arguments.
 
-    :param runner: MoE runner, by its name for ``--moe-runner-backend``; ``None``: not known.
+    :param runner: MoE runner, by its name for ``--moe-runner-backend``; ``None`` if not known.
     :param quantization: quantization of the routed experts' inputs, as in :class:`.forward.Runner`.
     :param format: format of the routed experts' weights, in words.
-    :param family: family of the layers, by the engine's module. "": no layer of the model offers its input to the
+    :param family: family of the layers, by the engine's module; empty if no layer of the model offers its input to the
         changes.
     :param graphs: whether decodes run in captured graphs.
     :param engine_drops: whether the engine itself frees attention's inputs early, and has an output buffer for NVFP4.
     :param float_logits: whether the router computes float32 logits, as for :func:`.forward.predict`.
-    :param all_to_all: value of ``--moe-a2a-backend``; "": none.
+    :param all_to_all: value of ``--moe-a2a-backend``; empty if there is no all-to-all backend.
     :param copies_output: whether the engine copies the output of TRT-LLM's FP8 kernels into a second tensor.
     :param in_place: whether the engine lets the runner write its output over its input.
     """
@@ -79,10 +81,10 @@ class Server:
 
 
 def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, Decision]) -> tuple[Acting, Acting]:
-    """Return the effects on a forward pass's memory in a stock server, and in a patched one.
+    """Return the effects on the memory of a forward pass in a stock server, and the effects in a patched server.
 
-    :param shared_experts: whether the layers have shared experts that run separately from the routed ones.
-    :param decided: decision of each applied change, by the change's name.
+    :param shared_experts: whether the layers have shared experts that run separately from the routed experts.
+    :param decided: decision of each applied change. The key is the change's name.
     """
     natively, trtllm = server.family == DEEPSEEK and server.engine_drops, server.runner in runners.TRTLLM
     effects = {effect for decision in decided.values() for effect in decision.effects}
@@ -97,7 +99,8 @@ def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, De
         shared_last=stock.shared_last or SHARED_LAST in effects,
         dead_input=stock.dead_input
         or bool({OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT} & effects)
-        # Triton then leaves its input alone, and writes its output into the dead input, whatever its size.
+        # The deferred shared experts still need Triton's input. Triton therefore writes its output into the dead input,
+        # whatever its size.
         or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family)),
         columns=next((decision.width for decision in decided.values() if decision.width), None),
         out_of_place=stock.out_of_place,
@@ -113,13 +116,13 @@ def _start_row(name: str, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_change(change: Change, answer: Mapping[str, Any], decision: Decision | None) -> dict[str, Any]:
-    """Return the report's row of a change: its effect on the server, or the reason why it has none.
+    """Return a change's row of the report: the effect of the change on the server, or the reason why it has no effect.
 
-    The row's ``acts`` is ``None`` if it is not known whether the change acts.
+    The value of ``acts`` in the row is ``None`` if it is not known whether the change acts.
 
     :param answer: status and reason of the change.
-    :param decision: decision of the change for the layers; ``None``: the layers were not built, or the change makes no
-        decision for layers.
+    :param decision: decision of the change about the layers; ``None`` if the layers were not built, or if the change
+        makes no decision about layers.
     """
     row = _start_row(change.name, answer)
     if answer["status"] not in ACTIVE:
@@ -136,11 +139,11 @@ def describe_change(change: Change, answer: Mapping[str, Any], decision: Decisio
 def describe_fp4_weights(
     server: Server, answer: Mapping[str, Any], stock: Fit | None, fit: Fit | None
 ) -> dict[str, Any]:
-    """Return the report's row of fp4-weights. Format and runner decide whether it acts.
+    """Return the row of fp4-weights in the report. The weights' format and the runner decide whether fp4-weights acts.
 
     :param answer: status and reason of the change.
-    :param stock: weights and loading of the stock server; ``None``: not known.
-    :param fit: those of the patched server.
+    :param stock: memory of the stock server, with weights and loading; ``None`` if it is not known.
+    :param fit: memory of the patched server, with weights and loading.
     """
     row = _start_row("fp4-weights", answer)
     if answer["status"] not in ACTIVE:
@@ -167,16 +170,17 @@ LAID_OUT = {
     NVFP4: (*runners.TRTLLM, *MARLIN),
     "MXFP4": (TRITON_KERNELS, *MARLIN),
 }
-"""Runners for which fp4-weights lays out experts, by the format of the weights."""
+"""Runners for which fp4-weights changes the layout of experts. The key is the format of the weights."""
 
 WOULD_SIZE = "it would size this server"
-"""End of the reason why kv-sizing does nothing, if only its environment variable is missing."""
+"""End of the reason why kv-sizing does nothing. This end is used if only kv-sizing's environment variable is
+missing."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
-    """Return the report's row of kv-sizing, with the decision that the server itself would make.
+    """Return kv-sizing's row of the report. The row has the decision that the server itself would make.
 
-    :param answer: value of the engine query's answer under ``kv_sizing``.
+    :param answer: value of ``kv_sizing`` in the engine query's answer.
     :param does_start: whether the server starts with the fraction with which kv-sizing begins.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
@@ -192,13 +196,16 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
         would = "whether it would size this server is not known" if unknown else WOULD_SIZE
         return row | {"status": "not needed", "reason": f"{turns_on}; {would}"}
     if unknown:
-        return row | {"acts": None, "reason": f"not known: the engine could not be asked for its KV cache ({unknown})"}
+        return row | {"acts": None, "reason": f"not known: the engine did not compute its KV cache size ({unknown})"}
     begins = ", beginning with the given --mem-fraction-static" if given else ""
-    return row | {"acts": True, "does": f"measures what forwards need and gives the rest to the KV cache{begins}"}
+    return row | {
+        "acts": True,
+        "does": f"measures the need of forward passes and gives the remaining memory to the KV cache{begins}",
+    }
 
 
 INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
-"""Bytes of an element of the quantized input of TRT-LLM's kernels, in addition to the 16-bit element. The key is
+"""Bytes for one element of the quantized input of TRT-LLM's kernels, in addition to the 16-bit element. The key is
 :attr:`Server.format` or :attr:`Server.quantization`."""
 
 
@@ -207,25 +214,25 @@ def predict(
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
     """Predict the memory of a prefill chunk, stock and patched, and list the parts that are not known.
 
-    :param acts: effects in the stock and in the patched server.
-    :returns: the two predictions, and the unknown parts in words. ``None`` in the place of the predictions: the runner
-        has no formula, or the formulas do not hold for the model's layers.
+    :param acts: effects of the changes in the stock server, and in the patched server.
+    :returns: the two predictions, and the unknown parts in words. The predictions are ``None`` if the runner has no
+        formula, or if the formulas do not hold for the model's layers.
     """
     model = sizes.model
     if server.runner not in forward.RUNNERS:
-        why = f"what {server.runner} holds while it works" if server.runner else "the runner"
+        why = f"the memory of runner {server.runner}" if server.runner else "the runner"
         return None, [f"not predicted: {why}"]
     if sizes.residual:
         return None, [f"not predicted: {sizes.residual}"]
     if server.quantization not in (None, *forward.SCALED):
-        return None, [f"not predicted: what {server.format} quantizes"]
+        return None, [f"not predicted: the quantized inputs of {server.format}"]
     if server.layout.dp > 1:
         return None, ["not predicted: data-parallel attention"]
     runner = forward.Runner(server.runner, server.quantization)
     if server.runner in runners.TRTLLM:
         key = server.quantization or server.format
         if key not in INPUT_BYTES:
-            return None, [f"not predicted: what {server.runner} makes of {server.format}"]
+            return None, [f"not predicted: the memory of runner {server.runner} with {server.format}"]
         runner = replace(runner, input_bytes=INPUT_BYTES[key], copies_output=server.copies_output)
     flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
@@ -240,20 +247,20 @@ def predict(
         for one in both:
             del one.elsewhere["attention"]
     if not model.family:
-        unknown.append(f"{UNMEASURED}: the formulas are those of the families that were")
+        unknown.append(f"{UNMEASURED}: the formulas are those of the measured families")
     if server.quantization == "rows":
-        unknown.append("experts with a scale a row were not measured")
+        unknown.append("experts with one scale for each row were not measured")
     return (both[0], both[1]), unknown
 
 
 AT_LEAST = "at least what is shown"
-OWN_WORKSPACE = "what the vendor's kernel takes while it works"
+OWN_WORKSPACE = "the workspace of the vendor's kernel"
 UNMEASURED = "this family was not measured"
 ALWAYS_UNKNOWN = (
     "chunks behind a prefix, mixed batches, images, prompt log-probabilities, LoRA",
-    "what the allocator keeps beside tensors, graph pools, weights and KV cache",
+    "memory that the allocator keeps beside tensors, graph pools, weights and KV cache",
 )
-"""Parts of the memory that no prediction contains, in words."""
+"""Descriptions of the memory that no prediction contains."""
 
 
 # --- From a model and arguments --------------------------------------------------------------------------------------
@@ -266,8 +273,8 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     :param arguments: the server's arguments, without the model.
     :param gpu: GPU, as :func:`.engine_query.find_gpu` takes it.
     :raises NoConfig: the model's sizes cannot be read.
-    :raises CannotAdvise: the arguments name the model, a GPU kind is unknown, or there is no engine.
-    :raises CannotAsk: the engine refuses the model or the arguments.
+    :raises CannotAdvise: the arguments name the model, the GPU kind is unknown, or SGLang is not installed.
+    :raises CannotAsk: the engine refuses the model or the arguments, or cannot answer.
     """
     try:
         find_gpu(gpu)
@@ -281,7 +288,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         raise CannotAdvise("; ".join(misspelt))
     content, path = config.load_model(model)
     config.check_class(content, model)
-    sizes = config.read(content, model)
+    sizes = config.read_sizes(content, model)
     if (version := engine.version()) is None:
         raise CannotAdvise("SGLang is not installed in this environment; pip install sglang")
     report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": version}
@@ -304,24 +311,25 @@ def describe_unused_variables(rows: list[dict[str, Any]], environ: Mapping[str, 
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
-    """Return the answers of the installed engine about a model and arguments.
+    """Ask the installed engine about a model and a server's arguments, and return its answers.
 
-    The engine gets a temporary folder with the model's ``config.json``.
+    The engine reads the model's ``config.json`` from a temporary folder.
 
     :param content: content of the model's ``config.json``.
-    :param path: path of this file; the engine may also read other files of its folder. ``None``: there is no such file.
+    :param path: path of the ``config.json``. The engine may also read other files in the folder of this path; ``None``
+        if the content does not come from a file.
     :raises CannotAsk: the engine refuses the model or the arguments, or cannot answer.
     """
     environ = query_environment()
     language_model = config.language_model(content)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
-        # Checkpoints by ModelOpt describe their quantization in this file.
+        # Checkpoints by ModelOpt describe their quantization in this additional file.
         if path is not None and (beside := path.with_name("hf_quant_config.json")).is_file():
             shutil.copy(beside, folder)
         arguments, missing_draft = _replace_missing_draft(arguments, language_model, Path(folder) / "draft")
         is_part = language_model is not content
-        top_k = config.read(content, folder).model.top_k
+        top_k = config.read_sizes(content, folder).model.top_k
         asked = ask(folder, arguments, gpu, environ, top_k=top_k, language_model=is_part)
     return asked | {"missing_draft": missing_draft, "is_part": is_part}
 
@@ -329,8 +337,8 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
 def query_environment() -> dict[str, str]:
     """Return the environment variables for an engine query.
 
-    The variable that makes the engine run on a CPU is removed, because the engine chooses other runners on a CPU. The
-    variables also keep the engine from waiting for a model hub.
+    The environment lacks the variable that makes the engine run on a CPU, because the engine chooses other runners on a
+    CPU. Further variables keep the engine from waiting for a model hub.
 
     :raises CannotAsk: the engine cannot be imported here.
     """
@@ -344,11 +352,15 @@ def query_environment() -> dict[str, str]:
 
 
 def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
-    """Return the arguments, with a stand-in for a draft model whose ``config.json`` is missing, and this model's name.
+    """Replace a draft model whose ``config.json`` is missing by a stand-in. The engine reads this file when it resolves
+    arguments.
 
-    The engine reads the file when it resolves arguments. The stand-in is one layer with the sizes of the target model.
+    The stand-in has one layer with the sizes of the target model.
 
-    :returns: the arguments and the name; "": there is no such draft model.
+    :param target: content of the target model's ``config.json``.
+    :param folder: folder to create for the stand-in.
+    :returns: the server's arguments with the stand-in, and the name of the missing draft model; empty if no draft model
+        is missing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="draft")
@@ -372,17 +384,17 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
 
 
 def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
-    """Make the report from a model's sizes and from the engine's answers.
+    """Return the report that follows from a model's sizes and the engine's answers.
 
     :param asked: answers of the engine, as :func:`.engine_query.ask` returns them.
-    :param requests: as :func:`predict_rooms` takes it.
+    :param requests: number of concurrent requests, as :func:`predict_rooms` takes it.
     """
     unknown = []
     answers = asked["changes"]
     if asked["layer"] is None:
         unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
     if draft := asked.get("missing_draft"):
-        unknown.append(f"the draft model {draft}: its config.json is not at hand")
+        unknown.append(f"the draft model {draft}: its config.json was not found")
     if (fit := asked.get("fit")) and fit["beside"]:
         unknown.append(f"{fit['beside']}: its weights are not counted")
     if fit and fit["tokens"] is None and fit["unknown"]:
@@ -400,8 +412,8 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
     if both and graphs and asked.get("prefills_in_graphs", True) and server.tokens <= graphs[1]:
         kind, tokens = graphs
         why.append(
-            f"what {kind} graphs of prefills hold, in which those of up to {tokens:,} tokens run: the peak is that of "
-            "an eager one"
+            f"the memory of {kind} prefill graphs, which run prefills of up to {tokens:,} tokens: the peak is that of "
+            "an eager prefill"
         )
     sizing = asked.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
@@ -435,12 +447,13 @@ def predict_rooms(
     acting: set[str],
     requests: int = 0,
 ) -> dict[str, Room]:
-    """Return the memory of the stock and of the patched server. Empty: the engine's KV cache is not known.
+    """Predict the memory of the stock server and of the patched server. The dictionary is empty if the engine's KV
+    cache size is not known.
 
-    :param both: predicted memory of a prefill chunk, stock and patched; ``None``: not known.
+    :param both: predicted memory of a prefill chunk, stock and patched; ``None`` if it is not known.
     :param acting: names of the changes that act.
-    :param requests: requests that run at once, if the number is known and no argument sets it; 0: as many as kv-sizing
-        admits.
+    :param requests: number of concurrent requests, if a measured server's number is known and no argument sets it; 0 to
+        use the number that kv-sizing would admit.
     """
     if not asked.get("fit"):
         return {}
@@ -464,18 +477,20 @@ def predict_rooms(
 
 
 FITS = "stock_fit", "fit"
-"""Keys of the engine query's answer with the fit of the stock and of the patched server."""
+"""Keys of the engine query's answer that contain the fit of the stock server, and the fit of the patched server."""
 
 
 def _read_fit(asked: Mapping[str, Any], key: str) -> Fit | None:
-    """Return a server's fit from the engine's answers, one of :data:`FITS`; ``None``: there is none."""
+    """Read a server's fit from the engine's answers. The argument is a key of :data:`FITS`; ``None`` if there is no
+    fit."""
     found = asked.get(key) or asked.get("fit")
     names = {each.name for each in fields(Fit)}
     return Fit(**{name: value for name, value in found.items() if name in names}) if found else None
 
 
 def estimate_peak(sizes: ModelSizes, server: Server) -> int:
-    """Return an estimate of a prefill chunk's bytes if its runner has no formula: those of Triton's runner in BF16.
+    """Estimate the bytes of a prefill chunk if its MoE runner has no formula. The estimate is that of Triton's runner
+    in BF16.
 
     :raises ValueError: there is no estimate. The message says why.
     """
@@ -485,7 +500,7 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
         raise ValueError("the runner of the experts is not known")
     if sizes.residual:
         raise ValueError(f"{sizes.residual}: not predicted")
-    # A rank of data-parallel attention attends to its own tokens alone and computes the experts of all tokens.
+    # A data-parallel rank runs attention on its own tokens alone, and runs the experts on the tokens of all ranks.
     layout, tokens = replace(server.layout, dp=1), server.tokens * server.layout.dp
     return forward.predict(sizes.model, layout, forward.Runner("triton"), tokens, Acting(), graphs=server.graphs).peak
 
@@ -497,7 +512,8 @@ def _sizes_of_need(
 
     :param peak: bytes of the forward pass of a prefill chunk.
     :param segments: whether activation-segments acts.
-    :raises ValueError: the engine's answer is of an older version of this package, or the layers could not be built.
+    :raises ValueError: the engine's answer was made by an older version of this package, or the layers could not be
+        built.
     """
     resolved, sampling = asked["resolved"], asked.get("sampling")
     if not sampling:
@@ -532,11 +548,12 @@ def _sizes_of_need(
 
 
 def _to_plain(prediction: Prediction) -> dict[str, Any]:
-    return asdict(prediction) | {"peak": prediction.peak, "where": prediction.where}
+    return asdict(prediction) | {"peak": prediction.peak, "where": prediction.peak_place}
 
 
 def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Model]:
-    """Return the facts about the server, and the model's sizes with the experts as the engine runs them."""
+    """Return the facts about the server, and the model's sizes. The sizes of the experts are those that the engine
+    runs, such as padded ones."""
     resolved, layer = asked["resolved"], asked["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)
@@ -549,7 +566,7 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
         model = replace(
             model,
             experts=layer["experts"],
-            top_k=layer["top_k"] or model.top_k,  # in some models only the router has the number
+            top_k=layer["top_k"] or model.top_k,  # in some models, only the router stores this number
             moe_intermediate=layer["intermediate"] * (tp // ep),
             shared_experts=int(layer["shared_experts"]),
             family=next((name for name, module in config.FAMILIES.values() if module == layer["family"]), ""),
@@ -574,7 +591,8 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
 
 
 def _name_format(layer: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the quantization of the runner's inputs, and the weights' format in words, by the engine's class."""
+    """Return the quantization of the runner's inputs, and a name for the weights' format. Both follow from the engine's
+    quantization class."""
     method: str = layer["method"]
     name = method.lower()
     if layer.get("mxfp4"):  # DeepSeek-V4's experts with the method for FP8

@@ -1,12 +1,13 @@
-"""Prediction of a server's need, and whether the memory that its fraction leaves free is enough.
+"""Predict the memory that a server needs, and whether its ``--mem-fraction-static`` leaves enough memory free.
 
-The *need* is the memory that a server takes in addition to weights and KV cache. The *fraction* is
-``--mem-fraction-static``: the share of the GPU's memory for weights and KV cache.
+The *need* is the memory that a server takes in addition to weights and KV cache. The *fraction* is the value of
+``--mem-fraction-static``: the share of the GPU's memory for weights and KV cache. The *room* is the memory that
+remains.
 
 The need has four parts: buffers of libraries, CUDA graphs, the largest forward pass with its sampling, and memory that
 PyTorch's allocator keeps between forward passes. The forward pass of a prefill chunk is predicted from the layers'
-sizes (:mod:`.forward`). The other parts are sizes times factors. The factors were fitted to servers that measured their
-need in their start. ``docs/commands/models.md`` compares the prediction with all of these servers.
+sizes (:mod:`.forward`). Each other part is a size times a factor. The factors were fitted to servers that measured
+their need in their start. ``docs/commands/models.md`` compares the prediction with all of these servers.
 """
 
 from __future__ import annotations
@@ -20,61 +21,63 @@ from sglang_moe_patches.lab.predict.engine_pools import FRACTION_STEP, Fit
 NUMBER_BYTES = 4
 """Bytes of a number in the logits, and in the tensors that sampling makes from the logits (float32)."""
 LIBRARY_BYTES = 130_000_000
-"""Bytes of workspaces that libraries allocate once. In servers without prefill graphs, 106 to 140 MB were measured."""
+"""Bytes of the workspaces that libraries allocate once. In servers without prefill graphs, 106 to 140 MB were
+measured."""
 PREFILL_GRAPH_PEAKS = {"piecewise": 2.2, "breakable": 3.3}
-"""Bytes that prefill graphs hold, as a multiple of the peak of the largest captured prefill if it runs without a graph.
-The key is the kind of graphs."""
+"""Bytes that the prefill graphs keep allocated, as a multiple of the eager peak of the largest captured prefill. The
+key is the kind of prefill graphs."""
 PREFILL_GRAPH_LAYER_BYTES = 6_000_000
-"""Bytes that the prefill graphs hold in addition, for each layer."""
+"""Bytes that the prefill graphs keep allocated for each layer, in addition to :data:`PREFILL_GRAPH_PEAKS`."""
 CAPTURED_LOGITS = 3.0
 """Bytes of the decode graphs, as a multiple of the bytes of the largest captured decode's logits."""
 CAPTURED_LOGITS_ALONE = 3.5
-"""Factor that is added to :data:`CAPTURED_LOGITS` if there are no prefill graphs, whose memory the decode graphs would
-share."""
+"""Number that is added to :data:`CAPTURED_LOGITS` if there are no prefill graphs. Decode graphs would share the memory
+of prefill graphs."""
 CAPTURED_LOGITS_RANKS = 1.6
-"""Factor that is added to :data:`CAPTURED_LOGITS` if several ranks gather their parts of the logits."""
+"""Number that is added to :data:`CAPTURED_LOGITS` if several ranks gather their parts of the logits."""
 SAMPLED_LOGITS, MANY_SAMPLED_LOGITS, MANY_REQUESTS = 6.8, 3.25, 512
-"""Bytes of a decode with top-k and top-p sampling, as a multiple of its logits' bytes. The first factor holds for up to
-``MANY_REQUESTS`` requests, the second for larger decodes."""
+"""Bytes of a decode with top-k and top-p sampling, as a multiple of the bytes of its logits. The first number is for
+decodes of up to ``MANY_REQUESTS`` requests, the second number is for larger decodes."""
 PENALIZED_LOGITS, PENALIZED_LOGITS_NEWER = 17.0, 11.3
-"""Bytes of a decode with penalties and a logit bias, as a multiple of its logits' bytes: on SGLang 0.5.12.post1, and on
-0.5.17."""
+"""Bytes of a decode with penalties and a logit bias, as a multiple of the bytes of its logits. The first number was
+measured on SGLang 0.5.12.post1, the second number on 0.5.17."""
 VERIFIED_LOGITS = 2.7
-"""Bytes of a speculative decode, as a multiple of its logits' bytes. It verifies several rows of each request. The
-factor holds with and without penalties."""
+"""Bytes of a speculative decode, as a multiple of the bytes of its logits. A speculative decode verifies several rows
+of each request. The number is the same with and without penalties."""
 HELD_PEAKS, HELD_PEAKS_SEGMENTS = 2.5, 1.0
-"""Bytes that PyTorch's allocator keeps between forward passes, as a multiple of a prefill chunk's peak: without and
-with activation-segments."""
+"""Bytes that PyTorch's allocator keeps between forward passes, as a multiple of a prefill chunk's peak. The first
+number is for servers without activation-segments, the second number is for servers with activation-segments."""
 HELD_LOGITS = 4.0
-"""Bytes that PyTorch's allocator keeps in addition for decodes without a graph, as a multiple of the logits' bytes.
-Only requests beyond the largest decode graph count."""
+"""Bytes that PyTorch's allocator additionally keeps between decodes that run without a graph, as a multiple of the
+bytes of their logits. Only the requests beyond the largest decode graph count."""
 HELD_MOST_BYTES = 4_500_000_000
 """Upper bound of the bytes that PyTorch's allocator keeps between forward passes: the largest measured value."""
 DECODE_SPLITS = 256
-"""Parts in which Triton's attention computes a decode of latent attention on a GPU of 129 to 256 multiprocessors."""
+"""Number of parts into which Triton's attention divides a decode of latent attention, on a GPU with 129 to 256
+multiprocessors."""
 DEFAULT_REQUESTS = 2048
-"""Most requests that the engine runs at once without ``--max-running-requests``."""
+"""Limit of concurrent requests that the engine uses without ``--max-running-requests``."""
 EAGER_REQUESTS = 256
-"""Most requests with penalties that kv-sizing lets run at once, if no decode graph is captured."""
+"""Limit of concurrent requests with penalties that kv-sizing uses if no decode graph is captured."""
 CACHE_SHARE = 1 / 32
-"""Largest share of the KV cache that kv-sizing gives up to run more requests at once."""
+"""Share of the KV cache that kv-sizing sacrifices at most in order to run more requests at once."""
 MARGIN_BYTES = 2_000_000_000
 """Bytes that stay free at the highest advised fraction: kv-sizing's default margin."""
 NEED_ERROR = 0.2
-"""Relative error of the predicted need. The prediction is this close for four of five measured servers."""
+"""Relative error of the predicted need. The prediction was this close for four of five measured servers."""
 
 
 @dataclass(frozen=True)
 class Decodes:
     """Sizes that decide the memory of decodes, on one rank.
 
-    :param vocabulary: tokens of the vocabulary.
-    :param captured: requests of the largest decode graph; 0: no decode is captured.
-    :param requests: most requests that run at once.
-    :param penalized: most requests that run at once while one of them has penalties.
-    :param rows: rows of a request in a decode: 1, or its draft tokens.
+    :param vocabulary: number of tokens in the vocabulary.
+    :param captured: number of requests in the largest decode graph; 0 if no decode graph is captured.
+    :param requests: limit of concurrent requests.
+    :param penalized: limit of concurrent requests while a request has penalties.
+    :param rows: rows of the logits for each request in a decode: 1, or the number of draft tokens.
     :param ranks: ranks that share the logits.
-    :param split_bytes: bytes of one row's partial results in Triton's latent attention; 0: the model has other
+    :param split_bytes: bytes of one row's partial results in Triton's latent attention; 0 if the model has other
         attention.
     """
 
@@ -87,7 +90,7 @@ class Decodes:
     split_bytes: int = 0
 
     def logits(self, requests: int) -> int:
-        """Return the bytes of the logits of a decode."""
+        """Return the bytes of the logits of a decode with ``requests`` requests."""
         return requests * self.rows * self.vocabulary * NUMBER_BYTES
 
 
@@ -96,7 +99,7 @@ class Need:
     """Bytes that a server needs in addition to weights and KV cache.
 
     :param graphs: bytes of CUDA graphs and of libraries' buffers. A server without memory for them does not start.
-    :param forwards: bytes of the largest forward passes, by their names.
+    :param forwards: bytes of the largest forward pass of each kind. The key is the kind, such as :data:`PREFILL`.
     :param held: bytes that PyTorch's allocator keeps between forward passes.
     """
 
@@ -106,28 +109,30 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts together. Of the forward passes only the largest counts."""
+        """Bytes of the whole need. Only the largest forward pass counts."""
         return self.graphs + max(self.forwards.values()) + self.held
 
 
 PREFILL, SAMPLING, PENALTIES = "prefill", "sampling", "penalties"
-"""Names of forward passes in :attr:`Need.forwards`."""
+"""Kinds of forward passes: keys of :attr:`Need.forwards`."""
 GRAPHS, MIXED_LOAD = "graphs", "mixed load"
-"""Names of the other situations in which memory can run out."""
+"""Names of the other two situations in which a server can run out of memory."""
 
 
 @dataclass(frozen=True)
 class Forwards:
     """Sizes that decide the memory of prefills and graphs, on one rank.
 
-    :param layers: layers of this rank.
+    :param layers: number of layers on this rank.
     :param peak: bytes of the forward pass of a prefill chunk.
-    :param chunk: tokens of this chunk.
-    :param prefill_graphs: kind of the prefill graphs, and tokens of the largest one; ``None``: there are none.
+    :param chunk: tokens of the prefill chunk.
+    :param prefill_graphs: kind of the prefill graphs, and tokens of the largest prefill graph; ``None`` if there are no
+        prefill graphs.
     :param stages: number of pipeline stages. Each stage runs a batch at the same time.
     :param segments: whether activation-segments acts.
     :param newer: whether the release configures graphs by ``--cuda-graph-config`` (0.5.15 and later).
-    :param draft_bytes: bytes of a draft model's weights, which are loaded after the KV cache is sized; 0: no draft.
+    :param draft_bytes: bytes of a draft model's weights, which are loaded after the KV cache is sized; 0 if there is no
+        draft model.
     """
 
     layers: int
@@ -147,7 +152,7 @@ def predict_need(decodes: Decodes, forwards: Forwards) -> Need:
     gathered = CAPTURED_LOGITS_RANKS if decodes.ranks > 1 else 0.0
     graphs = int((CAPTURED_LOGITS + alone + gathered) * decodes.logits(captured))
     graphs += captured * decodes.rows * decodes.split_bytes
-    if forwards.draft_bytes:  # the draft model has decode graphs of its own
+    if forwards.draft_bytes:  # the draft model has its own decode graphs
         graphs += graphs + forwards.draft_bytes
     if forwards.prefill_graphs:
         kind, tokens = forwards.prefill_graphs
@@ -167,8 +172,8 @@ def predict_need(decodes: Decodes, forwards: Forwards) -> Need:
 
 
 def _decode_bytes(decodes: Decodes, requests: int, *, penalties: bool = False, newer: bool = False) -> int:
-    """Return the bytes of a decode of ``requests`` requests, with its sampling."""
-    # If the decode runs without a graph, the buffers of the decode before it are still allocated.
+    """Return the bytes of a decode with ``requests`` requests, including its sampling."""
+    # If the decode runs without a graph, attention's buffers of the previous decode are still allocated.
     attention = 2 * requests * decodes.rows * decodes.split_bytes if requests > decodes.captured else 0
     if decodes.rows > 1:
         factor = VERIFIED_LOGITS
@@ -180,7 +185,8 @@ def _decode_bytes(decodes: Decodes, requests: int, *, penalties: bool = False, n
 
 
 def default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int) -> Decodes:
-    """Return the decodes with the number of requests that kv-sizing admits without ``--max-running-requests``.
+    """Return the sizes of decodes with the limit of concurrent requests that kv-sizing sets if
+    ``--max-running-requests`` is not given.
 
     :param cache_bytes: bytes of the KV cache.
     """
@@ -188,7 +194,7 @@ def default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int) -> 
     least = replace(decodes, requests=penalized, penalized=penalized)
     allowed = max(predict_need(least, forwards).forwards.values()) // forwards.stages + CACHE_SHARE * cache_bytes
     requests = penalized
-    # kv-sizing estimates a decode's memory from the measured memory of a decode with half as many requests.
+    # kv-sizing estimates the memory of a decode from the measured memory of a decode with half as many requests.
     while 2 * requests <= DEFAULT_REQUESTS and 2 * _decode_bytes(decodes, requests) <= allowed:
         requests *= 2
     return replace(least, requests=requests)
@@ -200,10 +206,10 @@ STARTS, LITTLE_ROOM, DOES_NOT_START, NOT_KNOWN = "starts", "little room", "does 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a server on one GPU: weights, KV cache, the memory that they leave free, and the need.
+    """Memory of a server on one GPU: weights, KV cache, the free memory (the *room*), and the need.
 
-    :param fit: weights, fraction and KV cache.
-    :param need: predicted need; ``None``: not known.
+    :param fit: weights, fraction and KV cache, as the engine would choose them.
+    :param need: predicted need; ``None`` if the need is not known.
     :param unknown: reason why the need is not known.
     :param grows: whether kv-sizing sizes the KV cache.
     :param decodes: sizes of the decodes for which the need was predicted.
@@ -216,20 +222,20 @@ class Room:
     decodes: Decodes = field(default_factory=lambda: Decodes(0, 0, 0, 0))
 
     @property
-    def _needed(self) -> int:
+    def _reserved_bytes(self) -> int:
         """Bytes that must stay free: the need, the engine's reserve for images, and the margin."""
         assert self.need is not None
         return self.need.total + self.fit.images + MARGIN_BYTES
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache; 0: the model does not load."""
+        """Bytes of the KV cache; 0 if the model does not load."""
         fit = self.fit
         if not fit.loads:
             return 0
         if self.grows and self.need:
             first = int(fit.memory * fit.begins_with) - fit.loaded if fit.begins_with else 0
-            return max(first, fit.memory - fit.loaded - self._needed, 0)
+            return max(first, fit.memory - fit.loaded - self._reserved_bytes, 0)
         by_fraction = max(0, int(fit.memory * fit.fraction) - fit.loaded)
         limited = fit.limited and fit.tokens is not None and fit.token_bytes is not None
         return min(by_fraction, int(fit.tokens * fit.token_bytes)) if limited else by_fraction  # type: ignore[operator]
@@ -241,7 +247,7 @@ class Room:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the KV cache; ``None``: not known, or the model does not load."""
+        """Number of tokens in the KV cache; ``None`` if the number is not known, or if the model does not load."""
         fit = self.fit
         if not fit.loads:
             return None
@@ -251,40 +257,42 @@ class Room:
         return max(self.grown_tokens() or 0, int(first / fit.token_bytes)) if fit.token_bytes else None
 
     def grown_tokens(self, error: float = 0.0) -> int | None:
-        """Return the tokens of the KV cache after kv-sizing; ``None``: not known.
+        """Return the number of tokens in the KV cache after kv-sizing; ``None`` if the number is not known.
 
-        :param error: relative error of the need: 0.2 if it is 20 % larger than predicted.
+        :param error: assumed relative error of the predicted need, such as 0.2 if the true need is 20 % larger.
         """
         if self.need is None or not self.fit.loads:
             return None
-        return self._tokens_beside(int(self._needed + error * self.need.total))
+        return self._tokens_with_reserve(int(self._reserved_bytes + error * self.need.total))
 
-    def _tokens_beside(self, beside: int) -> int | None:
+    def _tokens_with_reserve(self, reserved: int) -> int | None:
         fit = self.fit
         if not fit.token_bytes:
             return None
         if fit.tokens is None or fit.limited:
-            tokens = (fit.memory - fit.loaded - beside) / fit.token_bytes
-        else:  # begin with the engine's own number, because the engine subtracts other memory, too
-            tokens = fit.tokens + (fit.memory * (1 - fit.fraction) - beside) / fit.token_bytes
+            tokens = (fit.memory - fit.loaded - reserved) / fit.token_bytes
+        # begin with the engine's number of tokens, because the engine also subtracts memory that is not known here
+        else:
+            tokens = fit.tokens + (fit.memory * (1 - fit.fraction) - reserved) / fit.token_bytes
         return max(0, int(tokens))
 
     @property
     def highest_fraction(self) -> float | None:
-        """Highest fraction that leaves enough memory free, rounded down; ``None``: there is none, or not known."""
+        """Highest fraction that leaves enough memory free, rounded down; ``None`` if no fraction does, or if the need
+        is not known."""
         least = self.fit.least_fraction
         if self.need is None or least is None:
             return None
-        highest = math.floor((1 - self._needed / self.fit.memory) / FRACTION_STEP) * FRACTION_STEP
+        highest = math.floor((1 - self._reserved_bytes / self.fit.memory) / FRACTION_STEP) * FRACTION_STEP
         return round(highest, 2) if highest >= least else None
 
     def tokens_at(self, fraction: float) -> int | None:
-        """Return the tokens of the KV cache at a fraction; ``None``: not known."""
-        return self._tokens_beside(int(self.fit.memory * (1 - fraction)))
+        """Return the number of tokens in the KV cache with another fraction; ``None`` if the number is not known."""
+        return self._tokens_with_reserve(int(self.fit.memory * (1 - fraction)))
 
     @property
     def short_of(self) -> list[str]:
-        """Names of the forward passes and situations in which memory runs out."""
+        """Names of the kinds of forward passes, or of the situations, in which the server runs out of memory."""
         if self.need is None or not self.fit.starts:
             return []
         if self.free < self.need.graphs:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the MoE layers over ranks, in the engine's words.
+    """Division of the MoE layers among ranks, by the engine's options.
 
-    :param tp: ``--tp``: number of all ranks of a stage, which are tensor-parallel.
+    :param tp: ``--tp``: number of tensor-parallel ranks of a pipeline stage.
     :param ep: ``--ep``: number of groups into which the ranks are divided. Each group has its own experts, and the
         ranks of a group share each expert.
     :param dp: ``--dp`` with ``--enable-dp-attention``: number of data-parallel ranks among the ``tp`` ranks.
@@ -29,7 +29,7 @@ class Layout:
 class Rank:
     """Share of a MoE layer on one rank.
 
-    :param experts: experts of which the rank has weights.
+    :param experts: number of experts whose weights the rank has.
     :param intermediate: columns of each expert's gate projection on the rank.
     """
 
@@ -41,7 +41,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-head latent attention (MLA), in columns. All except ``kv_rank`` are those of one head.
+    """Sizes of multi-head latent attention (MLA), in columns. ``kv_rank`` is a size of the layer. The other sizes are
+    for one head.
 
     :param kv_rank: columns of the latent of keys and values.
     :param rotary: columns of a query or key with a rotary embedding.
@@ -57,21 +58,22 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """A mixture-of-experts model.
+    """Sizes of a mixture-of-experts model.
 
     :param source: Hugging Face repository whose ``config.json`` has these sizes.
     :param layers: number of decoder layers. The first ``dense_layers`` of them have no experts.
-    :param experts: routed experts of a layer.
-    :param top_k: routed experts of a token.
+    :param experts: number of routed experts in a layer.
+    :param top_k: number of routed experts to which a token is routed.
     :param moe_intermediate: intermediate size of one routed expert.
-    :param shared_experts: shared experts of a layer that run separately from the routed ones, each with the
-        intermediate size ``moe_intermediate``.
-    :param intermediate: intermediate size of the dense layers' MLP; 0: no layer is dense.
-    :param heads: attention heads.
-    :param kv_heads: key and value heads. With latent attention (MLA) the number is ``heads``.
+    :param shared_experts: number of shared experts in a layer that run separately from the routed experts, each with
+        the intermediate size ``moe_intermediate``.
+    :param intermediate: intermediate size of the dense layers' MLP; 0 if no layer is dense.
+    :param heads: number of attention heads.
+    :param kv_heads: number of key and value heads. With latent attention (MLA), this number equals ``heads``.
     :param groups: number of expert groups, and number of groups from which a token may choose.
-    :param q_lora_rank: columns of the query's latent; ``None``: attention is not MLA, or its queries have no latent.
-    :param family: family of the model, a name of :data:`.config.FAMILIES`; "": none of these.
+    :param q_lora_rank: columns of the query's latent; ``None`` if attention is not MLA, or its queries have no latent.
+    :param family: family of the model, a name in :data:`.config.FAMILIES`; empty if the model belongs to none of these
+        families.
     :param head_dim: columns of a head, if attention is not MLA.
     :param latent: sizes of MLA.
     """
@@ -98,22 +100,22 @@ class Model:
         return self.layers - self.dense_layers
 
     def shard(self, ranks: int) -> Model:
-        """Return a model with the sizes of one rank's share, if ``ranks`` ranks share the model.
+        """Return a model with the sizes of one rank's share, for ``ranks`` tensor-parallel ranks.
 
-        :raises ValueError: a size does not divide by the ranks.
+        :raises ValueError: a size is not divisible by the number of ranks.
         """
         sizes = {name: getattr(self, name) for name in ("moe_intermediate", "intermediate", "heads")}
         for name, size in sizes.items():
             if size % ranks:
                 raise ValueError(f"{self.source}: {name} {size} does not divide by {ranks}")
         shares = {name: size // ranks for name, size in sizes.items()}
-        # If there are fewer key and value heads than ranks, several ranks have the same head.
+        # If there are fewer key and value heads than ranks, several ranks have a copy of the same head.
         return replace(self, **shares, kv_heads=max(1, self.kv_heads // ranks))
 
     def per_rank(self, layout: Layout) -> Rank:
         """Return one rank's share of a MoE layer.
 
-        :raises ValueError: experts or intermediate size do not divide by the ranks.
+        :raises ValueError: the number of experts or the intermediate size is not divisible by the number of ranks.
         """
         sharing = layout.tp // layout.ep
         if self.experts % layout.ep or self.moe_intermediate % sharing:

@@ -1,4 +1,4 @@
-"""Printer of the report of ``doctor --model``: the verdict first, then tables, then settings to copy."""
+"""Print the report of ``doctor --model``: the verdict first, then tables, then settings to copy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING
 
 SERVERS = ("stock", "patched")
 NARROW_COLUMNS = 72
-"""Least width of a terminal, in characters, for a table of the changes. In a narrower terminal the changes are printed
-one per line, because a table would cut their names."""
+"""Minimum width of a terminal, in characters, at which the changes are printed as a table. In a narrower terminal, the
+changes are printed one per line, because a table would truncate their names."""
 SETTING = re.compile(r"SGLANG_\w+=\d+")
-"""Matches an environment variable and its value within the reason of a change."""
+"""Pattern for an environment variable and its value within the reason of a change."""
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print a report."""
+    """Print a report of ``doctor --model``."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -39,10 +39,10 @@ def show(report: Mapping[str, Any]) -> None:
         print_line(warning)
     console.print(f"[bold]{escape(report['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
     experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'}"
-    console.print(f"{experts} (asked of SGLang {report['engine']})", markup=False)
+    console.print(f"{experts} (answers of SGLang {report['engine']})", markup=False)
     console.print(
         f"{sizes['experts']} experts, top-{sizes['top_k']}, hidden {sizes['hidden']}, intermediate "
-        f"{_describe_intermediate(sizes)}, shared experts of its own: {sizes['shared_experts']}",
+        f"{_describe_intermediate(sizes)}, separate shared experts: {sizes['shared_experts']}",
         highlight=False,
     )
     if report["room"]:
@@ -57,7 +57,7 @@ def show(report: Mapping[str, Any]) -> None:
         console.print(terms)
     marks = {True: "yes", False: "no", None: "not known"}
     colours = {True: "green", False: "dim", None: "yellow"}
-    changes = Table("change", "acts", "what it does here, or why it does nothing")
+    changes = Table("change", "acts", "effect on this server, or the reason for no effect")
     for change in report["changes"]:
         acts, words = change["acts"], change["does"] or change["reason"] or change["status"]
         if console.width < NARROW_COLUMNS:
@@ -81,13 +81,13 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def _describe_intermediate(sizes: Mapping[str, Any]) -> str:
-    """Return the experts' intermediate size by ``config.json``, and the padded size, if a kernel pads it."""
+    """Format the experts' intermediate size by ``config.json``. If a kernel pads this size, add the padded size."""
     published, padded = sizes["published_intermediate"], sizes["moe_intermediate"]
     return f"{published}" if published == padded else f"{published}, padded to {padded}"
 
 
 def gigabytes(size: float) -> str:
-    """Format bytes as GB."""
+    """Format a number of bytes as GB, without the unit."""
     return f"{size / 1e9:,.1f}"
 
 
@@ -97,7 +97,8 @@ def round_tokens(tokens: int) -> str:
 
 
 def describe_verdict(report: Mapping[str, Any]) -> str:
-    """Return the first line: whether the server starts, the memory that is free and the need, stock and patched."""
+    """Return the first line of the report. It says whether the server starts, how much memory is free, and how much the
+    server needs, stock and patched."""
     rooms = report["room"]
     if not rooms:
         return "Whether it starts is not known: its layers could not be built"
@@ -117,7 +118,8 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
 
 
 def describe_short_cache(report: Mapping[str, Any]) -> str:
-    """Return a warning if the KV cache has fewer tokens than the longest request. "": it has enough, or not known."""
+    """Return a warning if the KV cache has fewer tokens than the longest request; empty if it has enough tokens, or if
+    its size is not known."""
     rooms, fit = report["room"], report["fit"]
     tokens = rooms["patched"]["tokens"] if rooms else None
     if not tokens or tokens >= fit["context"]:
@@ -126,14 +128,18 @@ def describe_short_cache(report: Mapping[str, Any]) -> str:
 
 
 def _describe_start(report: Mapping[str, Any], name: str) -> str:
-    """Return the verdict on the stock or the patched server, beginning in lower case and without a full stop."""
+    """Return a sentence that says whether the stock or the patched server starts. The sentence begins in lower case and
+    has no full stop.
+
+    :param name: "stock" or "patched".
+    """
     found = report["room"][name]
     fit = report["stock_fit"] if name == "stock" else report["fit"]
     if found["verdict"] == room.STARTS:
         fraction = fit["begins_with"]
         return f"starts, and kv-sizing begins with --mem-fraction-static {fraction:.3f}" if fraction else "starts"
     if found["verdict"] == room.NOT_KNOWN:
-        return f"starts; whether its room is enough is not known ({found['unknown']})"
+        return f"starts; whether enough memory stays free is not known ({found['unknown']})"
     *others, last = (_name_place(report, name, place) for place in found["short_of"] or [room.MIXED_LOAD])
     places = f"{', in '.join(others)} and in {last}" if others else last
     if found["verdict"] == room.LITTLE_ROOM:
@@ -141,7 +147,7 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
     source = "given" if fit["given"] else "engine's"
     weights = f"{gigabytes(fit['weights'])} GB of weights"
     if fit["loading"]:
-        weights += f" and about {gigabytes(fit['loading'])} GB that loading them leaves"
+        weights += f" and about {gigabytes(fit['loading'])} GB left over after loading them"
     if not fit["loads"] and fit["layout"]:
         least, memory = gigabytes(fit["least_memory"]), gigabytes(fit["memory"])
         return (
@@ -167,7 +173,11 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
 
 
 def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
-    """Return a situation in which memory runs out, in words."""
+    """Return a phrase for a situation in which memory runs out, such as "a mixed load".
+
+    :param name: "stock" or "patched".
+    :param place: name of the situation, by :mod:`.room`.
+    """
     found = report["room"][name]
     tokens = report["server"]["tokens"]
     return {
@@ -180,7 +190,7 @@ def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return a table row for each part of a GPU's memory and of the need, in GB."""
+    """Return the rows of a table with the parts of a GPU's memory and of the need, in GB."""
     stock, patched = (report["room"][name] for name in SERVERS)
 
     def row(title: str, first: int, second: int) -> tuple[str, str, str]:
@@ -189,11 +199,11 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = [row("free before the weights", stock["memory"], patched["memory"])]
     rows.append(row("weights", stock["weights"], patched["weights"]))
     if stock["loading"] or patched["loading"]:
-        rows.append(row("left by loading them, about", stock["loading"], patched["loading"]))
+        rows.append(row("left over after loading, about", stock["loading"], patched["loading"]))
     if stock["layout"] or patched["layout"]:
         rows.append(row("peak while loading, about", stock["least_memory"], patched["least_memory"]))
     rows.append(row("KV cache", stock["cache"], patched["cache"]))
-    rows.append(row("room beside them", stock["free"], patched["free"]))
+    rows.append(row("room: the free memory", stock["free"], patched["free"]))
     needs = stock["need"], patched["need"]
     if all(needs):
         rows.append(row("need, about", *(need["total"] for need in needs)))
@@ -201,7 +211,7 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for place in needs[0]["forwards"]:
             words = _name_place(report, "patched", place)
             rows.append(row(f"  {words}", *(need["forwards"][place] for need in needs)))
-        rows.append(row("  held by PyTorch's allocator", *(need["held"] for need in needs)))
+        rows.append(row("  kept by PyTorch's allocator", *(need["held"] for need in needs)))
     return [*rows, ("KV tokens", _describe_tokens(stock), _describe_tokens(patched))]
 
 
@@ -213,7 +223,7 @@ def _describe_tokens(found: Mapping[str, Any]) -> str:
 
 
 def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the settings to copy, each with its effect."""
+    """Yield the settings for the user to copy, each with its effect."""
     rooms = report["room"]
     for name in SERVERS if rooms else ():
         found = rooms[name]
@@ -238,12 +248,17 @@ def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_sizable(sizing: Mapping[str, Any]) -> bool:
-    """Return whether kv-sizing sizes the server's KV cache, or would if its variable were set."""
+    """Return whether kv-sizing sizes the server's KV cache, or would size it if kv-sizing's environment variable were
+    set.
+
+    :param sizing: kv-sizing's row of the report.
+    """
     return bool(sizing["acts"]) or sizing["reason"].endswith(WOULD_SIZE)
 
 
 def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return a table row for each term of both predictions, and for each other place that can have the peak."""
+    """Return the rows of a table with the terms of both predictions, and with the other places that can have the peak,
+    in MB."""
     both = (report["stock"], report["patched"])
 
     def row(title: str, sizes: Iterable[int]) -> tuple[str, str, str]:

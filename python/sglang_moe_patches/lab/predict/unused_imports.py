@@ -2,8 +2,8 @@
 
 Importing these packages takes a third of an engine query's time (``python -X importtime``). Most of this time goes to
 SciPy and scikit-learn, which transformers imports for its losses and for generation. A stand-in replaces an installed
-package, and takes no time to import. Each attribute of a stand-in is a class that code can subclass, call, use as a
-decorator or as an annotation.
+package, and takes no time to import. Each attribute of a stand-in is a class. Code can subclass the class, call it, and
+use it as a decorator or as an annotation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNUSED = (
 
 
 class _NamedAnything(type):
-    """Metaclass of stand-ins: a class with every attribute, which can be used as any type."""
+    """Metaclass of stand-ins. A stand-in has every attribute, and can be used as any type in an annotation."""
 
     def __getattr__(cls, name: str) -> Any:
         return stand_in(name)
@@ -59,8 +59,8 @@ class _StandIn(metaclass=_NamedAnything):
 
 
 def stand_in(name: str) -> Any:
-    """Return a class with this name, which can be used in any way."""
-    if name.startswith("__"):  # Python, pydantic and others check whether such an attribute exists
+    """Return a stand-in class with this name."""
+    if name.startswith("__"):  # Python, pydantic and others check whether an object has such an attribute.
         raise AttributeError(name)
     return _NamedAnything(name, (_StandIn,), {})
 
@@ -84,7 +84,7 @@ class _Finder(MetaPathFinder, Loader):
         pass
 
 
-def leave_out() -> None:
-    """Replace the packages by stand-ins in this process, unless they are not installed or are imported already."""
+def replace_packages() -> None:
+    """Replace unused packages by stand-ins in this process. A package stays if it is already imported."""
     packages = {name for name in UNUSED if name not in sys.modules and util.find_spec(name)}
     sys.meta_path.insert(0, _Finder(packages))

@@ -30,14 +30,15 @@ from math import ceil, log, sqrt
 from typing import Any
 
 CHURN = 0.03
-"""Expected share of losses and gains together for two equally good servers. Different batches round differently, so a
-model's answers differ even at temperature 0."""
+"""Expected share of questions that are losses or gains, for two equally good servers. Different batches round
+differently, so a model's answers differ even at temperature 0."""
 POWER = 0.8
-"""Probability that :func:`questions_for` questions lead to the verdict "no worse", if both servers are equally good."""
+"""Probability that a run with :func:`questions_for` questions leads to the verdict "no worse", if both servers are
+equally good."""
 GRID = 160
 """Number of rates of gains over which the p-value is maximized. The rates lie closer together near zero."""
 MIN_PROBABILITY = 1e-12
-"""Least probability of a number of gains that is examined. Tables with a less probable number of gains count as
+"""Smallest probability of a number of gains that is examined. Tables whose number of gains is less probable count as
 favourable."""
 TIE = 1e-9
 """Largest difference between two scores that count as equal."""
@@ -55,8 +56,8 @@ def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
 def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, threshold: float) -> float:
     """Upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
 
-    :param threshold: a drop, as a share. The result lies below it exactly if :func:`p_value` of it is at most
-        ``alpha``.
+    :param threshold: a drop, as a share. The result is smaller than the threshold exactly if :func:`p_value` of the
+        threshold is at most ``alpha``.
     :returns: the drop as a share of the questions, accurate to 0.0001.
     """
     is_below = p_value(questions, losses, gains, threshold) <= alpha
@@ -75,20 +76,18 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, thres
 
 @functools.cache
 def min_questions(drop: float, alpha: float) -> int:
-    """Smallest number of questions with which a run can show that accuracy drops by less than ``drop``.
-
-    It suffices if the run has neither losses nor gains.
-    """
-    questions = ceil(log(alpha) / log(1 - drop))  # no loss is improbable if the share of losses is `drop`
+    """Smallest number of questions with which a run can show that the accuracy drops by less than ``drop``. This number
+    suffices for a run without losses and gains."""
+    # if the share of losses is `drop`, a run without any loss is improbable
+    questions = ceil(log(alpha) / log(1 - drop))
     while p_value(questions, 0, 0, drop) > alpha:
         questions += 1
     return questions
 
 
 def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains: float = CHURN / 2) -> int | None:
-    """Number of questions with which a run probably shows that accuracy drops by less than ``drop``.
-
-    The probability is ``POWER``. The number comes from Nam's formula.
+    """Number of questions with which a run shows that the accuracy drops by less than ``drop``, with the probability
+    ``POWER``. The number comes from Nam's formula.
 
     :param losses: true share of losses.
     :param gains: true share of gains.
@@ -118,10 +117,8 @@ def pass_probability(questions: int, drop: float, alpha: float, losses: float, g
 
 
 def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Most likely rate of gains if the rate of losses is higher by ``drop``.
-
-    It is the root of the likelihood's derivative.
-    """
+    """Most likely rate of gains, if the rate of losses is the rate of gains plus ``drop``. It is the root of the
+    likelihood's derivative."""
     import numpy as np
 
     linear = 2 * questions * drop - losses * (1 + drop) - gains * (1 - drop)
@@ -131,12 +128,12 @@ def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> 
 
 
 def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Variance of losses minus gains of one question, in the most likely table with this drop."""
+    """Variance of (losses - gains) for one question, in the most likely table with the drop ``drop``."""
     return 2 * _likeliest_gains(questions, losses, gains, drop) + drop - drop * drop
 
 
 def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
-    """Score of each table: how far its drop lies below ``drop``, in standard errors."""
+    """Score of each table: the distance of its drop below ``drop``, in standard errors."""
     import numpy as np
 
     return (questions * drop - (losses - gains)) / np.sqrt(questions * _variance(questions, losses, gains, drop))
@@ -148,8 +145,8 @@ def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
 def _max_losses(questions: int, score: float, drop: float) -> Any:
     """Largest number of losses with which a table has at least ``score``, for each number of gains.
 
-    :returns: [questions + 1], by the number of gains from 0 on. -1: no table with this number of gains has the score.
-        Bisection finds the numbers, because the score falls with each loss.
+    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if no table with this
+        number of gains has the score. The numbers are found by bisection, because the score falls with each loss.
     """
     import numpy as np
 
@@ -163,11 +160,12 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
 
 def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
-    """Probability of a table with at most ``max_losses`` for its number of gains, at each pair of rates.
+    """Probability of all tables that have at most ``max_losses`` losses for their number of gains, at each pair of
+    rates.
 
-    :param max_losses: [questions + 1], by the number of gains.
-    :param losses: [rates], shares of losses.
-    :param gains: [rates], shares of gains.
+    :param max_losses: array of shape [questions + 1], indexed by the number of gains.
+    :param losses: array of shape [rates]: shares of losses.
+    :param gains: array of shape [rates]: shares of gains.
     """
     import numpy as np
     from scipy.stats import binom
@@ -176,7 +174,7 @@ def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any)
     counts = np.arange(questions + 1)
     chances = binom.pmf(counts, questions, gains)
     rates, counts = np.nonzero(chances > MIN_PROBABILITY)
-    # Share of losses among the questions that are no gain.
+    # Share of losses among the questions that are not gains.
     rest = np.minimum(1.0, losses / (1 - gains))[rates, 0]
     chances[rates, counts] *= binom.cdf(max_losses[counts], questions - counts, rest)
     return chances.sum(1)

@@ -24,7 +24,8 @@ from sglang_moe_patches.lab.observers.events import Acts, ChangeStatus, Memory
 from sglang_moe_patches.lab.regress import bound
 
 SCHEMA = 2
-"""Version of ``Comparison.to_dict``. It rises when a field is renamed, removed or changes its meaning."""
+"""Version of the format of ``Comparison.to_dict``. Raise it when a field is renamed or removed, or when a field's
+meaning changes."""
 MAX_DROP = 3.0
 """Default allowed drop in accuracy, in percentage points."""
 NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 2
@@ -57,30 +58,30 @@ class Run:
     engine: str
     """Release of the engine."""
     command: tuple[str, ...]
-    """Command that started the server. For a server that was already running: its address."""
+    """Command that started the server, or the address of a server that was already running."""
     answers: tuple[Answer, ...]
     startup_s: float
     """Seconds from the start of the command until the server was ready; 0 if it was already running. Start times cannot
     be compared: the first server warms the page cache and compiles kernels for the second server."""
     latency_s: float
-    """Duration of the evaluation, in seconds."""
+    """Duration of the whole evaluation, in seconds."""
     input_tokens: int
     output_tokens: int
     memory: Memory | None
-    """Memory figures that the server's processes recorded; ``None`` if they recorded none."""
+    """Memory figures that the server's processes recorded; ``None`` if the processes recorded no figures."""
     changes: tuple[ChangeStatus, ...]
     acted: Acts = field(default_factory=Acts)
     not_observed: str = ""
-    """Error because of which figures in ``memory`` are missing; empty if nothing failed."""
+    """Error that ended the recording of ``memory``, so that figures are missing; empty if there was no error."""
 
     @property
     def correct(self) -> int:
-        """Number of questions answered correctly."""
+        """Number of questions that the server answered correctly."""
         return sum(answer.correct for answer in self.answers)
 
     @property
     def accuracy(self) -> float:
-        """Share of questions answered correctly, 0 to 1."""
+        """Share of questions that the server answered correctly, 0 to 1."""
         return self.correct / len(self.answers) if self.answers else 0.0
 
     @property
@@ -96,12 +97,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of two runs with the same questions. :func:`compare` makes it."""
+    """Comparison of two runs with the same questions. Made by :func:`compare`."""
 
     stock: Run
     patched: Run
     require_identical: bool
-    """Whether one differing answer is enough for the verdict "worse"."""
+    """Whether a single differing answer is enough for the verdict "worse"."""
     alpha: float
     """Significance level of the one-sided tests."""
     max_drop: float
@@ -111,19 +112,20 @@ class Comparison:
     gains: int
     """Number of questions that only the patched server answered correctly."""
     p_two_sided: float
-    """McNemar's exact two-sided p-value. The null hypothesis: both servers are equally accurate."""
+    """McNemar's exact two-sided p-value. The null hypothesis is that both servers are equally accurate."""
     p_worse: float
-    """McNemar's exact one-sided p-value. The null hypothesis: the patched server is at least as accurate."""
+    """McNemar's exact one-sided p-value. The null hypothesis is that the patched server is at least as accurate."""
     texts_differ: int
-    """Number of answers with a different text."""
+    """Number of questions to which the two servers gave different texts."""
     tokens_differ: int
-    """Number of answers with different token ids."""
+    """Number of questions to which the two servers gave different token ids."""
     detectable_drop: int | None
-    """Smallest number of losses, without gains, that is significant; ``None`` if a loss of all questions is not."""
+    """Smallest number of losses, without gains, that is significant; ``None`` if even a loss of all questions is not
+    significant."""
     differing: tuple[tuple[int, Answer, Answer], ...]
-    """(index of the question, stock answer, patched answer) for each answer whose text or token ids differ."""
+    """Tuples (index of the question, stock answer, patched answer) for all answers that differ in text or token ids."""
     reasons: tuple[str, ...]
-    """Sentences that say why the patched server is worse; empty if it is not."""
+    """Sentences that say why the patched server is worse; empty if it is not worse."""
 
     @property
     def questions(self) -> int:
@@ -137,17 +139,18 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether the patched server is significantly worse, or has another answer despite ``require_identical``."""
+        """Whether the patched server is significantly worse. With ``require_identical``, also whether an answer
+        differs."""
         return bool(self.reasons)
 
     @cached_property
     def p_max_drop(self) -> float:
-        """Exact one-sided p-value. The null hypothesis: the accuracy drops by ``max_drop`` or more."""
+        """Exact one-sided p-value. The null hypothesis is that the accuracy drops by ``max_drop`` or more."""
         return bound.p_value(self.questions, self.losses, self.gains, self.max_drop / 100)
 
     @property
     def is_within_max_drop(self) -> bool:
-        """Whether the run shows that accuracy drops by less than ``max_drop``.
+        """Whether the run shows that the accuracy drops by less than ``max_drop``.
 
         The confidence interval of the drop must end below ``max_drop``, and ``accuracy_can_tell`` must hold.
         """
@@ -155,23 +158,25 @@ class Comparison:
 
     @cached_property
     def largest_drop(self) -> float:
-        """Upper end of the drop's one-sided confidence interval, in percentage points, at the level ``1 - alpha``."""
+        """Upper end of the one-sided confidence interval of the drop, in percentage points. The level is ``1 -
+        alpha``."""
         share = self.max_drop / 100
         return 100 * bound.largest_drop(self.questions, self.losses, self.gains, self.alpha, threshold=share)
 
     @cached_property
     def questions_needed(self) -> int | None:
-        """Number of questions that would show with a power of 80 % that the drop is below ``max_drop``.
+        """Number of questions that would show, with a probability of 80 %, that the drop is below ``max_drop``.
 
-        The true shares of losses and gains are assumed to be those of this run. ``None`` if no number suffices, because
-        this run's drop is at least ``max_drop``.
+        The true shares of losses and gains are assumed to equal those of this run. The value is ``None`` if no number
+        suffices, because this run's drop is at least ``max_drop``.
         """
         losses, gains = (number / self.questions for number in (self.losses, self.gains))
         return bound.questions_for(self.max_drop / 100, self.alpha, losses=losses, gains=gains)
 
     @property
     def conclusive(self) -> bool:
-        """Whether the run has a verdict: worse, no worse by more than ``max_drop``, or identical as required."""
+        """Whether the run leads to a verdict: "worse", "no worse" by more than ``max_drop``, or identical answers if
+        they are required."""
         return self.worse or self.require_identical or self.is_within_max_drop
 
     @property
@@ -190,13 +195,14 @@ class Comparison:
     def accuracy_can_tell(self) -> bool:
         """Whether the stock server is accurate enough for a comparison.
 
-        It is if a patched server without any correct answer would be significantly worse, by more than ``max_drop``.
+        It is accurate enough if a patched server without any correct answer would be significantly worse, by more than
+        ``max_drop``.
         """
         few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
         return not few and 100 * self.stock.accuracy > self.max_drop
 
     def to_dict(self) -> dict[str, Any]:
-        """Content of report.json."""
+        """Return the content of report.json."""
         return {
             "schema": SCHEMA,
             "settings": {name: getattr(self, name) for name in ("require_identical", "alpha", "max_drop")},
@@ -246,7 +252,7 @@ def mcnemar(losses: int, gains: int) -> tuple[float, float]:
 
 
 def min_losses(alpha: float) -> int:
-    """Smallest number of losses, without gains, that is significant: ``k`` losses have a p-value of ``2 ** -k``."""
+    """Smallest number of losses, without gains, that is significant. ``k`` losses have the p-value ``2 ** -k``."""
     return next(k for k in count(1) if 0.5**k < alpha)
 
 

@@ -29,8 +29,8 @@ class EvaluationFailed(RuntimeError):
 class Evaluation:
     """Settings of an evaluation. Both servers are evaluated with the same settings.
 
-    :param data_path: GSM8K's test.jsonl; ``None``: the engine downloads it.
-    :param questions: number of questions, from the first one on.
+    :param data_path: path of GSM8K's test.jsonl; ``None`` to let the engine download it.
+    :param questions: number of questions, from the first question on.
     :param shots: number of worked examples in front of each question.
     :param max_new_tokens: maximum length of an answer, in tokens.
     :param parallel: maximum number of concurrent requests.
@@ -44,10 +44,10 @@ class Evaluation:
 
 
 def count_questions(path: Path) -> int:
-    """Count the questions in a file.
+    """Return the number of questions in a file.
 
-    :param path: file with one JSON object per line, with the keys ``question`` and ``answer``. An answer ends in
-        ``#### NUMBER``.
+    :param path: file with one JSON object per line, with the keys ``question`` and ``answer``. An answer ends in ``####
+        NUMBER``.
     :raises ValueError: the file is missing or malformed.
     """
     try:
@@ -69,7 +69,7 @@ def count_questions(path: Path) -> int:
 
 
 def check_questions(path: Path, count: int, shots: int) -> None:
-    """Check that a file has enough questions.
+    """Raise an error if a file does not have enough questions.
 
     :raises ValueError: the file is missing or malformed, or it has fewer questions than ``count`` or ``shots``.
     """
@@ -85,12 +85,12 @@ def evaluate(
     work: Path,
     while_waiting: Callable[[int, float], None] = lambda answered, seconds: None,
 ) -> dict[str, Any]:
-    """Evaluate the server at ``url``, at temperature 0.
+    """Send all questions to the server at ``url``, at temperature 0, and return its answers.
 
     :param environment: environment of the client's process.
     :param work: folder for the client's files.
     :param while_waiting: function that is called five times a second with the number of answered questions and the
-        seconds since the start. An exception from it ends the evaluation.
+        seconds since the start. The function can raise an exception to end the evaluation.
     :returns: ``answers`` (a list of dictionaries with ``question``, ``text``, ``label``, ``predicted`` and ``tokens``),
         ``latency_s``, and the sums ``input_tokens`` and ``output_tokens``.
     :raises EvaluationFailed: the server did not answer every question.
@@ -107,7 +107,8 @@ def evaluate(
     try:
         ended = False
         while not ended:
-            ended = client.exit_code() is not None  # read before the last report, so that it counts all answers
+            # read the file before the last report, so that the report counts all answers
+            ended = client.exit_code() is not None
             while_waiting(answered.stat().st_size if answered.exists() else 0, time.monotonic() - started)
             time.sleep(0 if ended else 0.2)
     finally:
@@ -124,8 +125,8 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
     host, port = url.rsplit(":", 1)
     lines: list[Any] = []
     states: list[Any] = []
-    # The engine's evaluation returns only totals. It reads the questions with ``read_jsonl`` and passes the state of
-    # every answer to ``dump_state_text``, so both functions are replaced.
+    # The engine's evaluation returns only totals. Replace two of its functions to get the single answers: the
+    # evaluation reads the questions with ``read_jsonl``, and passes the state of every answer to ``dump_state_text``.
     read_jsonl = few_shot_gsm8k.read_jsonl
 
     def keep_lines(name: str) -> list[Any]:
@@ -133,13 +134,14 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
         return lines
 
     few_shot_gsm8k.read_jsonl = keep_lines
-    if hasattr(few_shot_gsm8k, "normalize_base_url"):  # newer releases take "http://host" for a host name
+    if hasattr(few_shot_gsm8k, "normalize_base_url"):  # newer releases take "http://host" for the host name
         few_shot_gsm8k.normalize_base_url = lambda host, port: url
     few_shot_gsm8k.dump_state_text = lambda name, all_states: states.extend(all_states)
     endpoint = few_shot_gsm8k.RuntimeEndpoint
 
     class CountingEndpoint(endpoint):  # type: ignore[misc, valid-type]
-        """Endpoint that appends a byte to a file after each answer, so that the parent process can count answers."""
+        """Client for an engine server that appends a byte to a file after each answer. The parent process counts the
+        bytes."""
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             answer = super().generate(*args, **kwargs)
@@ -158,7 +160,7 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
             max_new_tokens=evaluation.max_new_tokens,
             parallel=evaluation.parallel,
             temperature=0,
-            return_logprob=True,  # the engine's client returns token ids only with log-probabilities
+            return_logprob=True,  # the engine's client returns token ids only together with log-probabilities
             logprob_start_len=None,
         )
     )

@@ -24,9 +24,9 @@ def render(template: Path, **values: Any) -> str:
 
 
 def replace(contents: Mapping[str, str], directory: Path) -> None:
-    """Write several files. If one cannot be written, all existing files stay as they are.
+    """Write several files at once. If one file cannot be written, all existing files stay as they are.
 
-    :param contents: content of each file, by its name. An existing file of this name is replaced.
+    :param contents: content of each file. The key is the file's name. An existing file of this name is replaced.
     :param directory: folder of the files. It is created if it does not exist.
     :raises OSError: the folder or a file cannot be written.
     """

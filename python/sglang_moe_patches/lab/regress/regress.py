@@ -54,7 +54,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Criterion:
-    """Thresholds for the verdicts "worse" and "no worse"; see :func:`compare.compare`."""
+    """Thresholds for the verdicts "worse" and "no worse". :func:`compare.compare` explains them."""
 
     require_identical: bool
     alpha: float
@@ -62,14 +62,14 @@ class Criterion:
 
     @property
     def min_questions(self) -> int:
-        """Smallest number of questions with which accuracy can give a verdict."""
+        """Smallest number of questions with which a run can lead to the verdict "no worse" or "worse"."""
         return max(min_losses(self.alpha), bound.min_questions(self.max_drop / 100, self.alpha))
 
 
 def default_questions(data_path: Path | None, criterion: Criterion) -> int:
-    """Number of questions that suffice for the verdict "no worse", if both servers are equally good.
+    """Return the number of questions that suffices for the verdict "no worse", if both servers are equally good.
 
-    :param data_path: file with questions; ``None``: the whole test set of GSM8K.
+    :param data_path: file with questions; ``None`` to use the test set of GSM8K.
     :raises CannotRun: the file has too few questions or cannot be read.
     """
     try:
@@ -77,7 +77,7 @@ def default_questions(data_path: Path | None, criterion: Criterion) -> int:
     except ValueError as error:
         raise CannotRun(str(error)) from None
     needed = bound.questions_for(criterion.max_drop / 100, criterion.alpha)
-    assert needed is not None  # losses and gains are expected to be equal
+    assert needed is not None  # equally good servers are expected to have as many losses as gains
     if needed <= available or criterion.require_identical:
         return min(needed, available)
     raise CannotRun(
@@ -171,7 +171,8 @@ def _to_json(run: Run) -> bytes:
 
 
 def _announcement(evaluation: Evaluation, criterion: Criterion) -> str:
-    """Line that is printed before the first question: the number of questions and what it can show."""
+    """Return the line that is printed before the first question. It says how many questions there are, and what they
+    can show."""
     questions = f"{evaluation.questions:,} questions to each server, one server after the other"
     if criterion.require_identical:
         return f'{questions}; the verdict is "worse" if any answer differs.'
@@ -185,7 +186,7 @@ def _announcement(evaluation: Evaluation, criterion: Criterion) -> str:
 
 
 def evaluate_url(name: str, url: str, environment: dict[str, str], evaluation: Evaluation) -> Run:
-    """Evaluate a server that is already running.
+    """Send all questions to a server that is already running, and return its answers.
 
     :raises CannotRun: no engine answers at ``url``. No question was sent.
     :raises gsm8k.EvaluationFailed: the server did not answer every question.
@@ -196,11 +197,11 @@ def evaluate_url(name: str, url: str, environment: dict[str, str], evaluation: E
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """Sends the same questions to several servers, with the same settings.
+    """Object that sends the same questions to several servers, with the same settings.
 
     :param environment: environment of the servers to start. The client's environment is derived from it.
-    :param interrupt: function that is called several times a second while the evaluator waits. It raises an exception
-        to end the run.
+    :param interrupt: function that is called several times a second while the evaluator waits. The function can raise
+        an exception to end the run.
     :param console: console for progress lines.
     :param announcement: line to print before the first server.
     """
@@ -212,7 +213,8 @@ class _Evaluator:
     announcement: str = ""
 
     def ask_addresses(self, subject: Addresses) -> Iterator[Run]:
-        """Evaluate two running servers, first stock, then patched; errors as in :func:`run`."""
+        """Evaluate two servers that are already running: first the stock server, then the patched server. Raises the
+        errors of :func:`run`."""
         urls = {STOCK: subject.stock.rstrip("/"), PATCHED: subject.patched.rstrip("/")}
         releases = {name: _engine_release(url) for name, url in urls.items()}
         self.console.print(self.announcement, highlight=False)
@@ -228,9 +230,9 @@ class _Evaluator:
             return self._ask(name, url, work, (url,), release)
 
     def start_servers(self, subject: ServerSpec, logs: Path) -> Iterator[Run]:
-        """Start, evaluate and end the stock server, then the patched server; errors as in :func:`run`.
+        """Start, evaluate and end the stock server, then the patched server. Raises the errors of :func:`run`.
 
-        The servers run one after the other. Both at once would not fit on a GPU, and would slow each other down.
+        The servers run one after the other. Two servers at once would not fit on a GPU, and would slow each other down.
 
         :param logs: folder for the servers' logs.
         """
@@ -281,7 +283,7 @@ class _Evaluator:
                 raise _failure_type(name)(f"{error}\n{server.log_tail()}") from error
 
     def _ask(self, name: str, url: str, work: Path, command: tuple[str, ...], release: str) -> Run:
-        # The client imports the engine, but it must not be patched or observed.
+        # The client imports the engine, but its engine must neither be patched nor observed.
         removed = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in removed}
         with show_progress(self.console, f"{name}: asking") as update:
@@ -323,7 +325,7 @@ def _failure_type(name: str) -> type[CannotRun | PatchedFailed]:
 
 
 def _engine_release(url: str) -> str:
-    """Ask a running server for its engine's release.
+    """Ask a running server for its engine's release, and return the release.
 
     :raises CannotRun: no engine answers at ``url``.
     """

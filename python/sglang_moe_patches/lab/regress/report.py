@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 NOT_MEASURED = "not measured"
 STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONCLUSIVE: ("bold yellow", "open")}
-"""Pair of a style on the terminal and a CSS class on the page, by exit code."""
+"""Style on the terminal and CSS class on the page. The key is the exit code."""
 
 
 class Row(NamedTuple):
-    """One row of the table of figures. ``patched`` is empty if ``stock`` is a figure about both servers."""
+    """Row of the table of figures. If ``patched`` is empty, ``stock`` is a figure about both servers together."""
 
     label: str
     stock: str
@@ -38,7 +38,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def points(number: float) -> str:
-    """Format percentage points of accuracy."""
+    """Format a number of percentage points of accuracy."""
     return "1 point" if number == 1 else f"{number:g} points"
 
 
@@ -73,7 +73,7 @@ def _largest_drop(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Headline of the report: the strongest statement that the comparison supports."""
+    """Return the headline of the report: the strongest statement that the comparison supports."""
     if comparison.worse:
         return "Patched is WORSE than stock"
     if comparison.conclusive and not comparison.differing:
@@ -89,7 +89,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def explain_inconclusive(comparison: Comparison) -> str:
-    """One line that says why the run has no verdict, and what to change."""
+    """Return a line that says why the run has no verdict, and what to change."""
     count, most = comparison.questions, comparison.max_drop
     fewest = bound.min_questions(most / 100, comparison.alpha)
     if not comparison.accuracy_can_tell:
@@ -139,7 +139,7 @@ def summary(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _memory_pair(comparison: Comparison, name: str) -> tuple[int, int] | None:
-    """One memory figure of the stock and of the patched server.
+    """Return a memory figure of the stock server, and the same figure of the patched server.
 
     :param name: attribute of :class:`~sglang_moe_patches.lab.observers.events.Memory`.
     :returns: ``None`` if the figure was not measured, or if the largest forward passes had different numbers of tokens.
@@ -154,7 +154,7 @@ def _memory_pair(comparison: Comparison, name: str) -> tuple[int, int] | None:
 class Saving(NamedTuple):
     """Activation memory of the largest forward pass in both servers, in bytes.
 
-    :param moment: moment of the forward pass to which the figures belong, in words.
+    :param moment: phrase for the moment of the forward pass to which the figures belong.
     """
 
     moment: str
@@ -163,7 +163,8 @@ class Saving(NamedTuple):
 
 
 def _find_saving(comparison: Comparison) -> Saving | None:
-    """Activation memory that the patched server saves; ``None`` if it is less than 0.5 %, or was not measured."""
+    """Return the activation memory of both servers, if the patched server saves some; ``None`` if it saves less than
+    0.5 %, or if the memory was not measured."""
     for moment, name in (
         ("at the peak of one forward pass", "peak_forward_bytes"),
         ("live when the MoE kernel starts", "live_at_kernel_bytes"),
@@ -175,7 +176,7 @@ def _find_saving(comparison: Comparison) -> Saving | None:
 
 
 def overview(comparison: Comparison) -> list[tuple[str, str]]:
-    """Rows (name, value) of the first table: what was compared, and the result in short."""
+    """Return the rows (name, value) of the first table: the compared servers, and a summary of the result."""
     stock, patched = comparison.stock, comparison.patched
     command = patched.command
     model = command[command.index("--model-path") + 1] if "--model-path" in command else ""
@@ -199,7 +200,7 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def rows(comparison: Comparison) -> list[Row]:
-    """Rows of the table of figures. A memory figure that neither server measured has no row."""
+    """Return the rows of the table of figures. A memory figure that neither server measured gets no row."""
     stock, patched = comparison.stock, comparison.patched
     count, tokens = comparison.questions, saved_kv_tokens(comparison)
     identical = "yes" if comparison.token_identical else f"no, {comparison.tokens_differ} of {count} differ"
@@ -238,7 +239,8 @@ def rows(comparison: Comparison) -> list[Row]:
 
 
 def saved_kv_tokens(comparison: Comparison) -> int | None:
-    """Tokens of KV cache that fit into the memory that the patched server's largest forward pass saves, on each GPU.
+    """Return the number of KV cache tokens that fit into the saved memory of a GPU. The saved memory is the difference
+    between the largest forward passes of the two servers.
 
     :returns: ``None`` if the patched server saves nothing, or if a figure is missing.
     """
@@ -257,7 +259,8 @@ def _incomplete(comparison: Comparison) -> list[str]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return sentences about the meaning of the figures, about their limits, and about parts that were not run."""
+    """Return sentences about the meaning and the limits of the figures, and about steps of the comparison that did not
+    run."""
     drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
     lines = [
         "Both servers answered the same questions at temperature 0. McNemar's test uses only the questions that one "
@@ -332,7 +335,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
-    """Print the figures, the status of each change, the verdict and its reasons."""
+    """Print the figures, the status of each change, and the verdict with its reasons."""
     from rich.table import Table
     from rich.text import Text
 
@@ -342,7 +345,8 @@ def print_table(comparison: Comparison, console: Console) -> None:
     for run in (comparison.stock, comparison.patched):
         table.add_column(Text(run.name), justify="right")
     for row in rows(comparison):
-        # A figure about both servers stands in the patched column, because it describes patched against stock.
+        # A figure about both servers is printed in the patched column, because it compares the patched server with the
+        # stock server.
         cells = (row.stock, row.patched) if row.patched else ("", row.stock)
         table.add_row(Text(row.label), *map(Text, cells))
     console.print(table)
@@ -362,7 +366,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
 class Bar(NamedTuple):
     """One bar of a chart.
 
-    :param width: length in per cent of the chart's width. The longest bar has 70 %, which leaves room for its text.
+    :param width: length in per cent of the chart's width. The longest bar has 70 %, so that its text fits beside it.
     """
 
     width: float
@@ -370,7 +374,7 @@ class Bar(NamedTuple):
 
 
 def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]]]:
-    """Charts of the figures that both servers measured.
+    """Return charts of the figures that were measured for both servers.
 
     Throughput has no chart, because one run of each server is no benchmark.
 
@@ -406,7 +410,7 @@ def _common_prefix_length(stock: Sequence[Any], patched: Sequence[Any]) -> int:
 
 
 def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
-    """Return the values for the HTML template's section about one differing answer."""
+    """Return the template's values for the section about one differing answer."""
     same = _common_prefix_length(stock.text, patched.text)
     token = _common_prefix_length(stock.tokens, patched.tokens)
     return {
@@ -428,7 +432,7 @@ def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
 
 
 def render_html(comparison: Comparison) -> str:
-    """Render report.html. The page loads nothing from elsewhere."""
+    """Render report.html. The page loads no other files."""
     return pages.render(
         Path(__file__).with_name("report.html.j2"),
         verdict=verdict(comparison),
@@ -446,7 +450,7 @@ def render_html(comparison: Comparison) -> str:
 
 
 def write(comparison: Comparison, directory: Path) -> Path:
-    """Write report.json and report.html; errors as in :func:`pages.replace`.
+    """Write report.json and report.html. Raises the errors of :func:`pages.replace`.
 
     :returns: path of report.html.
     """

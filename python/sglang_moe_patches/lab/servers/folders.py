@@ -15,7 +15,8 @@ from pathlib import Path
 class Scratch:
     """Temporary folder for the length of a ``with`` block.
 
-    :param keep_in: folder that receives the logs and answers if this process is killed; ``None``: they are lost.
+    :param keep_in: folder to which the logs and answers are copied if this process is killed; ``None`` if they need not
+        be kept.
     """
 
     folder: Path
@@ -23,7 +24,8 @@ class Scratch:
 
 
 scratch_folders: list[Scratch] = []
-"""Temporary folders that this process uses now. If the process is killed, a supervisor clears them (:func:`clear`)."""
+"""Temporary folders that this process uses at the moment. If the process is killed, a supervisor removes them
+(:func:`clear`)."""
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def scratch(keep_in: Path | None = None) -> Iterator[Path]:
 
 
 def clear(scratch: Scratch) -> None:
-    """Remove a killed process's temporary folder. Logs and answers in it are first copied to ``keep_in``."""
+    """Remove the temporary folder of a killed process. Before, copy the folder's logs and answers to ``keep_in``."""
     if scratch.keep_in is not None and scratch.folder.exists():
         answers = {path.name: path.read_bytes() for path in sorted(scratch.folder.glob("*.json*"))}
         if files := {**logs_in(scratch.folder), **answers}:
@@ -57,14 +59,14 @@ def remove(folder: Path) -> None:
 
 
 def logs_in(folder: Path) -> dict[str, bytes]:
-    """Read the servers' logs in a folder, by file name."""
+    """Return the content of each server log in a folder. The key is the file's name."""
     return {log.name: log.read_bytes() for log in sorted(folder.glob("*.log"))}
 
 
 def keep(files: Mapping[str, bytes], output: Path) -> Path:
-    """Write files to ``output``. If that fails, write them to a new temporary folder.
+    """Write files to ``output``. If writing fails, write the files to a new temporary folder.
 
-    :param files: content of each file, by its name.
+    :param files: content of each file. The key is the file's name.
     :returns: folder with the files.
     """
 

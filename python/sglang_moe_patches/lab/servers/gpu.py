@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 SLACK_MIB = 512
-"""Growth of the used memory that is ignored, because other processes use a little memory, too."""
+"""Growth of the used memory that is ignored, in MiB. Other processes use a little memory, too."""
 TIMEOUT_S = 60.0
 
 
@@ -17,7 +17,8 @@ class MemoryInUse(RuntimeError):
 
 
 def used_mib() -> dict[str, int]:
-    """Used memory of each visible GPU in MiB, by index and model name; empty without ``nvidia-smi``."""
+    """Return the used memory of each visible GPU in MiB. The key is the GPU's index and model name. The dictionary is
+    empty if there is no ``nvidia-smi``."""
     command = ["nvidia-smi", "--query-gpu=index,name,memory.used", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
@@ -33,7 +34,8 @@ def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -
     """Wait until every GPU has as much free memory as before the stock server.
 
     :param before: :func:`used_mib` before the stock server started.
-    :param while_waiting: function that is called about four times a second. An exception from it ends the waiting.
+    :param while_waiting: function that is called about four times a second. The function can raise an exception to end
+        the waiting.
     :raises MemoryInUse: a GPU's memory is still in use after ``TIMEOUT_S`` seconds.
     """
     deadline = time.monotonic() + TIMEOUT_S

@@ -31,6 +31,6 @@ def catch_signals() -> Iterator[Callable[[], None]]:
     try:
         yield check
     finally:
-        if not arrived:  # after a signal the command ends, and a further Ctrl-C must print no traceback
+        if not arrived:  # After a signal the command ends. A further Ctrl-C must not print a traceback.
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Check the arguments of ``regress`` before a server starts, and reject those that it does not support."""
+"""Reject server arguments that ``regress`` does not support, before a server starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.machine import PLUGIN_NAME
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""Matches the name of a model on the Hugging Face hub."""
+"""Pattern for the name of a model on the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,11 @@ class Refusal:
     """Reason why a command rejects a server argument.
 
     :param why: the reason, for the error message.
-    :param instead: advice what to do instead, for the error message.
-    :param applies: function that takes the argument's value ("" for none) and returns whether to reject it.
-    :param ours: whether the command itself sets the argument on the command line. It then overrides ``--config``.
+    :param instead: advice for the error message, such as another argument.
+    :param applies: function that returns whether to reject a value of the argument. An argument without a value has the
+        value "".
+    :param ours: whether ``regress`` itself sets the argument on the server's command line. The command line overrides
+        ``--config``.
     """
 
     why: str
@@ -58,7 +60,7 @@ REFUSED: dict[str, Refusal] = {
     "--delete-ckpt-after-loading": Refusal("the patched server needs the checkpoint, too", "leave it out"),
     "--skip-tokenizer-init": Refusal("the questions are text, not token ids", "leave it out"),
 }
-"""Server arguments that ``regress`` rejects, by name."""
+"""Server arguments that ``regress`` rejects. The key is the argument's name."""
 
 
 def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
@@ -84,14 +86,14 @@ def _flag_values(arguments: list[str]) -> Iterator[tuple[str, str]]:
 def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
     """Read the (flag, value) pairs that the engine takes from ``--config FILE``.
 
-    Arguments that the command itself sets are left out, because the command line overrides the file.
+    Arguments that ``regress`` itself sets are left out, because the command line overrides the file.
     """
     for flag, value in _flag_values(arguments):
         if flag != "--config":
             continue
         try:
             settings = importlib.import_module("yaml").safe_load(Path(value).read_text(encoding="utf-8"))
-        except Exception:  # the engine reports errors in the file
+        except Exception:  # the engine itself reports errors in the file
             continue
         for name, setting in settings.items() if isinstance(settings, dict) else ():
             config_flag = f"--{str(name).replace('_', '-')}"
@@ -101,13 +103,13 @@ def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterat
 
 
 def check_model(model: str) -> None:
-    """Check the value of ``--model``.
+    """Raise an error if the value of ``--model`` cannot be a model.
 
     :raises ValueError: ``model`` is a path without a checkpoint.
     """
     path = Path(model).expanduser()
     if path.exists():
-        usable = path.is_file() or (path / "config.json").is_file()  # GGUF checkpoints are files
+        usable = path.is_file() or (path / "config.json").is_file()  # a GGUF checkpoint is a file
     else:
         usable = "://" in model or HUB_NAME.fullmatch(model) is not None
         usable &= not model.startswith(("/", ".", "~"))
@@ -119,7 +121,7 @@ def check_model(model: str) -> None:
 
 
 def check_plugins(environ: Mapping[str, str]) -> None:
-    """Check that the engine will load this package.
+    """Raise an error if the engine would not load this package as a plugin.
 
     :raises ValueError: ``SGLANG_PLUGINS`` leaves this package out.
     """
@@ -130,7 +132,7 @@ def check_plugins(environ: Mapping[str, str]) -> None:
 
 
 def check_address(option: str, url: str) -> None:
-    """Check the value of an option that takes a server's address.
+    """Raise an error if ``url`` is not the address of a server.
 
     :raises ValueError: ``url`` is not an HTTP address with a host and a port.
     """
@@ -144,9 +146,9 @@ def check_address(option: str, url: str) -> None:
 
 
 def check_output(folder: Path) -> None:
-    """Check that the folder of ``--output`` can be written, or can be created.
+    """Raise an error if the folder of ``--output`` can neither be written nor created.
 
-    :raises ValueError: it is a file, or it cannot be written.
+    :raises ValueError: the folder is a file, or it cannot be written.
     """
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path())
     if not existing.is_dir():

@@ -1,4 +1,4 @@
-"""Run one engine server for the length of a ``with`` block, and end all of its processes after it."""
+"""Run one engine server for the length of a ``with`` block, and end all of its processes after the block."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-"""Error of PyTorch's store, ZeroMQ and uvicorn when another process already listens on a port."""
+"""Pattern for the error message of PyTorch's store, ZeroMQ or uvicorn if another process already listens on a port."""
 
 
 class ServerFailed(RuntimeError):
-    """Raised if the server ended, or was not ready in time. The message ends with the last lines of its log."""
+    """Raised if the server ended too early, or was not ready in time. The message ends with the last lines of the
+    server's log."""
 
 
 def free_port() -> int:
-    """Choose a free port. The port 10,000 above it is free, too, because the engine uses it for gRPC.
+    """Return a free port. The port 10,000 above it is also free, because the engine uses that port for gRPC.
 
     Both ports lie below 32768. Linux assigns higher ports to outgoing connections, and a server binds its port many
     seconds after this function chose it.
@@ -57,9 +58,9 @@ class Server:
     :param environment: complete environment of the process.
     :param log: file for the server's output.
     :param timeout: seconds until the server must answer.
-    :param port: port to listen on; ``None``: a free port.
+    :param port: port to listen on; ``None`` to choose a free port.
     :param progress: function that is called about twice a second while the server starts, with the seconds since the
-        start and the last line of the log. An exception from it ends the server.
+        start and the last line of the log. The function can raise an exception to end the server.
     """
 
     def __init__(
@@ -126,9 +127,9 @@ class Server:
         self.stop()
 
     def check(self, when: str = "") -> None:
-        """Check that the server still runs.
+        """Raise an error if the server has ended.
 
-        :param when: time of the check, for the error message.
+        :param when: moment of the check in words, for the error message.
         :raises ServerFailed: the server has ended.
         """
         code = None if self._process is None else self._process.exit_code()
@@ -136,9 +137,9 @@ class Server:
             raise self._failure(f"ended with exit code {code} {when}".rstrip())
 
     def stop(self) -> None:
-        """End every process that the server started, and return after the last of them has ended.
+        """End every process that the server started. Return when the last process has ended.
 
-        :raises StillRunning: a process cannot be ended. The message names it.
+        :raises StillRunning: a process cannot be ended. The message names the process.
         """
         if self._process is not None:
             self._process.end()
@@ -170,16 +171,16 @@ class Server:
 
 
 PROGRESS_INTERVAL_S = 30.0
-"""Seconds between two progress lines when the output is not a terminal."""
+"""Seconds between two progress lines if the output is not a terminal."""
 
 
 @contextmanager
 def show_progress(console: Console, activity: str) -> Iterator[Callable[..., None]]:
-    """Show progress within the block: in one changing line on a terminal, else in a line every 30 seconds.
+    """Context manager that shows progress: in one changing line on a terminal, otherwise in one line every 30 seconds.
 
     :param activity: first line.
-    :returns: a function that updates the line. It takes the seconds since the start, a line, and a text that only a
-        terminal shows after the line.
+    :returns: a function that updates the line. Its arguments are the seconds since the start, a line, and a text that
+        is appended only on a terminal.
     """
     last_print_s = 0.0
     with console.status(activity, refresh_per_second=4) as status:
@@ -196,9 +197,10 @@ def show_progress(console: Console, activity: str) -> Iterator[Callable[..., Non
 
 @contextmanager
 def show_starting(server: Server, console: Console, interrupt: Callable[[], None]) -> Iterator[None]:
-    """Show within the block how long the server has been starting, and the last line of its log.
+    """Context manager that shows how long the server has been starting, and the last line of its log.
 
-    :param interrupt: function that is called about twice a second. It raises an exception to end the server.
+    :param interrupt: function that is called about twice a second. The function can raise an exception to end the
+        server.
     """
     with show_progress(console, f"{server.name}: starting") as update:
 

@@ -25,7 +25,7 @@ class ServerSpec:
     :param model: path or name of the model.
     :param arguments: server arguments, without model, host and port.
     :param startup_timeout: seconds until a server must answer.
-    :param port: port of both servers, which run one after the other; ``None``: free ports.
+    :param port: port of both servers, which run one after the other; ``None`` to choose free ports.
     """
 
     model: str
@@ -35,19 +35,20 @@ class ServerSpec:
 
     @property
     def server_arguments(self) -> list[str]:
-        """Server arguments with the model, without host and port."""
+        """Return the server arguments with the model, but without host and port."""
         path = Path(self.model).expanduser()
         return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
 
     @property
     def names_device(self) -> bool:
-        """Whether the arguments contain ``--device``, or ``--config``, because its file may contain ``--device``."""
+        """Return whether the arguments contain ``--device``. A ``--config`` counts, too, because its file may contain
+        ``--device``."""
         return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
 
     def check(self, environment: Mapping[str, str]) -> None:
-        """Check all arguments and variables of the servers.
+        """Raise an error if an argument or an environment variable of the servers is wrong.
 
-        :raises ValueError: an argument or variable is wrong. The message is one line with a better value.
+        :raises ValueError: an argument or variable is wrong. The message is one line that suggests a better value.
         """
         refusals.check_server_arguments(list(self.arguments))
         refusals.check_model(self.model)

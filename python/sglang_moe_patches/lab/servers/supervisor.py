@@ -1,10 +1,10 @@
 """Run a command so that the command and all of its processes end with the process that started it.
 
-A server consists of dozens of processes, in sessions and process groups of their own. :class:`Supervised` starts a
-*supervisor* process between the server and its *owner*, the process that uses :class:`Supervised`
-(``python -m sglang_moe_patches.lab.servers.supervisor COMMAND...``). The supervisor adopts every process that loses its
-parent, so no process can leave the *family*. It reads from a pipe to the owner. If the owner closes the pipe or is
-killed, even with SIGKILL, the supervisor ends the whole family.
+A server consists of dozens of processes. They run in several sessions and process groups. :class:`Supervised` starts a
+*supervisor* process between the server and its *owner*, the process that uses :class:`Supervised` (``python -m
+sglang_moe_patches.lab.servers.supervisor COMMAND...``). The server's processes are the *family*. The supervisor adopts
+every process that loses its parent, so no process can leave the family. The supervisor also reads from a pipe to the
+owner. If the owner closes the pipe or is killed, even with SIGKILL, the supervisor ends the whole family.
 
 The family ends in steps:
 
@@ -44,15 +44,16 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 TERM_TIMEOUT_S = 6.0
 """Seconds from SIGTERM to SIGKILL. SGLang checks every 5 seconds whether SIGTERM arrived."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Parts of the command lines of processes that remove the shared memory of other processes after these have ended."""
+"""Parts of the command lines of processes that remove the shared memory of other processes, after the other processes
+have ended."""
 CLEANUP_TIMEOUT_S = 5.0
-"""Seconds until ``CLEANERS`` receive SIGKILL."""
+"""Seconds from SIGTERM until the processes of ``CLEANERS`` receive SIGKILL."""
 SUPERVISOR_TIMEOUT_S = 20.0
-"""Seconds that a supervisor has to end its family. Afterwards its owner ends the family itself."""
+"""Seconds within which a supervisor must end its family. Afterwards its owner ends the family itself."""
 END_MESSAGE = b"."
-"""Byte that an owner writes before it closes the pipe. Without it the owner was killed."""
+"""Byte that an owner writes before it closes the pipe. If the byte is missing, the owner was killed."""
 KILL_TIMEOUT_S = 120.0
-"""Seconds that processes have to end after SIGKILL. The GPU's driver frees their memory before they end."""
+"""Seconds within which processes must end after SIGKILL. The GPU's driver frees their memory before they end."""
 
 
 class StillRunning(RuntimeError):
@@ -60,7 +61,7 @@ class StillRunning(RuntimeError):
 
 
 class Supervised:
-    """Running command with a supervisor process of its own.
+    """Running command, whose processes are ended by a supervisor process.
 
     :param environment: complete environment of the command.
     :param output: file for the command's standard output and standard error.
@@ -115,7 +116,7 @@ class Supervised:
         if remaining:
             raise StillRunning(f"still running after {KILL_TIMEOUT_S:.0f} s: {', '.join(map(_describe, remaining))}")
         self._supervisor.wait()
-        if self._temporary:  # still exists if the supervisor could not remove it
+        if self._temporary:  # the folder still exists if the supervisor could not remove it
             remove(Path(self._temporary))
         self._ended = True
 
@@ -125,7 +126,8 @@ MAX_FOLDER_LENGTH = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def _temporary_folder(environment: dict[str, str]) -> str | None:
-    """Create a folder where the command would put its temporary files. ``None``: it cannot be created."""
+    """Create the folder for the command's temporary files, in the place where the command would put them; ``None`` if
+    the folder cannot be created."""
     with suppress(OSError):
         folder = tempfile.mkdtemp(prefix="moe-", dir=environment.get("TMPDIR") or None)
         if len(folder) <= MAX_FOLDER_LENGTH:
@@ -135,24 +137,27 @@ def _temporary_folder(environment: dict[str, str]) -> str | None:
 
 
 def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str, str]:
-    """Return the environment with ``folder`` for temporary files. PyTorch's cache of compiled kernels is not moved.
+    """Return a copy of the environment in which ``folder`` is the folder for temporary files. PyTorch's cache of
+    compiled kernels is not moved.
 
-    Without this cache a server would compile its kernels anew. It chooses kernels by timing, so it may choose kernels
-    that round differently from the previous server's.
+    Without this cache, a server would compile its kernels again. The server chooses kernels by timing, so it might
+    choose other kernels than the previous server. They might round differently.
     """
     if folder is None:
         return environment
     kept = {}
-    with suppress(KeyError, OSError):  # the user has no name
+    with suppress(KeyError, OSError):  # the user has no name on this system
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        kept["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(folder), f"torchinductor_{user}")  # its default
+        # PyTorch's default folder
+        kept["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(folder), f"torchinductor_{user}")
     return {**kept, **environment, "TMPDIR": folder}
 
 
 def family(root: psutil.Process) -> list[psutil.Process]:
-    """Return a family's processes: ``root``, its descendants and its session, without this process and zombies."""
+    """Return the processes of a family: ``root``, its descendants, and its session. This process and zombies are left
+    out."""
     found = {}
-    if root.is_running():  # False if another process has its number by now
+    if root.is_running():  # False if the process has ended and another process has its number
         with suppress(psutil.NoSuchProcess):
             found = {process.pid: process for process in [root, *root.children(recursive=True)]}
     for process in psutil.process_iter():
@@ -175,7 +180,8 @@ def _describe(process: psutil.Process) -> str:
 
 
 def end_family(root: psutil.Process, timeout_s: float) -> list[psutil.Process]:
-    """Kill a family, repeatedly, until no new process appears. ``root`` is killed last, because it adopts orphans.
+    """Kill all processes of a family, again and again until no new process appears. ``root`` is killed last, because it
+    adopts orphans.
 
     :returns: processes that still run after ``timeout_s`` seconds.
     """
@@ -195,7 +201,8 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
-    """End a family in the steps 1 and 2 of this module's docstring.
+    """Send SIGTERM to the command of a family, and later SIGKILL to the remaining processes: steps 1 and 2 of this
+    module's docstring.
 
     :param root: the supervisor.
     :param command: first process of the family.
@@ -229,7 +236,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_files() -> dict[Path, int]:
-    """Return the inode of each file in shared memory that belongs to this user."""
+    """Return the shared memory files of this user. Each file's inode is the value."""
     found = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
@@ -254,9 +261,9 @@ def _mapped_inodes(pids: Iterable[int]) -> set[int]:
 
 
 def _remove_shared_files(files: dict[Path, int]) -> None:
-    """Remove files in shared memory that still exist and that no process maps.
+    """Remove those shared memory files that no process maps any more.
 
-    :param files: inode of each file.
+    :param files: inode of each file. The key is the file's path.
     """
     existing = _shared_files()
     files = {path: inode for path, inode in files.items() if existing.get(path) == inode}
@@ -272,7 +279,8 @@ def _remove_shared_files(files: dict[Path, int]) -> None:
 
 
 def _main(folders_json: str, command: list[str]) -> int:
-    """Run the command until it ends or the owner ends it; see this module's docstring.
+    """Run the command as its supervisor, until the command ends or the owner ends it. This module's docstring has the
+    steps.
 
     :param folders_json: folders to remove at the end: ``temporary`` (the family's) and ``scratch`` (the owner's).
     :returns: exit code of the command.

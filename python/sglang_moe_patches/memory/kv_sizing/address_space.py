@@ -12,14 +12,14 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if the driver has no memory to map. No mapping has changed. The message is the driver's error."""
+    """Raised if the driver has no memory to map. All mappings are as before. The message is the driver's error."""
 
 
 class CudaMemory:
-    """Calls of CUDA's driver that reserve a GPU's addresses, and map memory to them.
+    """Reserve addresses of a GPU and map memory to them, by calls of CUDA's driver.
 
-    All sizes are multiples of ``granularity`` bytes, the size of a *granule* (2 MiB on an H100). Each granule has a
-    handle of its own, because a handle can only be unmapped as a whole.
+    All sizes are multiples of ``granularity`` bytes, the size of a *granule* (2 MiB on an H100). Each granule has its
+    own memory handle, because CUDA can unmap a handle only as a whole.
     """
 
     def __init__(self, gpu: int) -> None:
@@ -38,7 +38,7 @@ class CudaMemory:
         self._stream = self._call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def reserve(self, size: int) -> int:
-        """Reserve addresses for ``size`` bytes. They have no memory yet.
+        """Reserve addresses for ``size`` bytes, without memory.
 
         :returns: the first address.
         """
@@ -47,7 +47,7 @@ class CudaMemory:
     def map(self, address: int, size: int) -> None:
         """Map zeroed memory to ``size`` bytes of reserved addresses.
 
-        :raises OutOfMemory: nothing was mapped.
+        :raises OutOfMemory: there is not enough memory. No memory was mapped.
         """
         mapped = 0
         try:
@@ -56,7 +56,7 @@ class CudaMemory:
                 try:
                     self._call("cuMemMap", address + mapped, self.granularity, 0, handle, 0)
                 finally:
-                    self._call("cuMemRelease", handle)  # the mapping keeps it
+                    self._call("cuMemRelease", handle)  # the mapping keeps the memory allocated
                 mapped += self.granularity
             self._call("cuMemSetAccess", address, size, [self._access], 1)
             # Zero the memory on a separate stream, and wait for that stream: the engine's streams do not wait for the
@@ -69,16 +69,16 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap and free the memory at these addresses. No kernel may use the memory any more."""
+        """Unmap and free the memory at these addresses. Before, all kernels that use the memory must have ended."""
         for granule in range(address, address + size, self.granularity):
             self._call("cuMemUnmap", granule, self.granularity)
 
     def release(self, address: int, size: int) -> None:
-        """Free reserved addresses to which no memory is mapped."""
+        """Free reserved addresses. Before, their memory must have been unmapped."""
         self._call("cuMemAddressFree", address, size)
 
     def device(self) -> Any:
-        """Return the ``torch.device`` of tensors over these addresses."""
+        """Return the ``torch.device`` for tensors at these addresses."""
         import torch
 
         return torch.device("cuda", self._gpu)
@@ -95,7 +95,7 @@ class CudaMemory:
 class ElasticBuffer:
     """Tensor over reserved addresses. Only the first rows of each plane are backed by memory.
 
-    :param shape: shape of the whole tensor.
+    :param shape: shape of the whole tensor, including the rows without memory.
     :param dtype: ``torch.dtype`` of its elements.
     :param axis: dimension that counts rows (tokens or pages). Each index of the dimensions before it is a *plane*.
     """
@@ -108,28 +108,29 @@ class ElasticBuffer:
         self._planes = math.prod(shape[:axis])
         self._row_bytes = math.prod(shape[axis + 1 :]) * dtype.itemsize
         self._span = _up(self._planes * self.rows * self._row_bytes, memory.granularity)
-        self._mapped: set[int] = set()  # numbers of granules
+        self._mapped: set[int] = set()  # indices of the granules that have memory
         self.address = memory.reserve(self._span)
         storage = torch._C._construct_storage_from_data_pointer(self.address, memory.device(), self._span)
         self.tensor = torch.empty(0, dtype=dtype, device=memory.device()).set_(storage, 0, tuple(shape))
 
-    def bytes_behind(self, rows: int) -> int:
-        """Return how many bytes back the first ``rows`` rows of every plane, in whole granules."""
+    def backing_bytes(self, rows: int) -> int:
+        """Return the bytes of the memory that backs the first ``rows`` rows of every plane. Memory is counted in whole
+        granules."""
         return sum(map(len, self._granules(rows))) * self._memory.granularity
 
     def bytes_of(self, rows: int) -> int:
-        """Return the bytes of a tensor with ``rows`` rows in every plane."""
+        """Return the bytes of a tensor that has ``rows`` rows in every plane."""
         return self._planes * rows * self._row_bytes
 
     def map_rows(self, rows: int) -> None:
-        """Map zeroed memory for the first ``rows`` rows of every plane. Granules that are mapped already do not change.
+        """Map zeroed memory for the first ``rows`` rows of every plane. Rows that already have memory keep it.
 
-        :raises OutOfMemory: no mapping has changed.
+        :raises OutOfMemory: there is not enough memory. All mappings are as before.
         """
         missing = [number for granules in self._granules(rows) for number in granules if number not in self._mapped]
         done: list[range] = []
         try:
-            for run in _runs(missing):
+            for run in _group_consecutive(missing):
                 self._memory.map(*self._extent(run))
                 done.append(run)
         except Exception:
@@ -139,27 +140,29 @@ class ElasticBuffer:
         self._mapped.update(missing)
 
     def unmap_from(self, rows: int) -> int:
-        """Unmap the memory that backs the rows from ``rows`` on, in every plane.
+        """Unmap the memory of all rows after the first ``rows`` rows, in every plane.
 
-        No request may hold a slot in these rows, and no kernel may read them.
+        Before, no request may use a slot in these rows, and all kernels that read the rows must have ended.
 
-        :param rows: rows of each plane that keep their memory. A granule that a kept row shares stays mapped.
+        :param rows: number of rows in each plane that keep their memory. A granule that contains a part of such a row
+            stays mapped.
         :returns: freed bytes.
         """
         needed = {number for granules in self._granules(rows) for number in granules}
         surplus = sorted(self._mapped - needed)
-        for run in _runs(surplus):
+        for run in _group_consecutive(surplus):
             self._memory.unmap(*self._extent(run))
         self._mapped -= set(surplus)
         return len(surplus) * self._memory.granularity
 
     def release(self) -> None:
-        """Free all memory and the addresses. No code may use the tensor any more."""
+        """Free all memory and the addresses. Afterwards, no code may use the tensor."""
         self.unmap_from(0)
         self._memory.release(self.address, self._span)
 
     def _granules(self, rows: int) -> Iterator[range]:
-        """Yield the numbers of the granules that back the first rows: a range for each plane, without repetition."""
+        """Yield the indices of the granules that back the first ``rows`` rows: one range for each plane. No index is
+        repeated."""
         before = 0
         for plane in range(self._planes if rows else 0):
             start = plane * self.rows * self._row_bytes
@@ -169,12 +172,12 @@ class ElasticBuffer:
             yield found
 
     def _extent(self, run: range) -> tuple[int, int]:
-        """Return the first address of a run of neighbouring granules, and the bytes of the run."""
+        """Return the first address and the number of bytes of a run of neighbouring granules."""
         return self.address + run.start * self._memory.granularity, len(run) * self._memory.granularity
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Yield ascending numbers as ranges without gaps."""
+def _group_consecutive(numbers: Sequence[int]) -> Iterator[range]:
+    """Yield ascending numbers as ranges of consecutive numbers."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:

@@ -1,8 +1,9 @@
-"""Servers that kv-sizing leaves alone: a table of their arguments, and the two variables that a user sets.
+"""Decide which servers kv-sizing leaves alone. The module has a table of their arguments, and the two environment
+variables that a user sets.
 
 A server in the table keeps the KV cache size of the engine's rule. The rule computes the size from
 ``--mem-fraction-static``, the *fraction*. In the launcher, a hook remembers whether the user gave the fraction, before
-the engine fills it in.
+the engine chooses a fraction.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def _margin(text: str) -> int:
 
 
 LEAST_MARGIN = 200
-"""Least margin that a user may set, in MB. With less, a server could run out of memory for one more buffer of a
-library."""
+"""Smallest margin that a user may set, in MB. With a smaller margin, a server could run out of memory when a library
+allocates one more buffer."""
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
     "auto: each start measures and grows the KV cache, unless --mem-fraction-static is given; always: also then",
@@ -46,30 +47,32 @@ KV_SIZING = Variable(
 )
 KV_MARGIN = Variable(
     "SGLANG_MOE_PATCHES_KV_MARGIN_MB",
-    "MB that stay free beyond the measured memory; below half of it, KV cache memory is given back",
+    "MB that stay free beyond the measured memory; if less than half of this is free, KV cache memory is freed",
     _margin,
     "2000",
 )
-"""Memory that stays free on each GPU. The default follows from fourteen servers on H100s and H200s. The need of a
-server differed between two kinds of load by up to 1,180 MB, and once by 2 GB.
+"""Environment variable for the *margin*: the memory that stays free on each GPU. The default follows from measurements
+of fourteen servers on H100s and H200s. The need of a server differed between two kinds of load by up to 1,180 MB, and
+once by 2 GB.
 
 To change the default, change these places, too:
 
-- ``docs/changes/kv-sizing.md`` states it under *What it does*. ``test_the_page_says_the_margin`` in
+- ``docs/changes/kv-sizing.md`` states it under *What it does*. ``test_the_page_states_the_default_margin`` in
   ``test/unit/memory/kv_sizing/test_eligibility.py`` compares.
 - ``make pages`` writes the README's number.
 - ``doctor`` reports for three of the recipes with what fraction the KV cache begins. Run ``.venvs/RELEASE/bin/python
   benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` again for each existing file (five minutes
   each).
 
-Measured figures in the README, ``docs/benchmarks`` and ``docs/changes`` stay as they are: their margin was 2,000 MB."""
+Measured figures in the README, ``docs/benchmarks`` and ``docs/changes`` stay as they are: their margin was 2,000 MB.
+"""
 
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-"""Speculative algorithms that a rehearsal exercises, by the engine's names."""
+"""Speculative algorithms whose memory a rehearsal can measure, by the engine's names."""
 SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
-"""Environment variable of the engine. If it is on, ranks do not exchange batch information. This matters if each rank
-has requests of its own."""
+"""Environment variable of the engine. If it is on, the ranks do not exchange the sizes of their batches. Data-parallel
+ranks, which have different requests, then run different batches."""
 
 Applies = Callable[[Mapping[str, Any], Mapping[str, str]], object]
 """Function that returns whether a server is of a kind, from its resolved arguments and its environment."""
@@ -81,8 +84,9 @@ class UnsizedKind:
 
     :param name: the engine's argument, or its environment variable.
     :param reason: clause that says why such a server is not measured.
-    :param applies: test whether a server is of this kind. ``None``: it is, if the argument of this name is on.
-    :param condition: further condition, in words for the page.
+    :param applies: function that returns whether a server is of this kind; ``None`` if a server is of this kind
+        whenever the argument ``name`` is on.
+    :param condition: further condition, in words for the documentation page.
     """
 
     name: str
@@ -92,7 +96,7 @@ class UnsizedKind:
 
     @property
     def argument(self) -> str:
-        """Name of the engine's ``ServerArgs`` attribute for this argument."""
+        """Name of the engine's ``ServerArgs`` attribute for the argument ``name``."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def includes(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
@@ -121,10 +125,10 @@ def _variable_on(name: str) -> Applies:
 
 
 _NOT_REHEARSED = "its forward passes are not rehearsed"
-_MEMORY_CHANGES = "its memory comes and goes"
+_MEMORY_CHANGES = "its memory use changes while it serves"
 _KEEPS_PROMPTS = "it copies or registers the KV cache, or keeps the rehearsal's prompts"
-_BY_SLOT = "it keeps something for every slot of the KV cache, for as many as there are at first"
-_SHARDS = "the KV cache lies in pieces on several ranks, or in a layout that is not known, or there is none"
+_BY_SLOT = "it keeps data for every slot that the KV cache has at first"
+_SHARDS = "the KV cache is divided among ranks, has an unsupported layout, or does not exist"
 _REGISTERED = "the memory of the KV cache is registered elsewhere, or comes from another allocator"
 _APART = "ranks do not receive rank 0's requests, or do not exchange batch information"
 _SPECULATION, _ATTENTION = "with speculation", "with data-parallel attention"
@@ -234,17 +238,17 @@ UNSIZED: tuple[UnsizedKind, ...] = (
         "SGLANG_RUST_SERVER", "it has no inbox that a rehearsal could use", _variable_on("SGLANG_RUST_SERVER"), "on"
     ),
 )
-"""All kinds of servers that are not measured and that can be told from arguments and environment, in groups of one
-reason. If a server is of two kinds, it gets the reason of the first."""
+"""All kinds of servers that are not measured and that can be recognized by arguments and environment. Kinds with the
+same reason are neighbours. If a server is of two kinds, it gets the reason of the kind that comes first."""
 
 
 def arguments_of(server_args: Any) -> dict[str, Any]:
-    """Return a server's arguments by name, with the values that the engine has resolved."""
+    """Return a server's resolved arguments. The key is the argument's name."""
     return dict(vars(engine.resolve_arguments(server_args)))
 
 
 def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Return the reason why a server keeps the KV cache size of the engine's rule, worded to follow "because".
+    """Return the reason why a server keeps the KV cache size of the engine's rule. The text can follow "because".
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     :param arguments: the server's resolved arguments.
@@ -260,7 +264,8 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
 
 
 def given_reason(asked: object) -> str:
-    """Return the reason why a given ``--mem-fraction-static`` is kept, worded to follow "because". "": it is not kept.
+    """Return the reason why the user's ``--mem-fraction-static`` is kept; empty if it is not kept. The text can follow
+    "because".
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
@@ -273,7 +278,8 @@ def is_on(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def skip(server_args: Any) -> Skip | None:
-    """Return the :func:`skip_reason` of a server's own arguments, in this process's environment."""
+    """Return the reason why this process's server keeps the KV cache size of the engine's rule; see
+    :func:`skip_reason`."""
     asked = KV_SIZING.read()
     reason = skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
     return Skip(reason, can_be_enabled=not asked) if reason else None
@@ -282,12 +288,13 @@ def skip(server_args: Any) -> Skip | None:
 # --- Whether the fraction was given ----------------------------------------------------------------------------------
 
 MARK = "_moe_patches_fraction_by_rule"
-"""Attribute that marks a ``ServerArgs`` without a ``--mem-fraction-static``. The schedulers receive the mark and delete
-it."""
+"""Attribute of ``ServerArgs`` that says that the user did not give ``--mem-fraction-static``. The schedulers receive
+the attribute and delete it."""
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Make ``ServerArgs`` remember whether ``--mem-fraction-static`` was given. Newer releases do so themselves."""
+    """Make ``ServerArgs`` remember whether the user gave ``--mem-fraction-static``. Newer releases remember it without
+    this hook."""
     server_args = module.ServerArgs
     if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
         return
@@ -297,7 +304,8 @@ def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
 def _mark(original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any) -> None:
     by_rule = server_args.mem_fraction_static is None
     original(server_args, *args, **kwargs)
-    # Set the mark only for servers that are measured. Another scheduler would show the mark among its arguments.
+    # Set the mark only for servers that are measured. The scheduler of another server would print the mark among its
+    # arguments.
     if by_rule and skip(server_args) is None:
         setattr(server_args, MARK, True)
 

@@ -16,7 +16,7 @@ from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, Limits, Phase, ServerFacts, derive_limits
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant
-from sglang_moe_patches.memory.kv_sizing.pools import GIB, hybrid, pool_bytes, pools_of
+from sglang_moe_patches.memory.kv_sizing.pools import GIB, hybrid_kind, pool_bytes, pools_of
 
 METRICS = {"Counter": ("inc",), "Gauge": ("inc", "dec", "set"), "Histogram": ("observe",), "Summary": ("observe",)}
 """Methods that change a metric, by the name of the metric's class in ``prometheus_client``."""
@@ -58,7 +58,7 @@ def server_facts(runner: Any) -> ServerFacts:
         fixed_bytes=(0 if rows is None else rows.nbytes) + pool_bytes(getattr(table, "mamba_pool", None)),
         page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
         vocabulary=int(config.vocab_size),
-        hybrid=hybrid(pool, table),
+        hybrid=hybrid_kind(pool, table),
         window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
         window_tokens=window_tokens,
         captured=None if captured is None else int(captured),
@@ -66,7 +66,7 @@ def server_facts(runner: Any) -> ServerFacts:
 
 
 def graph_bytes(runner: Any) -> int:
-    """Return the bytes of the decode graphs and their inputs, as the engine measured them; 0: it did not."""
+    """Return the bytes of the decode graphs and their inputs, as the engine measured them; 0 if it did not."""
     usage = getattr(runner, "graph_memory_usage", None)  # from 0.5.14 on
     if usage is None:
         return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB)
@@ -76,8 +76,8 @@ def graph_bytes(runner: Any) -> int:
 def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     """Return the limits of this scheduler's forward passes.
 
-    :param fewer_requests: most requests at once, if an earlier rehearsal has lowered the number; 0: the scheduler's own
-        number.
+    :param fewer_requests: most requests at once, if an earlier rehearsal has lowered the number; 0 if the scheduler's
+        own number.
     """
     in_force = {name: getattr(scheduler, name) for name in ("chunked_prefill_size", "max_prefill_tokens")}
     limits = derive_limits(

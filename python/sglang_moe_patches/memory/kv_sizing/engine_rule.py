@@ -1,7 +1,7 @@
 """The engine's own rule for the KV cache size: its fraction, its bytes per token, and its reserve for images.
 
 The engine computes the size from ``--mem-fraction-static``, the *fraction*. A *maker* is the engine's object that makes
-the KV cache: a ``ModelRunner``, or from 0.5.16 on a ``KVCacheConfigurator``.
+the KV cache. It is a ``ModelRunner``, or from 0.5.16 on a ``KVCacheConfigurator``.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ def configurator(maker: Any) -> Any:
 
 
 def bytes_per_token(maker: Any) -> float:
-    """Return the bytes of one KV token.
-
-    The engine is asked how many tokens fit into 64 GiB, where its rounding to pages hardly matters.
-    """
+    """Return the bytes that the engine allocates for one KV cache token. The engine is asked how many tokens fit into
+    64 GiB, because rounding to pages hardly matters for so many tokens."""
     enough = 64 * GIB
     return enough / int(configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
 
 
 def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """Return a larger fraction for the rehearsal: with KV cache for two chunks, or for the context if that is less.
+    """Return a larger fraction for the rehearsal, with which the KV cache has room for two chunks, or for the context
+    if the context is shorter.
 
     The KV cache does not begin with more, because CUDA graphs are captured in the memory that the fraction leaves free.
-    It grows when the need is measured.
+    The KV cache grows after the need was measured.
 
-    :returns: ``None`` if the engine's own fraction stays: it leaves enough, a larger one would leave too little memory,
-        or the model has states (such as Mamba's).
+    :returns: ``None`` if the engine's own fraction is used. It is large enough, a larger fraction would leave too
+        little memory, or the model has states (such as Mamba's).
     """
     if getattr(maker, "mambaish_config", None):
         return None
@@ -87,7 +86,7 @@ def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory
 
 
 def fraction_in_force(maker: Any) -> float:
-    """Return the ``--mem-fraction-static`` in force, as the engine reads it."""
+    """Return the value of ``--mem-fraction-static`` that the engine uses. The user or the engine has chosen it."""
     if hasattr(maker, "mem_fraction_static"):
         return float(maker.mem_fraction_static)
     return float(engine.module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
@@ -95,7 +94,8 @@ def fraction_in_force(maker: Any) -> float:
 
 @contextmanager
 def use_fraction(maker: Any, fraction: float | None) -> Iterator[None]:
-    """Let the engine size its KV cache by another fraction. ``None``: the fraction in force stays."""
+    """Context manager in which the engine sizes its KV cache by another fraction. With ``None``, the engine uses its
+    own fraction."""
     if fraction is None:
         yield
         return
@@ -119,22 +119,24 @@ def use_fraction(maker: Any, fraction: float | None) -> Iterator[None]:
 
 
 def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: float, before_gib: float) -> float:
-    """Return the GiB that images may take: the memory that the engine's rule reserves for them, and the images' caches.
+    """Return the GiB that images may take. This is the memory that the engine's rule reserves for images, and the
+    memory of the caches for images.
 
-    :param fraction: the rule's fraction, lowered by this reserve.
+    :param fraction: the fraction by the engine's rule, which the rule has lowered to reserve memory for images.
     :param before_gib: free memory before the weights were loaded.
     :raises Unknown: the rule reserves nothing for images, or images take more than it reserves.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
-        raise Unknown(f"images are not rehearsed yet, nor what {IMAGE_GRAPHS} captures of them")
+        raise Unknown(f"images are not rehearsed yet, and neither are the graphs that {IMAGE_GRAPHS} captures")
     share = image_factor(runner.model_config)
     if not 0 < share < 1:
-        raise Unknown("images are not rehearsed yet, and the rule keeps nothing for them")
+        raise Unknown("images are not rehearsed yet, and the rule reserves nothing for them")
     return (fraction / share - fraction) * before_gib + image_cache_gib(arguments)
 
 
 def image_factor(model_config: Any) -> float:
-    """Return the factor by which the engine's rule lowers the fraction for a model with images. 1: unchanged."""
+    """Return the factor by which the engine's rule lowers the fraction for a model with images; 1 if the rule does not
+    lower it."""
     if engine.has_module(IMAGE_RULE):
         return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
     arguments = SimpleNamespace(mem_fraction_static=1.0)
@@ -143,9 +145,11 @@ def image_factor(model_config: Any) -> float:
 
 
 def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """Return the GiB of the images' caches: embeddings, and from 0.5.2x on the transport to the scheduler.
+    """Return the GiB of the caches for images: the cache of embeddings, and from 0.5.2x on the buffer for their
+    transport to the scheduler.
 
-    Later releases leave this memory free at every start, in addition to the KV cache. So a rehearsal finds it free.
+    Releases from 0.5.2x on leave this memory free in every start, in addition to the KV cache. So a rehearsal finds the
+    memory free.
     """
     maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
     reserved = getattr(maker, "mm_runtime_reservation_gb", None)

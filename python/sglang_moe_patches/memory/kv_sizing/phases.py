@@ -1,8 +1,8 @@
-"""Phases of a rehearsal as data: the largest forward passes that a server's configuration allows.
+"""Derive the phases of a rehearsal: the largest forward passes that a server's configuration allows.
 
 A *rehearsal* runs these forward passes before the first user's request, and measures their memory. A *phase* is the set
-of requests that makes one kind of largest forward pass. A *rank* is one process of the server, with one GPU. The tests
-of the phases use this module, too. It imports neither the engine nor torch.
+of requests that makes one kind of largest forward pass. A *rank* is one process of the server, with one GPU. This
+module imports neither the engine nor torch, so that tests can run it alone.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from sglang_moe_patches.memory.kv_sizing.ranks import Order
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
-"""Most requests of the phase whose requests share the longest prefix in one forward pass."""
+"""Limit of requests in the phase whose requests share the longest prefix in one forward pass."""
 MAX_PART_FRACTION = 1 / 16
-"""Largest part, as a fraction of the longest prefix, if a prefix in the radix cache is computed in parts. The parts are
-small because the engine computes an aborted prompt to its end. During a long one, the engine's warm-up request would
-time out, which ends the server."""
+"""Largest part, as a fraction of the longest prefix, if the rehearsal computes a cached prefix in parts. The parts are
+small because the engine computes an aborted prompt to its end. If this took long, the engine's warm-up request would
+time out, and the server would end."""
 FIRST_PART_FRACTION = 1 / 4
-"""Share of the longest prompt that is computed first, so that its time predicts how long the full prompt takes. If the
-prefix is planted (put into the radix cache without computing it), this is a share of the prefix. Without a radix cache
-it is a share of the whole prompt."""
+"""Part of the longest prompt that is computed first, as a fraction. The time of this part predicts the time of the full
+prompt. Without a radix cache, the number is a fraction of the whole prompt. If the prefix is planted (put into the
+radix cache without computing it), the number is a fraction of the prefix."""
 LONG_PROMPT_NEW_TOKENS = 64
-"""New tokens of the requests in a decode with one long request. The short requests wait for its prompt, and then decode
-in the same batch."""
+"""Number of tokens that each request generates in a decode with one long request. The short requests wait for the long
+prompt, and then decode in the same batch."""
 MIXED_DECODES = 32
-"""Most requests that decode in the forward pass of a mixed chunk, which has prompt tokens and decoding requests."""
+"""Limit of decoding requests in the forward pass of a mixed chunk, which has prompt tokens and decoding requests."""
 SHORT_PROMPT_TOKENS = 8
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
-"""Sampling parameters such as model cards recommend. They take more memory than greedy decoding."""
+"""Sampling parameters as model cards recommend them. They take more memory than greedy decoding."""
 BIASED_TOKEN = 1000
-"""Token to which the rehearsal's logit bias applies. If the vocabulary is smaller, the bias applies to its last
-token."""
+"""Token to which the rehearsal's logit bias applies. In a smaller vocabulary, the bias applies to the last token."""
 PENALIZED = {
     **SAMPLED,
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
@@ -50,33 +49,35 @@ PENALIZED = {
 """Sampling parameters of *penalized* requests. Each parameter allocates a number for every request and every token of
 the vocabulary."""
 RISE = 4
-"""Largest factor between the requests of one rehearsed decode and of the next. The memory of the next decode can then
-be predicted."""
+"""Largest factor between the numbers of requests in two consecutive rehearsed decodes. The memory of the larger decode
+can then be predicted from the smaller decode."""
 FEW = 64
-"""Most requests of the first rehearsed decode. Sampling so few requests always fits into the free memory."""
+"""Limit of requests in the first rehearsed decode. Sampling for so few requests always fits into the free memory."""
 PENALIZED_WITHOUT_GRAPHS = 256
-"""Most penalized requests at once, if ``--max-running-requests`` is not given and no decode is captured in a CUDA
-graph."""
+"""Limit of concurrent penalized requests, if ``--max-running-requests`` is not given and no decode graph is
+captured."""
 VARIED_PROMPTS = 16
-"""Requests of the phase with prompts of many lengths. They make about a dozen chunks, each cut at other places, and
-leave blocks of many sizes in PyTorch's allocator."""
+"""Number of requests in the phase with prompts of many lengths. They make about a dozen chunks. Each chunk cuts a
+prompt at another place, so blocks of many sizes remain in PyTorch's allocator."""
 GROWING_PROMPTS = 8
-"""Prompts of the first phase: rising lengths up to a chunk. The blocks that PyTorch's allocator has for one prompt are
-too small for the next prompt, so it allocates new blocks each time. Users' prompts do this, too: in 1,000 prompts of
-random lengths, about 8 are longer than all prompts before them (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
+"""Number of prompts in the first phase. Their lengths rise up to a chunk. The free blocks in PyTorch's allocator from
+one prompt are too small for the next prompt, so the allocator allocates new blocks each time. Users' prompts have the
+same effect: among 1,000 prompts of random lengths, about 8 are longer than all prompts before them (``1 + 1/2 + ... +
+1/1000`` is 7.5)."""
 
 
 Arguments = Mapping[str, Any]
-"""Arguments of a server, as the engine has resolved them or as the server's endpoints report them."""
+"""Arguments of a server. The engine has resolved them, or the server's endpoints report them."""
 MAMBA = "Mamba"
-"""Value of :attr:`ServerFacts.hybrid` for a model in which each request has a state in addition to its KV cache."""
+"""Value of :attr:`ServerFacts.hybrid` for a model with Mamba layers, in which each request has a state in addition to
+its KV cache."""
 STATE_INTERVAL_TOKENS = 256
-"""Tokens between two states that the engine keeps for the radix cache. It keeps a state at the end of a request, or at
-multiples of 64 to 256 tokens. The interval depends on release, model and strategy. States at multiples of 256 tokens
-are always kept."""
+"""Number of tokens between two states that the engine keeps for the radix cache. The engine keeps a state at the end of
+a request, or at multiples of 64 to 256 tokens. The interval depends on the release, the model and the strategy. States
+at multiples of 256 tokens are always kept."""
 WINDOW_OVERHANG_TOKENS = 128
-"""Most tokens that a request keeps in addition to its sliding window. The engine frees tokens that have left the window
-in steps (0.5.23 in steps of 128)."""
+"""Limit of tokens that a request keeps in addition to its sliding window. The engine frees the tokens that have left
+the window in steps, such as 128 tokens in 0.5.23."""
 
 
 class PhaseKind(StrEnum):
@@ -84,7 +85,7 @@ class PhaseKind(StrEnum):
 
     PREFILL = "prefill"
     TOGETHER = "together"
-    """Several prompts in one forward pass."""
+    """Several prompts of different requests in one forward pass."""
     BEHIND_PREFIX = "behind prefix"
     SHARED_PREFIX = "shared prefix"
     MIXED = "mixed"
@@ -92,21 +93,22 @@ class PhaseKind(StrEnum):
     EAGER_DECODE = "eager decode"
     VARIED = "varied"
     PENALTIES = "penalties"
-    """The largest decode of penalized requests. Its sampling keeps counts of every token for every request."""
+    """The largest decode of penalized requests. Their sampling stores a count for every request and every token of the
+    vocabulary."""
     LONG_AMONG_SHORT = "long among short"
-    """A decode with one long request. An attention backend may copy the request table, as wide as the longest
-    request."""
+    """A decode of short requests and one long request. An attention backend may copy the request table, which is as
+    wide as the longest request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of one forward pass; 0: not known, or not bounded.
+    """Sizes of one forward pass. A size is 0 if it is not known, or if it need not be reached.
 
-    :param tokens: rows of its input.
+    :param tokens: rows of the input.
     :param prefix: cached tokens of all requests together.
-    :param longest_prefix: most cached tokens of one request.
-    :param longest: tokens of the longest request, if the engine has this number on the host.
-    :param all_ranks: tokens of all data-parallel ranks together, if the engine gathers them.
+    :param longest_prefix: largest number of cached tokens of one request.
+    :param longest: tokens of the longest request, if the engine stores this number in CPU memory.
+    :param all_ranks: tokens of all data-parallel ranks together, if the engine exchanges these numbers.
     """
 
     tokens: int = 0
@@ -123,7 +125,7 @@ SIZES = tuple(size.name for size in fields(Sizes))
 
 @dataclass(frozen=True)
 class Batch(Sizes):
-    """Sizes, mode and graph of the engine's ``ForwardBatch``.
+    """Facts about the engine's ``ForwardBatch``: its sizes, its mode, and whether it ran in a graph.
 
     :param mode: name of the engine's ``ForwardMode``.
     :param graph: whether a captured graph ran the batch.
@@ -135,17 +137,17 @@ class Batch(Sizes):
 
 @dataclass(frozen=True)
 class Bound(Sizes):
-    """Least sizes that one forward pass must have, so that its phase counts as reached.
+    """Condition for a phase to count as reached: one forward pass must have at least these sizes.
 
     :param modes: names of the ``ForwardMode`` values that count.
-    :param graph: whether a captured graph must run the batch; ``None``: either.
+    :param graph: whether a captured graph must run the batch; ``None`` if the batch may run with or without a graph.
     """
 
     modes: tuple[str, ...]
     graph: bool | None = None
 
     def is_met(self, batch: Batch) -> bool:
-        """Return whether a batch has at least these sizes, one of the modes, and ran in a graph if it must."""
+        """Return whether a batch has at least these sizes, has one of the modes, and ran in a graph if it must."""
         return (
             batch.mode in self.modes
             and all(getattr(batch, name) >= getattr(self, name) for name in SIZES)
@@ -155,16 +157,16 @@ class Bound(Sizes):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Facts of the engine's ``ModelRunner``, as far as its release reports them.
+    """Facts about the engine's ``ModelRunner``, as far as its release has them.
 
-    :param fixed_bytes: bytes of the request table and of Mamba's states. They depend on the number of requests, not of
-        tokens.
-    :param page: tokens of a page.
-    :param vocabulary: size of the vocabulary.
-    :param hybrid: kind of the pool, if the pool is more than one KV cache; "": it is one KV cache.
-    :param window: tokens of a sliding window; 0: no layer has one.
+    :param fixed_bytes: bytes of the request table and of Mamba's states. These bytes depend on the number of requests,
+        and not on the number of tokens.
+    :param page: number of tokens in a page.
+    :param vocabulary: number of tokens in the vocabulary.
+    :param hybrid: kind of a hybrid pool, which is more than one KV cache; empty if the pool is a single KV cache.
+    :param window: tokens of a sliding window; 0 if no layer has a sliding window.
     :param window_tokens: KV cache tokens of the layers with a sliding window.
-    :param captured: requests of the largest decode batch with a graph; ``None``: there is no graph, or none yet.
+    :param captured: number of requests in the largest captured decode; ``None`` if no graph has been captured.
     """
 
     fixed_bytes: int
@@ -181,99 +183,104 @@ class Limits:
     """Limits of a forward pass on one data-parallel rank of a running server."""
 
     chunk: int | None
-    """``--chunked-prefill-size``: tokens of a prefill chunk. ``None``: chunked prefill is off."""
+    """``--chunked-prefill-size``: tokens of a prefill chunk; ``None`` if chunked prefill is off."""
     input_tokens: int
     """Tokens of the longest prompt."""
     cache_tokens: int
     """Tokens of the KV cache."""
     requests: int
-    """Most requests that can run at once."""
+    """Limit of concurrent requests."""
     captured: int
-    """Requests of the largest captured decode; 0 without graphs."""
+    """Number of requests in the largest captured decode; 0 if decodes run without graphs."""
     page: int = 1
     stages: int = 1
-    """Stages of the pipeline. With several stages, several batches run at the same time."""
+    """Number of pipeline stages. With several stages, several batches run at the same time."""
     micro_batch: int = 0
-    """``--pp-max-micro-batch-size``: most requests in a stage's batch. 0: the stages share the requests that run at
-    once."""
+    """``--pp-max-micro-batch-size``: limit of requests in a stage's batch; 0 if the stages share the concurrent
+    requests."""
     mixed: bool = False
     radix_cache: bool = True
     plants: bool = False
-    """Whether a prefix can be planted: put into the radix cache without computing it (:mod:`.planted_prefix`)."""
+    """Whether a prefix can be planted, which means to put it into the radix cache without computing it
+    (:mod:`.planted_prefix`)."""
     gathered: int = 1
-    """Ranks of data-parallel attention. The experts compute the tokens of all these ranks together."""
+    """Number of ranks of data-parallel attention. The experts compute the tokens of all these ranks together."""
     vocabulary: int = 1000
     prefill_tokens: int | None = None
-    """``--max-prefill-tokens``: most tokens of several requests in one forward pass."""
+    """``--max-prefill-tokens``: limit of the tokens in one forward pass with several requests."""
     prefill_requests: int = 0
-    """``--prefill-max-requests``: most requests of one prefill; 0: no limit."""
+    """``--prefill-max-requests``: limit of requests in one prefill; 0 if there is no limit."""
     window: int = 0
-    """Tokens of a sliding window; 0: no layer has one."""
+    """Number of tokens in a sliding window; 0 if no layer has a sliding window."""
     window_tokens: int = 0
-    """KV cache tokens of the layers with a sliding window; 0: no layer has one."""
+    """KV cache size of the layers with a sliding window, in tokens; 0 if no layer has a sliding window."""
     states: bool = False
-    """Whether layers (such as Mamba's) keep a state for each request. A prefix is then cached only up to a kept
+    """Whether layers (such as Mamba layers) keep a state for each request. A prefix is then cached only up to a kept
     state."""
     stop_token: bool = False
-    """Whether the tokenizer has an end-of-sequence token. The rehearsal then uses ``min_new_tokens``, which bars this
-    token."""
+    """Whether the tokenizer has an end-of-sequence token. The rehearsal then uses ``min_new_tokens``, which forbids
+    this token."""
     draft_tokens: int = 0
-    """``--speculative-num-draft-tokens``: rows of a request in the forward pass that verifies drafts; 0: no
-    speculation."""
+    """``--speculative-num-draft-tokens``: number of rows for each request in the forward pass that verifies drafts; 0
+    if the server does not speculate."""
     draft_slots: int = 0
-    """KV cache tokens that a request's next drafts take in addition to the request's own tokens."""
+    """Number of KV cache tokens for a request's next drafts, in addition to the request's own tokens."""
     samples_by_seed: bool = False
-    """Whether every request is sampled with a seed (deterministic inference). The sampler then refuses ``min_p``."""
+    """Whether every request is sampled with a seed (deterministic inference). The sampler then does not support
+    ``min_p``."""
     default_requests: bool = False
     """Whether ``--max-running-requests`` is not given. The engine's default is thousands of requests."""
     limits_penalized: bool = False
-    """Whether penalized requests are limited although ``--max-running-requests`` is given. This is so if memory for
-    that many penalized requests would leave the KV cache fewer tokens than the engine's own rule."""
+    """Whether this package limits penalized requests although ``--max-running-requests`` is given. It does so if memory
+    for that many penalized requests would make the KV cache smaller than the engine's own rule does."""
 
     @property
     def batch(self) -> int:
-        """Most requests in one forward pass."""
+        """Limit of requests in one forward pass."""
         return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
 
     def with_requests(self, requests: int) -> Limits:
-        """Return the limits with at most ``requests`` at once. Each stage's forward pass has its share of them."""
+        """Return limits with at most ``requests`` concurrent requests. The forward pass of each pipeline stage has its
+        share of them."""
         share = max(1, requests // self.stages)
         return replace(self, requests=min(self.requests, requests), micro_batch=min(self.micro_batch, share))
 
     @property
     def penalized(self) -> int:
-        """Most requests in one forward pass if one of them is penalized (:func:`.serving.is_penalized`)."""
+        """Limit of requests in one forward pass if one of the requests is penalized (:func:`.serving.is_penalized`)."""
         is_limited = self.default_requests or self.limits_penalized
         return min(self.batch, self._graph_requests) if is_limited else self.batch
 
     def with_fewer_penalized(self) -> Limits | None:
-        """Return the limits with fewer penalized requests: as many as without ``--max-running-requests``.
+        """Return limits with fewer penalized requests: as many as if ``--max-running-requests`` were not given.
 
-        :returns: ``None`` if this does not lower their number.
+        :returns: ``None`` if the number of penalized requests would not be lower.
         """
         limited = replace(self, limits_penalized=True)
         return limited if limited.penalized < self.penalized else None
 
     @property
     def short_requests(self) -> int:
-        """Short requests that fit into half of the KV cache; at least as many as the largest decode graph has."""
+        """Number of short requests that fit into half of the KV cache. The number is at least that of the largest
+        captured decode."""
         request_tokens = SHORT_PROMPT_TOKENS + self.beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest)) // request_tokens)
 
     def beside_prompt(self, new: int = 0) -> int:
-        """Return the most KV cache tokens that a request takes in addition to its prompt.
+        """Return the number of KV cache tokens that a request takes in addition to its prompt, at most.
 
-        :param new: new tokens that the request generates.
+        :param new: number of tokens that the request generates.
         """
         return new + 2 * self.page + self.draft_slots
 
     @property
     def short_prompt_tokens(self) -> int:
-        """Tokens of each prompt in a phase of decodes, chosen so that no chunk ends within a prompt.
+        """Number of tokens in each prompt of a phase of decodes. The number is chosen so that no chunk ends within a
+        prompt.
 
-        The engine counts a prompt in two chunks as two requests, and would admit one request too few. How many prompt
-        tokens a mixed chunk has room for is not known in advance, so the prompts have one token if chunks are mixed.
+        The engine counts a prompt in two chunks as two requests, and would admit one request too few. In a mixed chunk,
+        the number of prompt tokens is not known in advance. With mixed chunks, the prompts therefore have one token.
         """
         return 1 if self.mixed else math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)
 
@@ -283,19 +290,21 @@ class Limits:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest prefill of one request: a chunk, or the longest prompt if it is shorter."""
+        """Tokens of the largest prefill of one request. This is a chunk, or the longest prompt if it is shorter than a
+        chunk."""
         return min(self.chunk or self.input_tokens, self.input_tokens)
 
     @property
     def together(self) -> int:
-        """Number of longest prompts in one forward pass, the last one maybe in part. 1: one prompt fills a chunk."""
+        """Number of longest prompts in one forward pass, including a last prompt that may be cut; 1 if one prompt fills
+        a chunk."""
         limits = [self.cache_tokens // (self.largest + self.beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.
             limits.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
         if self.chunk:
-            limits.append(-(-self.chunk // self._paged))
-        # The engine leaves a request for the next forward pass if it would bring the tokens to max_prefill_tokens.
+            limits.append(-(-self.chunk // self._largest_in_pages))
+        # The engine does not add a request to a forward pass if the tokens would reach max_prefill_tokens.
         if self.prefill_tokens:
             limits.append((self.prefill_tokens - 1) // self.largest)
         if self.prefill_requests:
@@ -304,17 +313,18 @@ class Limits:
 
     @property
     def packed(self) -> int:
-        """Least tokens of the forward pass with ``together`` prompts. The last prompt is cut at the end of a page."""
+        """Smallest possible number of tokens in a forward pass with ``together`` prompts. The last prompt is cut at the
+        end of a page."""
         if self.together == 1:
             return self.largest // self.page * self.page
         all_whole, before = self.together * self.largest, self.together - 1
         if self.chunk is None:
             return all_whole
-        left = self.chunk - before * self._paged - self.together * self.page
+        left = self.chunk - before * self._largest_in_pages - self.together * self.page
         return min(all_whole, before * self.largest + max(0, left))
 
     @property
-    def _paged(self) -> int:
+    def _largest_in_pages(self) -> int:
         """Tokens of the largest prefill of one request, rounded up to whole pages."""
         return -(-self.largest // self.page) * self.page
 
@@ -327,7 +337,7 @@ def derive_limits(
     :param info: arguments of the server.
     :param facts: facts of the server's model runner.
     :param cache_tokens: tokens of the server's KV cache.
-    :param requests: requests that can run at once on a data-parallel rank.
+    :param requests: limit of concurrent requests on a data-parallel rank.
     :param input_tokens: tokens of the longest prompt.
     """
     chunk = info.get("chunked_prefill_size")
@@ -335,12 +345,12 @@ def derive_limits(
     if speculates(info):
         draft_tokens = int(info.get("speculative_num_draft_tokens") or 1)
         tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
-        # While one batch is verified, the slots of the next batch are allocated already.
+        # While one batch is verified, the slots for the next batch are already allocated.
         draft_slots = 2 * max(draft_tokens, tree)
     captured = _asked_to_capture(info)
     if facts.captured is not None:
-        # The engine may capture fewer sizes than the arguments say: ranks that share one attention split a batch into
-        # whole tokens.
+        # The engine may capture fewer batch sizes than the arguments say, because ranks that share one attention divide
+        # a batch into whole tokens.
         captured = min(captured, facts.captured)
     limits = Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
@@ -369,21 +379,23 @@ def derive_limits(
 
 
 def speculates(info: Arguments) -> bool:
-    """Return whether a server decodes speculatively."""
+    """Return whether a server uses speculative decoding."""
     return bool(info.get("speculative_algorithm"))
 
 
 def attention_ranks(info: Arguments) -> int:
-    """Return the number of ranks of data-parallel attention; 1: it is off."""
-    ranks = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; in earlier releases dp_size is the number
+    """Return the number of ranks of data-parallel attention; 1 if it is off."""
+    # this attribute exists from 0.5.2x on; in earlier releases, dp_size is the number
+    ranks = int(info.get("attn_dp_size") or 1)
     return ranks if ranks > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
 
 
 def graph_settings(info: Arguments, phase: str) -> dict[str, Any] | None:
-    """Return the engine's ``cuda_graph_config`` for decode or prefill graphs, and a key ``off``: whether they are off.
+    """Return the engine's ``cuda_graph_config`` for decode graphs or for prefill graphs. The additional key ``off``
+    says whether these graphs are off.
 
-    :param phase: the engine's word: "decode" or "prefill".
-    :returns: ``None`` up to 0.5.13, which has other arguments for graphs.
+    :param phase: "decode" or "prefill".
+    :returns: ``None`` up to 0.5.13, because these releases have other arguments for graphs.
     """
     graphs = info.get("cuda_graph_config")
     if graphs is None:
@@ -403,10 +415,10 @@ def _asked_to_capture(info: Arguments) -> int:
 
 
 class Prompt(NamedTuple):
-    """Numbers of tokens of a prompt.
+    """Length of a prompt, in tokens.
 
-    :param shared: tokens of the prefix that several phases share.
-    :param fresh: tokens after this prefix, which only this prompt has.
+    :param shared: number of tokens in the prefix that several phases share.
+    :param fresh: number of tokens after this prefix, which no other prompt has.
     """
 
     shared: int
@@ -415,14 +427,15 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of the memory of a phase's forward pass: at most ``times`` the memory of an earlier phase.
+    """Estimate of a phase's memory. The phase takes at most ``times`` the memory of an earlier phase.
 
     :param name: name of the earlier phase.
     :param times: factor between the memory of the two phases.
     :param with_graphs: whether the earlier phase ran in a graph. The memory of the decode graphs is then added.
-    :param fewer_requests: requests that run at once if the phase is left out. It is left out if it would take more
-        memory than is free, or too much more than all phases before it: the KV cache uses this memory better. 0: the
-        phase is never left out. If there is no memory for it, the rehearsal ends, and the estimate counts as needed.
+    :param fewer_requests: limit of concurrent requests if the phase is left out. A phase is left out if it would take
+        more memory than is free. It is also left out if it would take much more memory than all phases before it,
+        because the KV cache makes better use of this memory. With 0, the phase is never left out. If there is then no
+        memory for the phase, the rehearsal ends, and the estimate counts as part of the need.
     """
 
     name: str
@@ -440,16 +453,17 @@ class Phase:
     :param bound: least sizes of the forward pass.
     :param prompts: prompts of one data-parallel rank.
     :param new_tokens: tokens that each request generates.
-    :param background: number of further requests, which decode meanwhile.
-    :param in_turn: whether each prompt is sent only when the prompt before it is answered.
-    :param to_the_end: whether the phase ends only when all requests are answered. Else it ends when a batch meets the
-        bound.
+    :param background: number of further requests, which decode during the phase.
+    :param in_turn: whether each prompt is sent only after the previous prompt was answered.
+    :param to_the_end: whether the phase ends only after all requests were answered. Otherwise the phase ends as soon as
+        a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
-    :param output_logprobs: whether every request asks for the log-probabilities of its new tokens.
-    :param growth: largest factor between a prompt's time and the time of the slowest prompt before it, among the phases
-        with a growth. A prompt is not sent if it could take too long by this factor. The time of attention grows with
-        the square of the tokens. 0: the time does not depend on the context.
-    :param estimate: estimate of the phase's memory; ``None``: the phase always runs.
+    :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
+    :param growth: largest factor between the time of a prompt and the time of the slowest earlier prompt, among all
+        phases with a growth. The factor predicts a prompt's time. A prompt that could take too long is not sent. The
+        time of attention grows with the square of the tokens. With 0, the time does not depend on the length of the
+        context.
+    :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
     kind: PhaseKind
@@ -467,7 +481,7 @@ class Phase:
 
     @property
     def shared(self) -> int:
-        """Most tokens of the shared prefix with which a prompt of this phase begins."""
+        """Largest number of tokens of the shared prefix with which a prompt of this phase begins."""
         return max(prompt.shared for prompt in self.prompts)
 
 
@@ -475,19 +489,19 @@ class Phase:
 class Plant(Order):
     """Order to every rank to put a prefix into its radix cache without computing it, before the next requests.
 
-    :param tokens: the part of the shared prefix that the phase needs.
+    :param tokens: the tokens of the prefix: the part of the shared prefix that the next phase needs.
     """
 
     tokens: tuple[int, ...]
 
 
 def _drawn_from(vocabulary: int) -> range:
-    # Special tokens, such as placeholders of images, are the first or the last ones of a vocabulary.
+    # Special tokens, such as placeholders of images, are at the beginning or at the end of a vocabulary.
     return range(min(1000, vocabulary // 2), min(50_000, vocabulary))
 
 
 class Tokens:
-    """Source of random tokens. The same seed gives the same tokens."""
+    """Generator of random tokens. The same seed gives the same tokens."""
 
     def __init__(self, seed: str, vocabulary: int) -> None:
         self._random = random.Random(seed)
@@ -506,9 +520,9 @@ def shared_prefix(length: int, limits: Limits) -> list[int]:
 
 
 def first_tokens(limits: Limits) -> Iterator[int]:
-    """Yield endlessly the first tokens of prompts that do not begin with the shared prefix.
+    """Yield first tokens for prompts that do not begin with the shared prefix. The iterator never ends.
 
-    A token is repeated only after all tokens of the vocabulary's used range. So the radix cache finds no part of a
+    A token is repeated only after all tokens of the vocabulary's used range. So the radix cache has no part of a
     prompt.
     """
     (taken,) = shared_prefix(1, limits)
@@ -517,7 +531,8 @@ def first_tokens(limits: Limits) -> Iterator[int]:
 
 
 def derive_phases(limits: Limits) -> list[Phase]:
-    """Return the phases of a rehearsal in their order: the largest forward passes, then those with larger sampling."""
+    """Return the phases of a rehearsal in their order. The phases with the largest forward passes come first, and the
+    phases with larger sampling follow."""
     phases: list[Phase] = []
 
     chunk = limits.largest
@@ -532,48 +547,52 @@ def derive_phases(limits: Limits) -> list[Phase]:
         prompts = [Prompt(0, chunk)] * limits.together
         phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, estimate=estimate))
 
-    room = min(limits.input_tokens, limits.cache_tokens - limits.beside_prompt())  # of one request
+    # One request: with a radix cache, the cached prefix may have any length. Without a radix cache, a whole chunk
+    # begins at a multiple of the chunk.
+    room = min(limits.input_tokens, limits.cache_tokens - limits.beside_prompt())
     # With a radix cache, the cached prefix may have any length. Without it, a whole chunk begins at a multiple of the
     # chunk.
     keeps_states = limits.states and limits.radix_cache
     step = math.lcm(limits.page, min(STATE_INTERVAL_TOKENS, chunk)) if keeps_states else limits.page
     before = (room - chunk if limits.radix_cache else (room // chunk - 1) * chunk) // step * step
-    # EAGLE makes the cache's keys pairs of tokens. The cache finds one token less of a prefix, which may be a step
-    # less.
+    # With EAGLE, a key of the cache is a pair of tokens. The cache then finds a prefix that is one token shorter, and
+    # may be one step shorter.
     cached = before - step if limits.draft_tokens and limits.radix_cache else before
     if limits.chunk is not None and cached >= step:
         name, behind = "prefill chunk behind the longest prefix", replace(prefill, longest_prefix=cached)
-        prompts = _behind(before, chunk, limits)
+        prompts = _prompts_behind_prefix(before, chunk, limits)
         # The time of attention grows with the tokens times the tokens before them. A part has at most twice the tokens
         # of the part before it, after twice as many tokens: 2 * 2. A chunk after a planted prefix has as many tokens,
         # after four times as many: 1 * 4. Without the cache the whole prompt has four times the tokens: 4 * 4.
         growth = 4.0 if limits.radix_cache else FIRST_PART_FRACTION**-2
         phases.append(Phase(PhaseKind.BEHIND_PREFIX, name, behind, prompts, in_turn=True, growth=growth))
         sharers = min(SHARED_PREFIX_REQUESTS, limits.batch, limits.prefill_requests or SHARED_PREFIX_REQUESTS)
-        # The engine leaves a request for the next forward pass if it would bring the tokens to max_prefill_tokens.
+        # The engine does not add a request to a forward pass if the tokens would reach max_prefill_tokens.
         most = min(chunk, limits.prefill_tokens or chunk) - 1
         part = most // max(1, sharers) // limits.page * limits.page - (before - cached)
         sharer_tokens = part + limits.beside_prompt()
         fits = sharers > 1 and before + chunk + sharers * sharer_tokens <= limits.cache_tokens
         if limits.window_tokens:
-            # The prefix has one window. One window and a chunk may be left over from the phase before.
+            # The prefix takes one window. One window and a chunk may still be in use from the phase before.
             windows = sharers * (max(part, limits.window) + 2 * limits.page) + 2 * (chunk + limits.window)
             fits = fits and windows <= limits.window_tokens
         if limits.radix_cache and part > 0 and fits:
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
             name, prompts = f"{sharers} requests behind one prefix", [Prompt(before, part)] * sharers
             phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts))
-    if limits.mixed and limits.stages == 1 and limits.chunk is not None:  # stages have several batches under way
+    # each pipeline stage runs a batch at the same time
+    if limits.mixed and limits.stages == 1 and limits.chunk is not None:
         decodes = min(MIXED_DECODES, limits.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - limits.page, requests=decodes)
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, [Prompt(0, chunk)], background=decodes))
 
     captured = min(limits.captured, limits.batch)
-    # Requests whose prompts do not fit into one forward pass join another batch of a pipeline, and stay in it.
+    # In a pipeline, requests whose prompts do not fit into one forward pass join another batch, and stay in it.
     paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
     fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
     counts: list[tuple[PhaseKind, str, int]] = []
-    # Captured decodes are left out if so many requests never meet in a batch. A graph has its memory since its capture.
+    # A captured decode is left out if so many requests never meet in a batch. The graph got its memory when it was
+    # captured.
     if captured and not (limits.stages > 1 and fit < captured < limits.batch):
         counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
     if limits.batch > captured:
@@ -585,29 +604,30 @@ def derive_phases(limits: Limits) -> list[Phase]:
         eager += rising_counts(asked, limits.batch, 2) if limits.batch > asked else []
         counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in eager]
     named = (_decode(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts)
-    plain = _link_rising(named, limits)
-    phases += [phase for phase in plain if not _may_go(phase)]
+    plain = _link_estimates(named, limits)
+    phases += [phase for phase in plain if not _may_be_left_out(phase)]
     penalized = rising_counts(FEW // RISE, limits.penalized)
-    phases += _link_rising((_penalized_decode(count, limits) for count in penalized), limits)
-    # Decodes that may be left out come last: they may take no more than the largest phase before them.
-    phases += filter(_may_go, plain)
+    phases += _link_estimates((_penalized_decode(count, limits) for count in penalized), limits)
+    # Decodes that may be left out come last, because they may not take more memory than the largest phase before them.
+    phases += filter(_may_be_left_out, plain)
     phases += _long_among_short(limits, plain)
-    name, prompts = "prompts of many lengths", _varied(chunk, limits)
+    name, prompts = "prompts of many lengths", _varied_prompts(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
-    return [_in_step(phase, limits) for phase in phases]
+    return [_bound_all_ranks(phase, limits) for phase in phases]
 
 
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKind] = ()) -> list[Phase]:
-    """Return the phases to rehearse again: those that are larger with the new KV cache size, or that never ran.
+    """Return the phases to rehearse again. A phase is rehearsed again if it is larger with the new KV cache size, or if
+    it never ran.
 
     :param before: limits with which the phases ran.
     :param after: limits with the new KV cache size.
-    :param missed: kinds of phases that were not reached. They are tried again, with their sizes by ``after``.
+    :param missed: kinds of phases that were not reached. They run again, with their sizes by ``after``.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
-        # The bound of a decode leaves out its longest request, because not every release reports it. So compare the
-        # prompts.
+        # The bound of a decode does not contain its longest request, because not every release reports this length. So
+        # compare the prompts, too.
         return (*(getattr(phase.bound, name) for name in SIZES), max(map(sum, phase.prompts)))
 
     ran = {phase.kind: sizes(phase) for phase in derive_phases(before)}
@@ -620,26 +640,26 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
 
 
 def rising_counts(fewer: int, last: int, times: int = RISE) -> list[int]:
-    """Return rising numbers of requests up to ``last``.
-
-    Each number is at most ``times`` the number before it. The first number is at most ``times`` ``fewer``.
-    """
+    """Return rising numbers of requests, up to ``last``. Each number is at most ``times`` the number before it. The
+    first number is at most ``times * fewer``."""
     counts = [last]
     while counts[0] > times * fewer:
         counts.insert(0, -(-counts[0] // times))
     return counts
 
 
-def _link_rising(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
-    """Return the phases, each with an estimate of its memory from the phase before it, which has fewer requests."""
+def _link_estimates(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
+    """Return the phases, in which each phase has an estimate of its memory from the phase before it. The phase before
+    has fewer requests."""
     linked: list[Phase] = []
     for phase in phases:
-        linked.append(_judge_by(linked[-1], phase, limits) if linked else phase)
+        linked.append(_estimate_from(linked[-1], phase, limits) if linked else phase)
     return linked
 
 
-def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
-    """Return ``phase`` with an estimate of its memory from ``smaller``, a phase with fewer requests."""
+def _estimate_from(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
+    """Return a copy of ``phase`` with an estimate of its memory. The estimate is derived from ``smaller``, a phase with
+    fewer requests."""
     fewer, is_eager = smaller.bound.requests, phase.kind is PhaseKind.EAGER_DECODE
     may_go = limits.default_requests and is_eager and fewer >= limits.penalized
     times = max(1.0, phase.bound.requests / fewer)
@@ -647,17 +667,18 @@ def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
     return replace(phase, estimate=Estimate(smaller.name, times, graphs, fewer if may_go else 0))
 
 
-def _may_go(phase: Phase) -> bool:
+def _may_be_left_out(phase: Phase) -> bool:
     return bool(phase.estimate and phase.estimate.fewer_requests)
 
 
 def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
-    """Return the phase of the largest decode with one long request. Empty: the KV cache has no room for it.
+    """Return the phase of the largest decode with one long request. The list is empty if the KV cache has no room for
+    this decode.
 
-    :param decodes: decodes without a long request.
+    :param decodes: phases of decodes without a long request.
     """
     short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
-    half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long request has the other half
+    half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long request has the other half of the KV cache
     wanted = LONG_PROMPT_NEW_TOKENS + _decoded_meanwhile(limits.requests, limits)
     new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
     beside = limits.beside_prompt(new)
@@ -670,15 +691,15 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         short,
         kind=PhaseKind.LONG_AMONG_SHORT,
         name=f"decode of one long request among {limits.batch - 1} short ones",
-        # A pipeline has several batches. Only the batch with the long request counts.
+        # In a pipeline, several batches run. Only the batch with the long request meets the bound.
         bound=Bound(DECODES, requests=limits.batch, longest=longest if limits.stages > 1 else 0),
-        # The prefix cache has all of the long prompt except its end, which saves minutes. The end is as long as a short
-        # prompt, so chunks end where they would end with short prompts alone.
+        # The prefix cache has the long prompt except for its end. This saves minutes. The end is as long as a short
+        # prompt, so that the chunks end at the same places as with short prompts alone.
         prompts=[Prompt(longest - limits.short_prompt_tokens, limits.short_prompt_tokens), *short.prompts[1:]],
         new_tokens=new,
         growth=0.0 if limits.radix_cache else 1.0,
     )
-    return [_judge_by(decodes[-1], long, limits) if decodes else long]
+    return [_estimate_from(decodes[-1], long, limits) if decodes else long]
 
 
 def _penalized_decode(requests: int, limits: Limits) -> Phase:
@@ -692,32 +713,33 @@ def _penalized_decode(requests: int, limits: Limits) -> Phase:
         _decode(PhaseKind.PENALTIES, name, requests, limits),
         bound=Bound(DECODES, requests=requests),
         sampling=sampling,
-        # Releases compute log-probabilities in different ways with speculation, so the phase does not ask for them
-        # then.
+        # With speculation, releases compute log-probabilities in different ways. The phase then does not ask for
+        # log-probabilities.
         output_logprobs=not limits.draft_tokens,
     )
 
 
-def _in_step(phase: Phase, limits: Limits) -> Phase:
-    """Return the phase with a bound on the tokens of all data-parallel ranks together, if there are several."""
-    # The engine counts all draft tokens of a request in the forward pass that verifies them.
+def _bound_all_ranks(phase: Phase, limits: Limits) -> Phase:
+    """Return a copy of the phase. If there are several data-parallel ranks, the copy has a bound for the tokens of all
+    these ranks together."""
+    # The engine counts all draft tokens of a request in the forward pass that verifies these drafts.
     rank_tokens = phase.bound.tokens or phase.bound.requests * max(1, limits.draft_tokens)
     all_ranks = limits.gathered * rank_tokens if limits.gathered > 1 else 0
     return replace(phase, bound=replace(phase.bound, all_ranks=all_ranks))
 
 
 def growing_lengths(chunk: int) -> list[int]:
-    """Return the lengths of the first phase's prompts, which rise up to a chunk."""
+    """Return the lengths of the first phase's prompts, in tokens. The lengths rise up to a chunk."""
     return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
 
 
-def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
-    """Return the lengths of the prompts with which the cached prefix grows, part by part, up to ``longest`` tokens.
+def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
+    """Return the lengths of prompts that extend the cached prefix part by part, up to ``longest`` tokens.
 
-    Each prompt adds at least a chunk to the prompt before it. It adds at most as many tokens as that prompt has, and at
-    most :data:`MAX_PART_FRACTION` of the longest. With sliding windows the last part is hardly longer than a window.
-    The cache keeps the windows of a prefix in use by the parts in which it was computed. A longer last part, or a short
-    part after a long one, would leave no room for a chunk after the prefix.
+    Each prompt adds at least a chunk to the prompt before it. Each prompt is at most twice as long as the prompt before
+    it, and adds at most :data:`MAX_PART_FRACTION` of the longest. With sliding windows, the last part is hardly longer
+    than a window. While a prefix is in use, the cache keeps the windows of the parts in which the prefix was computed.
+    A longer last part, or a short part after a long one, would leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest
@@ -727,30 +749,32 @@ def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
     return lengths[1:] if rising == longest else [*lengths[1:], longest]
 
 
-def _behind(before: int, chunk: int, limits: Limits) -> list[Prompt]:
+def _prompts_behind_prefix(before: int, chunk: int, limits: Limits) -> list[Prompt]:
     """Return the prompts of the phase with a chunk after the longest prefix.
 
-    The last prompt is the prefix with the chunk. The prompts before it compute the prefix part by part for the radix
-    cache, or only one part, whose time predicts the last prompt's.
+    The last prompt consists of the prefix and the chunk. The earlier prompts compute the prefix part by part, so that
+    the radix cache has it. Without a radix cache, or if the prefix is planted, there is a single earlier prompt, whose
+    time predicts the time of the last prompt.
 
-    :param before: tokens of the prefix.
+    :param before: number of tokens in the prefix.
     """
     if limits.plants:
         parts = [Prompt(int(before * FIRST_PART_FRACTION) // limits.page * limits.page, chunk)]
     elif limits.radix_cache:
-        parts = [Prompt(length, 0) for length in _parts(before, chunk, limits)]
+        parts = [Prompt(length, 0) for length in _part_lengths(before, chunk, limits)]
     else:
-        # Round up to whole chunks. The full prompt then takes no longer than the square of the fraction predicts.
+        # Round up to whole chunks. Otherwise the full prompt could take longer than the square of the fraction
+        # predicts.
         parts = [Prompt(math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk, 0)]
     return [*parts, Prompt(before, chunk)]
 
 
-def _varied(chunk: int, limits: Limits) -> list[Prompt]:
+def _varied_prompts(chunk: int, limits: Limits) -> list[Prompt]:
     """Return prompts of many lengths, up to one and a half chunks.
 
-    Forward passes of many sizes split the allocator's blocks in many ways. The allocator then keeps more memory than
-    the largest forward pass alone needs. The number of prompts does not depend on the KV cache size, because a server
-    with a larger KV cache must rehearse these prompts, too.
+    Forward passes of many sizes split the allocator's blocks in many ways. PyTorch's allocator then keeps more memory
+    than the largest forward pass alone needs. The number of prompts does not depend on the KV cache size, because a
+    server with a larger KV cache must rehearse these prompts, too.
     """
     longest, draw = min(chunk + chunk // 2, limits.input_tokens), random.Random("varied")
     lengths = [longest, *(draw.randint(1, longest) for _ in range(VARIED_PROMPTS - 1))]
@@ -759,13 +783,13 @@ def _varied(chunk: int, limits: Limits) -> list[Prompt]:
 
 def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
     # The largest batch needs all requests that can run at once, because the batches of a pipeline share the requests.
-    # Each batch of a pipeline keeps the memory of its penalties, so all batches get penalized requests.
+    # Each batch of a pipeline keeps the memory of its penalties. Therefore all batches get penalized requests.
     put = limits.requests if requests == limits.batch else requests
     if kind is PhaseKind.PENALTIES:
         put = min(limits.requests, requests * limits.stages)
-    # Enough new tokens that the first requests still run when the last ones arrive. The requests are aborted when all
-    # have run in one batch. With speculation they are not aborted, because one release stopped answering after an
-    # abort.
+    # Each request generates so many tokens that the first requests still run when the last requests arrive. The
+    # requests are aborted as soon as all of them have run in one batch. With speculation they are not aborted, because
+    # one release stopped answering after an abort.
     new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _decoded_meanwhile(put, limits)
     return Phase(
         kind,
@@ -777,23 +801,23 @@ def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
 
 
 def _decoded_meanwhile(requests: int, limits: Limits) -> int:
-    """Return the tokens that the first request has decoded when the last one is admitted."""
+    """Return the number of tokens that the first request has decoded when the last request is admitted."""
     if not (limits.mixed and limits.prefill_requests):
-        return 0  # prefills come before decodes
+        return 0  # the engine runs prefills before decodes
     return -(-requests // limits.prefill_requests) * max(1, limits.draft_tokens)
 
 
 def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
-    """Return the most new tokens a request with which ``requests`` short requests are all admitted at once.
+    """Return the largest number of new tokens for each request with which ``requests`` short requests all run at once.
 
-    Room for two of the largest prefills stays free.
+    The KV cache keeps room for two of the largest prefills.
 
     :param wanted: upper bound of the new tokens.
     """
     caches = [limits.cache_tokens]
     windows = requests * (limits.window + WINDOW_OVERHANG_TOKENS + 2 * limits.page)
     if limits.window_tokens and windows > limits.window_tokens - 2 * limits.largest:
-        caches.append(limits.window_tokens)  # there is no whole window for each request
+        caches.append(limits.window_tokens)  # if there is no whole window for each request
     request_tokens = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
     new = request_tokens - SHORT_PROMPT_TOKENS - limits.beside_prompt()
     return max(2, min(wanted, new, limits.input_tokens - SHORT_PROMPT_TOKENS))

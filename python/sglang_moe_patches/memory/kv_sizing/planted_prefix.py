@@ -1,8 +1,8 @@
-"""Planting of a prefix: the radix cache gets a long prefix that is never computed.
+"""Plant a prefix: insert a long prefix into the radix cache without computing it.
 
 The slots of a planted prefix contain arbitrary bytes. A rehearsal measures the memory of a prefill chunk that follows a
 long cached prefix. That memory depends on the length of the prefix, not on its values. The answers of a rehearsal are
-thrown away, and the flush at its end empties the cache.
+discarded. A flush at its end empties the cache.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 CACHES = ("RadixCache", "UnifiedRadixCache")
-"""Names of the engine's cache classes into which a prefix can be planted: they need only the prefix and its slots.
-Caches with sliding windows or states need more. Caches with an external store would copy the prefix there."""
+"""Names of the engine's cache classes into which a prefix can be planted. These classes need only the prefix and its
+slots. Caches with sliding windows or states need more. Caches with an external store would copy the prefix to the
+store."""
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-"""Names of the engine's allocator classes that hand out the slots of one KV cache."""
+"""Names of the engine's allocator classes that allocate the slots of a single KV cache."""
 
 
 def can_plant(scheduler: Any) -> bool:
-    """Return whether a prefix can be planted into this scheduler's cache. The answer is the same on all ranks."""
+    """Return whether a prefix can be planted into the cache of this scheduler. The result is the same on all ranks."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     parts = [getattr(part, "name", str(part)) for part in getattr(tree, "tree_components", ("FULL",))]
     return (
@@ -28,7 +29,8 @@ def can_plant(scheduler: Any) -> bool:
         and not tree.disable
         and parts == ["FULL"]
         and int(tree.page_size) == int(allocator.page_size)
-        and getattr(tree, "cache_controller", None) is None  # a hierarchical cache's
+        # attributes of a hierarchical cache, and of an external store
+        and getattr(tree, "cache_controller", None) is None
         and getattr(tree, "linker", None) is None  # an external store's
     )
 
@@ -40,8 +42,8 @@ def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
 
     :param tokens: the prefix. Tokens after its last whole page are left out. EAGLE's keys are pairs of tokens, so one
         more token is left out.
-    :returns: whether the cache has the prefix now. ``False``: nothing can be planted into this cache, or it has no
-        room. Prefixes that it evicted to make room stay evicted.
+    :returns: whether the cache has the prefix now; ``False`` if this cache does not support planting, or if the KV
+        cache has no room for the prefix. Prefixes that were evicted to make room stay evicted.
     """
     if not can_plant(scheduler):
         return False
@@ -53,12 +55,12 @@ def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
     wants_array = "array" in str(RadixKey.__init__.__annotations__["token_ids"])
     pairs = bool(getattr(tree, "tree_core", tree).is_eagle)
 
-    def key() -> Any:  # a new key each time, because the engine changes it
+    def key() -> Any:  # a new key for each call, because the engine changes the key
         return RadixKey(array("q", tokens) if wants_array else list(tokens), None, is_bigram=pairs)
 
     def cached_tokens() -> int:
         match = tree.match_prefix(MatchPrefixParams(key=key()))
-        length = getattr(match, "device_prefix_len", None)  # 0.5.23's match has no indices
+        length = getattr(match, "device_prefix_len", None)  # in 0.5.23, the result of a match has no indices
         return len(match.device_indices) if length is None else int(length)
 
     whole = key().page_aligned(allocator.page_size)
@@ -71,7 +73,7 @@ def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
     slots = allocator.alloc(len(whole) - before)
     if slots is None:
         return False
-    # For tokens that the cache has already, it keeps its own slots, and ignores the zeros of `value`.
+    # For tokens that the cache already has, the cache keeps its own slots. It ignores the zeros in `value`.
     value = torch.cat([slots.new_zeros(before), slots])
     tree.insert(InsertParams(key=whole, value=value, prev_prefix_len=before))
     return cached_tokens() == len(whole)

@@ -1,10 +1,10 @@
-"""The engine's KV buffers over reserved addresses, for more tokens than have memory.
+"""Let the engine make its KV buffers over reserved addresses, for more tokens than there is memory.
 
 A *pool* is the engine's object with the tensors of a KV cache. The engine builds its pools for as many tokens as could
 ever fit. Meanwhile this module makes each tensor with a dimension that counts tokens or pages over reserved addresses
-(:mod:`.address_space`). At first, memory is mapped only for the tokens of the engine's own rule. If this module does
-not support a pool, or if another tensor grows with the tokens, the engine builds its pools once more without this
-package.
+(:mod:`.address_space`). At first, memory is mapped only for as many tokens as the engine's own rule allows. If this
+module does not support a pool, or if another tensor grows with the tokens, the engine builds its pools once more
+without this package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KNOWN_POOLS = {
     *("MLATokenToKVPool", "MLATokenToKVPoolFP4", "NSATokenToKVPool", "DSATokenToKVPool"),
     *("SWAKVPool", "HybridLinearKVPool"),
 }
-"""Names of the engine's pool classes that this module supports. ``docs/changes/kv-sizing.md`` lists them, too."""
+"""Names of the engine's pool classes that this module supports. ``docs/changes/kv-sizing.md`` has the same list."""
 KNOWN_TABLES = {"ReqToTokenPool", "HybridReqToTokenPool"}
 """Names of the engine's request table classes that this module supports. The second class also has the states of Mamba
 layers, whose number does not depend on the tokens."""
@@ -37,28 +37,29 @@ FACTORIES = ("zeros", "empty", "ones", "full")
 
 
 class Unknown(Exception):
-    """Raised if the KV cache cannot grow. The message is the reason, worded to follow "because"."""
+    """Raised if this module cannot make a KV cache that grows. The message is the reason, and can follow "because"."""
 
 
 def unknown_pool_reason(pool: str, table: str) -> str:
-    """Return the reason why a KV cache cannot grow, from its class names. "": the classes are supported."""
+    """Return the reason why a KV cache with these classes cannot grow; empty if the classes are supported. The text can
+    follow "because"."""
     if pool not in KNOWN_POOLS:
         return f"kv-sizing does not support KV caches of the kind {pool}"
     return "" if table in KNOWN_TABLES else f"kv-sizing does not support request tables of the kind {table}"
 
 
 def pools_of(runner: Any) -> tuple[Any, Any]:
-    """Return a model runner's KV cache and its request table; ``None`` in the place of a missing one."""
+    """Return a model runner's KV cache and its request table. A missing object is ``None``."""
     return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
 
 
 def pool_bytes(pool: Any) -> int:
-    """Return the bytes of a pool, as the pool reports them."""
+    """Return the bytes of a pool, as the pool itself reports them."""
     return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
 
 
-def hybrid(pool: Any, table: Any) -> str:
-    """Return the kind of a pool: sliding windows, Mamba, or "" if the pool is just one KV cache."""
+def hybrid_kind(pool: Any, table: Any) -> str:
+    """Return the kind of a hybrid pool: sliding windows, or Mamba; empty if the pool is a single KV cache."""
     kinds = [kind.__name__ for owner in (pool, table) for kind in type(owner).__mro__]
     if any("SWA" in kind for kind in kinds):
         return WINDOWS
@@ -67,11 +68,11 @@ def hybrid(pool: Any, table: Any) -> str:
 
 @dataclass
 class _Buffer:
-    """Buffer of a pool.
+    """Buffer of a pool: a tensor over reserved addresses.
 
     :param memory: the buffer's tensor over reserved addresses.
-    :param part: field of :class:`TokenCounts` with the buffer's number of tokens.
-    :param unit: tokens of one row: 1, or a page.
+    :param part: name of the :class:`TokenCounts` field that has the number of tokens in this buffer.
+    :param unit: number of tokens in one row: 1, or the tokens of a page.
     """
 
     memory: ElasticBuffer
@@ -80,11 +81,11 @@ class _Buffer:
 
 
 class ElasticPools:
-    """KV buffers of a scheduler process: those of its model and of its draft models.
+    """KV buffers of a scheduler process. They belong to its model and to its draft models.
 
-    :param first: token counts that have memory at first, those of the engine's rule.
+    :param first: token counts for which memory is mapped at first. They come from the engine's rule.
     :param top: largest token counts, for which addresses are reserved.
-    :param page: tokens of a page.
+    :param page: number of tokens in a page.
     """
 
     def __init__(self, memory: CudaMemory, first: TokenCounts, top: TokenCounts, page: int) -> None:
@@ -97,9 +98,10 @@ class ElasticPools:
     # --- Sizes ---------------------------------------------------------------------------------------------------
 
     def counts_for(self, tokens: int) -> TokenCounts:
-        """Return the token counts of all layer kinds for a KV cache size, interpolated between ``first`` and ``top``.
+        """Return the token counts of all kinds of layers for a KV cache size. The counts are interpolated between
+        ``first`` and ``top``.
 
-        :param tokens: KV cache size, which is rounded down to whole pages.
+        :param tokens: KV cache size, which this method rounds down to whole pages.
         """
         tokens = tokens // self.page * self.page
         span = self.top.tokens - self.first.tokens
@@ -111,24 +113,26 @@ class ElasticPools:
 
         return TokenCounts(tokens, *map(part, self.first[1:], self.top[1:]))
 
-    def bytes_behind(self, counts: TokenCounts) -> int:
-        """Return how many bytes of memory back ``counts`` tokens in all buffers."""
-        return sum(buffer.memory.bytes_behind(self._rows(buffer, counts)) for buffer in self._buffers)
+    def backing_bytes(self, counts: TokenCounts) -> int:
+        """Return the bytes of the memory that backs ``counts`` tokens in all buffers."""
+        return sum(buffer.memory.backing_bytes(self._rows(buffer, counts)) for buffer in self._buffers)
 
     def tokens_within(self, budget: int) -> int:
-        """Return the most tokens, in whole pages, whose memory fits into ``budget`` bytes. 0: one page takes more."""
+        """Return the largest number of tokens, in whole pages, whose memory fits into ``budget`` bytes; 0 if a single
+        page does not fit."""
         pages = range(1, self.top.tokens // self.page + 1)
         return self.page * bisect_right(
-            pages, budget, key=lambda number: self.bytes_behind(self.counts_for(number * self.page))
+            pages, budget, key=lambda number: self.backing_bytes(self.counts_for(number * self.page))
         )
 
     def tokens_with_window(self, window: int) -> int:
-        """Return the least tokens, in whole pages, with which sliding-window layers have at least ``window`` tokens."""
+        """Return the smallest KV cache size, in whole pages, with which the sliding-window layers have at least
+        ``window`` tokens."""
         pages = range(self.top.tokens // self.page + 1)
         return self.page * bisect_left(pages, window, key=lambda number: self.counts_for(number * self.page).window)
 
     def _rows(self, buffer: _Buffer, counts: TokenCounts) -> int:
-        # The engine makes more rows than tokens, for example a page of padding. The number of these rows is constant.
+        # The engine makes more rows than tokens, such as a page of padding. The number of additional rows is constant.
         return buffer.memory.rows - (getattr(self.top, buffer.part) - getattr(counts, buffer.part)) // buffer.unit
 
     # --- Memory --------------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class ElasticPools:
     def map(self, counts: TokenCounts) -> None:
         """Map memory for ``counts`` tokens in every buffer. If one buffer fails, no buffer keeps new memory.
 
-        :raises OutOfMemory: no mapping has changed.
+        :raises OutOfMemory: there is not enough memory. All mappings are as before.
         """
         try:
             for buffer in self._buffers:
@@ -148,20 +152,21 @@ class ElasticPools:
         self._set_usage()
 
     def unmap_from(self, counts: TokenCounts) -> int:
-        """Unmap the memory of all slots after the first ``counts`` tokens. No request may hold one of these slots.
+        """Unmap the memory of all slots after the first ``counts`` tokens. Before, no request may use one of these
+        slots.
 
         :returns: freed bytes.
         """
-        self.counts = counts  # even if the driver fails, because the slots are withdrawn already
+        self.counts = counts  # set also if the driver fails, because these slots are already withdrawn
         for table in self._tables:
             _forget_slots(table)
-        _wait_for_device()  # a running kernel may read these slots
+        _wait_for_device()  # a kernel that still runs may read these slots
         freed = sum(buffer.memory.unmap_from(self._rows(buffer, counts)) for buffer in self._buffers)
         self._set_usage()
         return freed
 
     def _set_usage(self) -> None:
-        """Set the GiB that the engine reports for each pool to those of a pool with ``counts`` tokens."""
+        """Update the size that the engine reports for each pool, in GiB, to that of a pool with ``counts`` tokens."""
         sizes = {
             buffer.memory.address: buffer.memory.bytes_of(self._rows(buffer, self.counts)) for buffer in self._buffers
         }
@@ -175,14 +180,15 @@ class ElasticPools:
     def build(self, build: Callable[[], Any], parts_of: Callable[[Any], tuple[Any, Any, Any]], device: str) -> Any:
         """Let the engine build pools for ``top`` tokens over reserved addresses, and keep their buffers.
 
-        :param build: the engine's function; it is called once.
-        :param parts_of: function that returns the KV cache, the request table and the allocator of the result.
+        :param build: function of the engine that makes the pools. It is called once.
+        :param parts_of: function that returns three parts of the result of ``build``: the KV cache, the request table
+            and the allocator.
         :param device: the device on which the engine makes its KV cache.
-        :raises Unknown: this module does not support the pools. Their buffers have been freed.
+        :raises Unknown: this module does not support the pools. The buffers of these pools have been freed.
         """
-        before, mode = len(self._buffers), _substitution(self, device)
+        before, mode = len(self._buffers), _make_substitution(self, device)
         try:
-            with _quiet(), mode:
+            with _silence_pool_logs(), mode:
                 built = build()
             pool, table, allocator = parts_of(built)
             if reason := unknown_pool_reason(type(pool).__name__, type(table).__name__) or unknown_allocator(allocator):
@@ -201,11 +207,13 @@ class ElasticPools:
         return built
 
     def _check(self, pool: Any, table: Any, others: list[Any], made: int) -> None:
-        """Check that all parts of the KV cache are supported, and that no other tensor grows with the tokens.
+        """Raise an error if a part of the KV cache is not supported, or if another tensor grows with the number of
+        tokens.
 
-        :param others: weak references to the other tensors that the engine has made meanwhile.
-        :param made: number of buffers over reserved addresses.
-        :raises Unknown: a part is not supported, or another tensor grows with the tokens.
+        :param others: weak references to all tensors without reserved addresses that the engine made while it built the
+            pools.
+        :param made: number of buffers over reserved addresses that the pools have.
+        :raises Unknown: a part is not supported, or another tensor grows with the number of tokens.
         """
         parts = _pools_in(pool)
         for part in parts:
@@ -246,13 +254,14 @@ class ElasticPools:
 
 @contextmanager
 def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: TokenCounts) -> Iterator[dict[str, Any]]:
-    """Let the engine make pools for the tokens of ``top`` instead of those of ``first``.
+    """Context manager that makes the engine build its pools for ``top`` tokens instead of ``first`` tokens.
 
     :param maker: the engine's object that makes pools. Up to 0.5.15 it is a model runner with the token counts as
         attributes.
-    :param arguments: arguments of its function that makes pools. From 0.5.16 on they contain the token counts.
-    :returns: the arguments for the call.
-    :raises Unknown: the engine has other token counts than ``first``, as it may have for a draft model.
+    :param arguments: arguments of the engine's function that makes pools. From 0.5.16 on, they contain the token
+        counts.
+    :returns: the arguments with which to call this function.
+    :raises Unknown: the engine has other token counts than ``first``. This can happen for a draft model.
     """
     sizes = arguments.get("sizes")
     owner = maker if sizes is None else sizes
@@ -261,7 +270,7 @@ def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: To
         found[name] = getattr(owner, name, None)
         if found[name] and getattr(top, part):
             if found[name] != getattr(first, part):
-                raise Unknown(f"a draft model's cache has {found[name]:,} tokens, another number than the model's")
+                raise Unknown(f"a draft model's cache has {found[name]:,} tokens, which differs from the model's")
             wanted[name] = getattr(top, part)
     if sizes is not None:
         names = [item.name for item in fields(sizes)] if is_dataclass(sizes) else sizes.__struct_fields__
@@ -277,7 +286,7 @@ def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: To
             setattr(owner, name, found[name])
 
 
-def _substitution(pools: ElasticPools, device: str) -> Any:
+def _make_substitution(pools: ElasticPools, device: str) -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -286,7 +295,7 @@ def _substitution(pools: ElasticPools, device: str) -> Any:
     class Substitution(TorchFunctionMode):
         """PyTorch function mode that makes the engine's KV buffers over reserved addresses.
 
-        ``others`` has weak references to the other tensors that the engine makes on the same device.
+        The attribute ``others`` has weak references to all other tensors that the engine makes on the same device.
         """
 
         def __init__(self) -> None:
@@ -301,8 +310,8 @@ def _substitution(pools: ElasticPools, device: str) -> Any:
             shape = _shape(args, kwargs)
             is_ours = where.type == torch.device(device).type and len(shape) > 1 and not kwargs.get("pin_memory")
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            # Replace only ``torch.zeros``: mapped memory is zero already. Other functions would write into unmapped
-            # memory.
+            # Replace only ``torch.zeros``, because mapped memory is zero already. Other factory functions would write
+            # to rows without memory.
             if is_ours and function is torch.zeros and (made := pools.make_buffer(shape, dtype)) is not None:
                 return made
             result = function(*args, **kwargs)
@@ -321,7 +330,8 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _pools_in(pool: Any) -> list[Any]:
-    """Return a pool and the KV pools in it. A pool of states (``MambaPool``) is left out: it grows with requests."""
+    """Return a pool and the KV pools within it. A pool of states (``MambaPool``) is left out, because its size depends
+    on the number of requests."""
     found: list[Any] = []
     queue = [pool]
     while queue:
@@ -336,7 +346,7 @@ def _pools_in(pool: Any) -> list[Any]:
 
 
 def _tensors_of(owner: Any) -> Iterator[Any]:
-    """Yield the tensors among an object's attributes, also those in lists and dictionaries."""
+    """Yield the tensors among an object's attributes, including tensors in lists and dictionaries."""
     import torch
 
     queue = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
@@ -353,15 +363,15 @@ def _tensors_of(owner: Any) -> Iterator[Any]:
 
 
 def _forget_slots(table: Any) -> None:
-    """Point the free rows of a request table to slot 0, which always has memory.
+    """Set the free rows of a request table to slot 0, which always has memory.
 
-    A captured decode reads a slot for each row of its padding. Up to 0.5.12.post1 this is a slot of the request that
-    used the row before.
+    A captured decode reads a slot for each row of its padding. Up to 0.5.12.post1, a padding row contains slots of the
+    previous request in this row.
     """
     import torch
 
     rows = table.req_to_token
-    free = torch.tensor([0, *map(int, table.free_slots)], dtype=torch.int64)  # row 0 is no request's
+    free = torch.tensor([0, *map(int, table.free_slots)], dtype=torch.int64)  # no request uses row 0
     rows[free.to(rows.device)] = 0
 
 
@@ -377,8 +387,9 @@ def _address(tensor: Any) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the engine's log lines about pools. They would report the tokens that have addresses, not memory."""
+def _silence_pool_logs() -> Iterator[None]:
+    """Silence the engine's log lines about the sizes of pools. The lines would report all tokens with addresses, and
+    not only the tokens with memory."""
     logger = logging.getLogger("sglang.srt.mem_cache")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,9 +1,9 @@
-"""Watch over free memory, and limit of requests, while a server whose KV cache was sized serves.
+"""While a server with a sized KV cache serves, watch its free memory and limit its requests.
 
 If free memory runs short, the server frees the *tail* of the KV cache: its slots after a smaller size, the *goal*. The
 server then has a smaller KV cache and goes on. A running request is never touched. The free slots of the tail are
-*withdrawn*, so that the engine does not use them. Slots that requests free later are withdrawn, too. Memory is unmapped
-as soon as no request or prefix holds a slot in it.
+*withdrawn*, so that the engine does not use them. Slots that requests free later are withdrawn, too. A slot is *held*
+if a request or a cached prefix uses it. Memory is unmapped as soon as none of its slots is held.
 
 A *turn* is one iteration of the scheduler's event loop. An *order* is a message of rank 0, which all ranks carry out in
 the same turn. The *margin* is the memory that should stay free on each GPU. The *floor* is the size below which the KV
@@ -30,21 +30,21 @@ from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, mega
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
-"""Seconds between two readings of free memory. PyTorch's allocator keeps the memory of forward passes, so a reading
-also counts the forward passes before it."""
-SHORT_REPORT, HELD_REPORT = "memory is short", "only prefixes hold what is to be given back"
-"""Flags that a rank raises on the board (:class:`.ranks.Board`) to report to rank 0. Each name ends with the number of
-orders before it, so rank 0 ignores old reports."""
+"""Seconds between two readings of the free memory. PyTorch's allocator keeps the memory of forward passes, so that a
+reading includes the forward passes since the last reading."""
+SHORT_REPORT, HELD_REPORT = "memory is short", "only cached prefixes use slots of the tail"
+"""Names of the flags that a rank raises on the board (:class:`.ranks.Board`) to report to rank 0. The number of earlier
+orders is appended to each name, so that rank 0 can ignore old reports."""
 FREE_LISTS = ("free_pages", "release_pages")
-"""Attributes of the engine's allocator, each a tensor with the numbers of free pages. From 0.5.21 on ``staged_pages``
-is a list of further such tensors."""
+"""Attributes of the engine's allocator that are tensors with the numbers of free pages. From 0.5.21 on,
+``staged_pages`` is a list of further such tensors."""
 
 
 @dataclass(frozen=True)
 class Retire(Order):
     """Order to free the tail of the KV cache.
 
-    :param tokens: tokens of the KV cache that remain.
+    :param tokens: KV cache size after the order, in tokens.
     """
 
     tokens: int
@@ -52,17 +52,17 @@ class Retire(Order):
 
 @dataclass(frozen=True)
 class EvictPrefixes(Order):
-    """Order to free the slots of the tail that only cached prefixes hold.
+    """Order to free the slots of the tail that only cached prefixes use.
 
-    An idle rank flushes its prefix cache. A busy rank evicts as many tokens as are still held in the tail, beginning
-    with the least recently used prefixes.
+    An idle rank flushes its prefix cache. A busy rank evicts as many tokens of prefixes as there are held slots in the
+    tail. It begins with the least recently used prefixes.
     """
 
 
 class FreeMemory:
-    """Free memory of one rank's GPU, read at intervals.
+    """Reader of the free memory of one rank's GPU. It reads at intervals.
 
-    :param read: function that returns the memory now.
+    :param read: function that returns the bytes that are free now.
     :param margin: bytes that must stay free.
     :param clock: function that returns the time in seconds.
     """
@@ -71,14 +71,14 @@ class FreeMemory:
         self._read, self.margin, self.clock = read, margin, clock
         self.lowest = read().free
         self.next_reading = clock()
-        """Time of the next reading, in seconds of ``clock``."""
+        """Time of the next reading, as ``clock`` counts it, in seconds."""
 
     def schedule_next_reading(self) -> None:
-        """Let the next reading be due after :data:`SAMPLE_INTERVAL_S`."""
+        """Set the time of the next reading to :data:`SAMPLE_INTERVAL_S` from now."""
         self.next_reading = self.clock() + SAMPLE_INTERVAL_S
 
     def measure_shortage(self) -> int:
-        """Read the free memory, and return how many bytes are missing until the whole margin is free.
+        """Read the free memory, and return the number of bytes that are missing from the whole margin.
 
         :returns: 0 if at least half of the margin is free.
         """
@@ -99,14 +99,15 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
     NEED: ("Bytes of forward passes and graphs beside weights and KV cache, on the rank that needs most.", ()),
     LOWEST_FREE: ("Lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
-    GIVEN_BACK: ("Bytes of the KV cache that were given back while serving.", ()),
+    GIVEN_BACK: ("Bytes of KV cache memory that were freed while serving.", ()),
     STATE: ("1 for the state of the KV cache, with the reason if it was not measured.", ("state", "reason")),
 }
-"""Help text of each metric, and its labels in addition to ``gpu`` and ``rank``, by the metric's name."""
+"""Help text and labels of each metric. The key is the metric's name. The labels ``gpu`` and ``rank`` are left out."""
 
 
 class Metrics:
-    """Metrics of one rank. ``/metrics`` has them with ``--enable-metrics``; rank 0 alone has ``need_bytes``.
+    """Metrics of one rank. With ``--enable-metrics``, the endpoint ``/metrics`` reports them. Only rank 0 has
+    ``need_bytes``.
 
     :param arguments: the server's resolved arguments.
     :param gpu: number of the rank's GPU. It is a label, because the ranks of replicas have equal numbers.
@@ -124,7 +125,7 @@ class Metrics:
 
             self._labels = {"gpu": str(gpu), "rank": str(get_world_group().rank_in_group)}
             for name, (text, labels) in GAUGES.items():
-                # "mostrecent": if several processes set a metric of one rank, the latest value counts.
+                # "mostrecent": if several processes set the metric of one rank, the latest value is reported.
                 names = (*self._labels, *labels)
                 self._gauges[name] = Gauge(name, text, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
@@ -147,11 +148,11 @@ class Metrics:
 
 
 class Serving:
-    """Watch over one rank's free memory, from the first user's request on.
+    """Watch the free memory of one rank, from the first user's request on.
 
-    Rank 0 orders all ranks to shrink their KV cache to the same size, the goal. Each rank keeps room for its own
-    longest request until this request has ended. With data-parallel attention another rank may have a longer request
-    than rank 0.
+    If memory is short, rank 0 orders all ranks to shrink their KV cache to the same size, the goal. Each rank keeps
+    room for its own longest request until this request has ended. With data-parallel attention, another rank may have a
+    longer request than rank 0.
 
     :param board: board on which ranks report to rank 0.
     :param shown: metrics of the rank.
@@ -182,8 +183,9 @@ class Serving:
         self._freed_bytes = self._retire_orders = self._evict_orders = 0
         shown.show(GIVEN_BACK, 0)
 
-    def look(self) -> None:
-        """Withdraw slots, and read the free memory if a reading is due. The event loop calls this in every turn."""
+    def run_turn(self) -> None:
+        """Withdraw free slots, and read the free memory if it is time. The scheduler's event loop calls this method in
+        every turn."""
         memory = self._memory
         is_due = memory.clock() >= memory.next_reading
         if is_due or self._is_shrinking:
@@ -192,8 +194,9 @@ class Serving:
     def _run_steps(self, is_due: bool) -> None:
         if is_due:
             self._memory.schedule_next_reading()
-        # All ranks must withdraw slots in step. So a rank goes on withdrawing even if it cannot read its free memory.
-        steps = ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched"))
+        # All ranks must withdraw slots in the same turns. So a rank goes on withdrawing slots even if it cannot read
+        # its free memory.
+        steps = ((self._withdraw, "KV cache memory is not freed"), (self._sample, "free memory is not watched"))
         for step, failure in steps if is_due else steps[:1]:
             if failure in self._failures:
                 continue
@@ -208,7 +211,7 @@ class Serving:
         shortage = self._memory.measure_shortage()
         self._shown.show(LOWEST_FREE, self._memory.lowest)
         prefixes_hold_tail = False
-        if self._goal < self._pools.counts.tokens:  # slots that the last order frees are still held
+        if self._goal < self._pools.counts.tokens:  # the slots that the last order withdraws are still held
             shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(self._scheduler)
         short_report = f"{SHORT_REPORT} {self._retire_orders}"
         held_report = f"{HELD_REPORT} {self._retire_orders} {self._evict_orders}"
@@ -222,8 +225,8 @@ class Serving:
             self._orders.send(EvictPrefixes())
         another_is_short = self._board.is_raised(short_report)
         if not self._order_is_pending and (shortage or another_is_short):
-            # A report does not say how many bytes are missing. With half of the margin more, that rank is no longer
-            # short.
+            # A report does not say how many bytes are missing. After half of the margin was freed, the reporting rank
+            # is no longer short.
             missing_bytes = max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))
             self._send_goal(missing_bytes, repeat=another_is_short)
 
@@ -234,13 +237,13 @@ class Serving:
 
         :param repeat: send the order even if no memory can be freed. A rank that is still short then reports again.
         """
-        behind_goal = self._pools.bytes_behind(self._pools.counts_for(self._goal))
+        behind_goal = self._pools.backing_bytes(self._pools.counts_for(self._goal))
         within = self._pools.tokens_within(behind_goal - missing_bytes)
-        # Later stages of a pipeline learn later that a request has ended. So the longest request of rank 0 counts for
-        # all stages.
+        # The later stages of a pipeline learn later that a request has ended. So the longest request of rank 0 counts
+        # for all stages.
         least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))
-        wanted = self._whole_pages(max(within, least))
-        frees = self._pools.bytes_behind(wanted) < behind_goal
+        wanted = self._counts_in_whole_pages(max(within, least))
+        frees = self._pools.backing_bytes(wanted) < behind_goal
         is_at_floor = within < least
         if is_at_floor and not self._is_at_floor:
             tokens = f"{min(wanted.tokens, self._goal):,} tokens"
@@ -253,10 +256,11 @@ class Serving:
             self._orders.send(Retire(wanted.tokens if frees else self._goal))
 
     def _longest_request(self) -> int:
-        """Return the KV cache tokens with which the longest request can be admitted and can end.
+        """Return the KV cache size, in tokens, with which the longest request can be admitted and can end; 0 if there
+        is neither a request nor a session.
 
-        The tokens of streaming sessions are included: a session keeps the tokens of its request after the request has
-        ended. 0: there is neither a request nor a session.
+        The tokens of streaming sessions are included, because a session keeps the tokens of its request after the
+        request has ended.
         """
         held, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
         for request in requests_of(self._scheduler):
@@ -268,18 +272,18 @@ class Serving:
         needed = longest + whole_pages(held.values(), page)
         return needed + self._extra_tokens_per_request if needed else 0
 
-    def _whole_pages(self, tokens: int) -> TokenCounts:
-        """Round ``tokens`` up to whole pages, and return the sizes of the engine's pools for that many."""
+    def _counts_in_whole_pages(self, tokens: int) -> TokenCounts:
+        """Round ``tokens`` up to whole pages, and return the token counts of a KV cache of this size."""
         return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:
-        """Carry out an order of rank 0, between two turns.
+        """Execute an order of rank 0, between two turns.
 
         :param order: a :class:`Retire` or an :class:`EvictPrefixes`.
         """
         if isinstance(order, EvictPrefixes):
             self._evict_orders += 1
-            if self._retirement is None:  # another rank has slots to free, this rank has none
+            if self._retirement is None:  # another rank still has held slots in its tail, this rank has none
                 return
             if is_idle(self._scheduler):
                 self._scheduler.flush_cache()
@@ -291,16 +295,18 @@ class Serving:
             self._publish_size(self._retirement.usable_counts() if self._retirement is not None else self._pools.counts)
 
     def _publish_size(self, counts: TokenCounts) -> None:
-        """Set the engine's number of tokens. The engine then refuses requests that would not fit into the goal."""
+        """Set the engine's number of KV cache tokens. The engine then rejects requests that would not fit into the
+        goal."""
         goal = self._pools.counts_for(self._goal)
         longest_request = (goal.full or goal.tokens) - self._extra_tokens_per_request
         token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Withdraw the tail's slots that were freed since the last turn, and unmap memory that no slot needs now."""
+        """Withdraw those slots of the tail that were freed since the last turn. Unmap the memory that no held slot
+        needs any more."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
-            wanted = self._whole_pages(max(self._goal, self._longest_request()))
+            wanted = self._counts_in_whole_pages(max(self._goal, self._longest_request()))
             if wanted.tokens < now.tokens:
                 self._tokens_before = now.tokens
                 allocator = self._scheduler.token_to_kv_pool_allocator
@@ -310,7 +316,7 @@ class Serving:
             return
         try:
             self._freed_bytes += self._pools.unmap_from(retirement.mapped_counts())
-        except Exception as error:  # the other ranks go on withdrawing slots, and so must this one
+        except Exception as error:  # the other ranks go on withdrawing slots, so this rank must go on, too
             problem = "could not unmap KV cache memory on this rank, so its free memory stays low; the server goes on"
             log.logger.warning(log.format_line("kv-sizing", "%s: %s"), problem, error)
         self._shown.show(GIVEN_BACK, self._freed_bytes)
@@ -320,12 +326,12 @@ class Serving:
         self._retirement = None
         if self._leads:
             tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._tokens_before:,}"
-            freed = f"{megabytes(self._freed_bytes)} given back until now"
+            freed = f"{megabytes(self._freed_bytes)} freed until now"
             log.logger.warning(log.format_line("kv-sizing", "memory was short: %s; %s"), tokens, freed)
 
 
 def requests_of(scheduler: Any) -> Iterator[Any]:
-    """Yield the requests that run or wait on a scheduler. A request may be yielded more than once."""
+    """Yield the requests that run or wait on a scheduler. The same request may be yielded more than once."""
     yield from getattr(scheduler, "waiting_queue", None) or ()
     yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
     batches = [getattr(scheduler, name, None) for name in ("running_batch", "last_batch", "cur_batch")]
@@ -337,40 +343,42 @@ def requests_of(scheduler: Any) -> Iterator[Any]:
 
 
 def tokens_of(request: Any) -> int:
-    """Return the most tokens of the KV cache that a request takes: its prompt and its new tokens.
+    """Return the number of KV cache tokens that a request takes at most: its prompt and its new tokens.
 
-    Rounding up to whole pages and the tokens of drafts are not counted. The beams of a request share only its prompt.
+    The number does not include the tokens of drafts, and is not rounded up to whole pages. The beams of a request share
+    its prompt, and have their own new tokens.
     """
     new = int(request.sampling_params.max_new_tokens or 0)
     return len(request.origin_input_ids) + new * beam_width(request)
 
 
 def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
-    """Return the KV cache tokens that each streaming session holds, by the session's name.
+    """Return the number of KV cache tokens of each streaming session. The key is the session's name.
 
-    The engine frees these tokens neither for another request, nor when it retracts the session's request.
+    The engine does not free these tokens for another request. It also keeps them if it retracts the session's request.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
-    if hasattr(prefixes, "session_records"):  # in 0.5.23
+    if hasattr(prefixes, "session_records"):  # only 0.5.23 has this attribute
         records = prefixes.session_records()
     else:
         records = getattr(getattr(prefixes, "session", prefixes), "slots", None) or {}
-    # Up to 0.5.13 the number is an attribute of the session's record. Later it is an attribute of the record's `kv`.
+    # Up to 0.5.13, the number is an attribute of the session's record. Later releases have it in the attribute `kv` of
+    # the record.
     owners = {name: getattr(record, "kv", record) for name, record in records.items()}
     return {name: int(getattr(owner, "kv_allocated_len", 0) or 0) for name, owner in owners.items()}
 
 
 def whole_pages(tokens: Iterable[int], page: int) -> int:
-    """Return the sum of several numbers of tokens, each rounded up to whole pages."""
+    """Round each of several numbers of tokens up to whole pages, and return the sum."""
     return sum(-(-number // page) * page for number in tokens)
 
 
 def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
-    """Return the floor, the tokens below which a KV cache does not shrink.
+    """Return the floor: the size below which the KV cache does not shrink, in tokens.
 
-    The floor is the tokens of two of the largest prefills of one request, and of streaming sessions. Layers with a
-    sliding window keep the tokens of one window, of one prefill, of some pages, and of sessions.
+    The floor has room for two of the largest prefills of one request, and for the streaming sessions. Layers with a
+    sliding window have room for one window, one prefill, some pages, and the sessions.
     """
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
     held = whole_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
@@ -381,27 +389,26 @@ def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
 
 
 def spare_tokens(scheduler: Any) -> float:
-    """Return the spare tokens: free KV cache tokens that a partly computed prompt does not need.
+    """Return the number of free KV cache tokens that a partly computed prompt does not need; infinite if no prompt is
+    partly computed.
 
     The engine computes the next chunk of such a prompt without checking whether there is room.
-
-    :returns: infinite if no prompt is partly computed.
     """
     chunked = getattr(scheduler, "chunked_req", None)
     if chunked is None:
         return math.inf
     allocator = scheduler.token_to_kv_pool_allocator
-    if hasattr(allocator, "full_attn_allocator"):  # with this allocator the engine checks
+    if hasattr(allocator, "full_attn_allocator"):  # with this allocator, the engine checks for room
         return math.inf
     try:
         evictable = scheduler.tree_cache.evictable_size()
-    except NotImplementedError:  # a cache that counts the states of Mamba layers apart
+    except NotImplementedError:  # this cache counts the states of Mamba layers separately
         evictable = scheduler.tree_cache.full_evictable_size()
     available = int(allocator.available_size()) + int(evictable)
-    holders = (chunked, getattr(chunked, "kv", None))  # from 0.5.18 on `kv` has the number
+    holders = (chunked, getattr(chunked, "kv", None))  # from 0.5.18 on, `kv` has the number
     computed = max(int(getattr(holder, "kv_committed_len", 0) or 0) for holder in holders)
     left, page = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed, int(allocator.page_size)
-    if getattr(scheduler, "is_mixed_chunk", False):  # a mixed chunk has one token of each decoding request
+    if getattr(scheduler, "is_mixed_chunk", False):  # a mixed chunk also has one token of each decoding request
         rows = len(scheduler.running_batch.reqs)
         chunk = max(1, int(scheduler.chunked_prefill_size or 1) - rows)
         left += rows * (-(-left // chunk) + 1 + page)
@@ -409,7 +416,8 @@ def spare_tokens(scheduler: Any) -> float:
 
 
 def evict_prefixes(prefixes: Any, tokens: int) -> None:
-    """Evict ``tokens`` tokens from the prefix cache. If the engine raises an error, the prefixes stay.
+    """Evict prefixes with ``tokens`` tokens from the prefix cache. If the engine raises an error, the prefixes stay in
+    the cache.
 
     :param prefixes: the scheduler's ``tree_cache``.
     """
@@ -418,25 +426,28 @@ def evict_prefixes(prefixes: Any, tokens: int) -> None:
 
         prefixes.evict(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
     except Exception as error:
-        log.logger.warning(log.format_line("kv-sizing", "prefixes keep what is to be given back: %s"), error)
+        log.logger.warning(
+            log.format_line("kv-sizing", "cached prefixes could not be evicted, so their memory is not freed: %s"),
+            error,
+        )
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
-# Between two turns of the scheduler, free slots of the tail are withdrawn: they are removed from the allocator's free
-# lists. The engine's number of tokens counts the slots before the tail, and the slots of the tail that are still held.
-# So the engine's own check, that free, cached and running tokens add up, holds in every turn. Of the allocator only
-# ``clear`` is patched, because a flush frees every slot at once.
+# Between two turns of the scheduler, free slots of the tail are withdrawn, which means removed from the allocator's
+# free lists. The engine's number of tokens counts the slots before the tail, and the held slots of the tail. The engine
+# checks that free, cached and running tokens add up to this number. The check passes in every turn. The only patched
+# method of the allocator is ``clear``, because a flush frees every slot at once.
 
 
 class _Tail:
-    """Tail of one kind of layers' KV cache: the pages after page ``kept``, up to page ``size``.
+    """Tail of the KV cache, for one kind of layers. It has the pages after page ``kept``, up to page ``size``.
 
-    ``held`` has one boolean for each page of the tail. It is false once the page is withdrawn. It is true while a
-    request or a prefix holds the page, or the page is free and not withdrawn yet.
+    The attribute ``held`` has one boolean for each page of the tail. The boolean is true until the page is withdrawn.
+    So it is also true for a free page that is not withdrawn yet.
 
     :param allocator: the allocator of these layers' slots.
-    :param size: tokens before the step.
-    :param wanted: tokens after the step.
+    :param size: KV cache size of these layers before the tail is freed, in tokens.
+    :param wanted: KV cache size of these layers after the tail was freed, in tokens.
     """
 
     def __init__(self, allocator: Any, size: int, wanted: int) -> None:
@@ -449,13 +460,13 @@ class _Tail:
     def withdraw(self, spare: float) -> bool:
         """Withdraw free pages of the tail from the allocator's free lists.
 
-        :param spare: most tokens to withdraw.
+        :param spare: limit of the tokens to withdraw.
         :returns: whether any pages were withdrawn.
         """
         before = int(self.held.sum())
 
         def without_tail(pages: Any) -> Any:
-            return self._without_tail(pages, spare / self.page - before + int(self.held.sum()))
+            return self._withdraw_from(pages, spare / self.page - before + int(self.held.sum()))
 
         for name in FREE_LISTS:
             pages = getattr(self.allocator, name, None)
@@ -466,8 +477,8 @@ class _Tail:
             self.allocator.staged_pages, self.allocator.num_staged_pages = kept, sum(map(len, kept))
         return int(self.held.sum()) < before
 
-    def _without_tail(self, pages: Any, most: float) -> Any:
-        """Return a list of free pages after withdrawing pages of the tail from it, at most ``most`` pages."""
+    def _withdraw_from(self, pages: Any, most: float) -> Any:
+        """Withdraw at most ``most`` pages of the tail from a list of free pages, and return the rest of the list."""
         in_tail = pages > self.kept
         in_tail &= in_tail.cumsum(0) <= most
         withdrawn = pages[in_tail]
@@ -475,22 +486,24 @@ class _Tail:
         return pages[~in_tail] if len(withdrawn) else pages
 
     def count_usable(self) -> int:
-        """Return the tokens that the engine may use: those before the tail, and the held ones of the tail."""
+        """Return the number of tokens that the engine may use: the tokens before the tail, and the held tokens of the
+        tail."""
         return (self.kept + int(self.held.sum())) * self.page
 
     def count_mapped(self) -> int:
-        """Return the tokens that need memory: those up to the last held page, or up to the tail if no page is held."""
+        """Return the number of tokens that need memory: all tokens up to the last held page of the tail. If no page of
+        the tail is held, these are the tokens before the tail."""
         held = self.held.nonzero()
         return (self.kept + (int(held[-1]) + 1 if len(held) else 0)) * self.page
 
 
 class Retirement:
-    """One step to a smaller KV cache. The step ends when no request or prefix holds a slot of the tail.
+    """One step to a smaller KV cache. The step ends when no slot of the tail is held.
 
     :param allocator: the scheduler's allocator.
     :param now: token counts before the step.
     :param wanted: token counts after the step.
-    :param publish: function that sets the engine's token counts. It is called whenever they change.
+    :param publish: function that sets the engine's token counts. It is called whenever the token counts change.
     """
 
     def __init__(
@@ -505,31 +518,32 @@ class Retirement:
         self.is_done = self._was_flushed = False
 
     def advance(self, spare: float = math.inf) -> bool:
-        """Withdraw the free slots of the tail, between two turns of the scheduler.
+        """Withdraw the free slots of the tail. Call this method only between two turns of the scheduler.
 
-        It must not be called between the allocator's ``free_group_begin`` and ``free_group_end``.
+        Do not call it between the allocator's ``free_group_begin`` and ``free_group_end``.
 
-        :param spare: most tokens to withdraw from each kind of layers.
+        :param spare: limit of the tokens to withdraw from the KV cache of each kind of layers.
         :returns: whether fewer slots of the tail are held than before.
         """
         if self.is_done:
             return False
-        withdrawals = [tail.withdraw(spare) for tail in self._tails.values()]  # a list, so that every tail is withdrawn
+        # a list and no generator, so that every tail is withdrawn
+        withdrawals = [tail.withdraw(spare) for tail in self._tails.values()]
         has_changed = any(withdrawals) or self._was_flushed
         self._was_flushed = False
         if has_changed:
             self._publish_counts()
         if not any(bool(tail.held.any()) for tail in self._tails.values()):
             self.is_done = True
-            self._patcher.undo()  # restores the `clear` of another plugin, too
+            self._patcher.undo()  # this also restores the `clear` method of another plugin
         return has_changed
 
     def held_tokens(self) -> int:
-        """Return the tokens of the tail that are still held; the larger number, if there are two kinds of layers."""
+        """Return the number of held tokens in the tail. If there are two kinds of layers, return the larger number."""
         return max(int(tail.held.sum()) * tail.page for tail in self._tails.values())
 
     def usable_counts(self) -> TokenCounts:
-        """Return the token counts that the engine may use now."""
+        """Return the token counts that the engine may use at this time."""
         return self._counts(_Tail.count_usable)
 
     def mapped_counts(self) -> TokenCounts:
@@ -538,7 +552,7 @@ class Retirement:
 
     def _counts(self, count: Callable[[_Tail], int]) -> TokenCounts:
         counts = {part: count(tail) for part, tail in self._tails.items()}
-        # If the cache has two kinds of layers, its number of tokens is that of the full-attention layers.
+        # If there are two kinds of layers, the KV cache size is that of the layers with full attention.
         return TokenCounts(**{"tokens": counts.get("full", 0), **counts})
 
     def _publish_counts(self) -> None:
@@ -546,8 +560,7 @@ class Retirement:
         self._publish(self.usable_counts())
 
     def _clear_all(self) -> None:
-        """Stand in for the allocator's ``clear`` in a flush. No slot is held; only those before the tail become
-        free."""
+        """Replacement for the allocator's ``clear`` in a flush. Only the slots before the tail become free."""
         for tail in self._tails.values():
             tail.held[:] = False
         set_allocator_size(self._allocator, self._wanted)
@@ -565,7 +578,8 @@ class Retirement:
 
 
 def is_penalized(request: Any) -> bool:
-    """Return whether a request is penalized: its sampling allocates numbers for the whole batch and vocabulary.
+    """Return whether a request is penalized. The sampling of a penalized request allocates numbers for every request of
+    the batch and every token of the vocabulary.
 
     :param request: the engine's ``Req``.
     """
@@ -584,16 +598,18 @@ def is_penalized(request: Any) -> bool:
 
 
 def beam_width(request: Any) -> int:
-    """Return the rows that a request takes in a decode batch: one, or its beams (0.5.23 has beam search)."""
+    """Return the number of rows that a request takes in a decode batch: one, or the number of its beams (0.5.23 has
+    beam search)."""
     group = getattr(request, "beam_group", None)
     return 1 if group is None else int(group.beam_width)
 
 
 def batch_is_penalized(batch: Any) -> bool:
-    """Return whether a batch is penalized: its sampling allocates numbers for every request and every token.
+    """Return whether a batch is penalized. The sampling of a penalized batch allocates numbers for every request of the
+    batch and every token of the vocabulary.
 
     The engine keeps the tensors of a logit bias and of ``min_p`` until the batch is empty, even if the request that
-    asked for them has ended. This function reads the batch's own attributes, so that its time does not depend on the
+    asked for them has ended. This function reads only attributes of the batch, so that its time does not depend on the
     number of requests.
 
     :param batch: the engine's ``ScheduleBatch``.
@@ -612,45 +628,45 @@ def batch_is_penalized(batch: Any) -> bool:
 
 
 class RequestLimit:
-    """Limit of the requests in a batch, derived anew in each turn of the event loop.
+    """Limit of the requests in a batch. It is derived again in each turn of the event loop.
 
-    The limit depends only on the waiting requests and on the running batch. They are the same on all ranks, so all
-    ranks admit the same requests.
+    The limit depends only on the waiting requests and on the running batch. These requests are the same on all ranks,
+    so all ranks admit the same requests.
 
     :param scheduler: the engine's scheduler.
-    :param requests: most requests in a batch.
-    :param penalized: most requests in a batch while the batch, or a waiting request, is penalized.
+    :param requests: limit of requests in a batch.
+    :param penalized: limit of requests in a batch while the batch or a waiting request is penalized.
     """
 
     def __init__(self, scheduler: Any, requests: int, penalized: int) -> None:
         self._scheduler, self._requests, self._penalized = scheduler, requests, penalized
         self._beams = getattr(scheduler, "beam_coordinator", None)
         self._penalized_queue: deque[Any] = deque()
-        """Penalized requests that wait, in the order of their arrival. Those at the front that no longer wait are
-        removed."""
+        """Penalized requests, in the order of their arrival. A request at the front is removed if it no longer
+        waits."""
         self.batch: Any = None
         """The running batch, into which the engine merges the requests that it admits in this turn."""
         self.rows: int | None = None
-        """Most rows of the batch. Of the rows of running beams, all but one a request are subtracted already. ``None``:
-        the number is not derived in this turn yet."""
+        """Limit of the rows in the batch; ``None`` if the limit has not been derived in this turn. If running requests
+        have beams, all rows of a request but one are already subtracted."""
         self.widest = 1
-        """Rows of the widest request that may join the batch: 1, or its beams."""
+        """Number of rows of the widest request that may join the batch: 1, or the number of its beams."""
 
     def add(self, request: Any) -> None:
-        """Record a request that begins to wait."""
+        """Record a request that has begun to wait."""
         if is_penalized(request):
             self._penalized_queue.append(request)
             self.rows = None
 
     def derive(self) -> int:
-        """Derive ``rows`` and ``widest`` from the waiting and running requests of this turn.
+        """Derive the attributes ``rows`` and ``widest`` from the waiting and running requests of this turn.
 
         :returns: ``rows``.
         """
         scheduler, penalized = self._scheduler, self._penalized_queue
         while penalized and penalized[0] not in scheduler.waiting_queue:
             penalized.popleft()
-        chunked = scheduler.chunked_req  # between two chunks, this request neither waits nor runs
+        chunked = scheduler.chunked_req  # between two chunks of its prompt, this request neither waits nor runs
         self.widest = 1
         if self._beams is not None and self._beams._num_live_groups:
             rows = self._derive_with_beams()
@@ -662,10 +678,10 @@ class RequestLimit:
         return rows
 
     def _derive_with_beams(self) -> int:
-        """Return the limit if requests have beams. Each beam counts as a penalized request.
+        """Return the limit of rows for requests that have beams. Each beam counts as a penalized request.
 
-        An empty batch admits a request that has more beams than the limit. Else this request and all requests after it
-        would wait for ever.
+        An empty batch admits a request that has more beams than the limit. Otherwise this request and all requests
+        after it would wait for ever.
         """
         scheduler, running = self._scheduler, self.batch.reqs
         joining = [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
@@ -685,7 +701,7 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
         limit.add(req)
         return queue(req, *args, **kwargs)
 
-    # Both of the following functions run in every turn that admits requests. So they call as little as possible.
+    # Both of the following functions run in every turn that admits requests. So they make as few calls as possible.
 
     @functools.wraps(get_batch)
     def get_new_batch_prefill(*args: Any, **kwargs: Any) -> Any:
@@ -702,7 +718,7 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
         free = rows - running_bs
         if limit.widest > 1:
             free //= limit.widest
-        # An unpacking that unpacks nothing would cost as much as the rest of this function.
+        # Unpacking empty arguments would take as long as the rest of this function.
         by_engine: int = allocatable(running_bs, *args, **kwargs) if args or kwargs else allocatable(running_bs)
         return free if free < by_engine else by_engine
 

@@ -1,4 +1,4 @@
-"""Decisions on the KV cache size as pure functions, and the limits that they use.
+"""Decide on the KV cache size. The module has pure functions, and the limits that they use.
 
 A *rehearsal* runs a server's largest forward passes before its first request. Each run of the rehearsal is a *pass*.
 The *need* is the memory that the server takes in addition to weights and KV cache. The *margin* is the memory that must
@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MIN_FREE_BYTES = 1_000_000_000
-"""Least free memory after a forward pass of the rehearsal. With less, the rehearsal ends early, because the next
-forward pass might run out of memory. The need of the forward passes that did not run is then not known, so the server
-keeps this many bytes free in addition to the margin."""
+"""Free memory that a forward pass of the rehearsal must leave, in bytes. If it leaves less, the rehearsal ends early,
+because the next forward pass might run out of memory. The need of the forward passes that did not run is then not
+known, so the server keeps this many bytes free in addition to the margin."""
 MIN_GAIN_FRACTION = 0.02
-"""Least growth of the KV cache, as a fraction of its size. If it could grow by less, it keeps the size that it had in
-the rehearsal."""
+"""Smallest growth of the KV cache that is worth mapping memory, as a fraction of the cache's size. With a smaller
+growth, the KV cache keeps the size that it had in the rehearsal."""
 LOW_MARGIN_FRACTION = 0.5
-"""Fraction of the margin that must stay free while serving. With less, the server frees KV cache memory until the whole
-margin is free again."""
+"""Fraction of the margin that must stay free while serving. If less is free, the server frees KV cache memory until the
+whole margin is free again."""
 FRACTION_STEP = 0.0001
 """Step to which a ``--mem-fraction-static`` is rounded. One step is 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3
-"""Most passes in one start. A first pass that starts over does not count. Another pass is needed if a new KV cache size
-makes some forward passes larger, or makes some possible at all."""
+"""Limit of passes in one start. A first pass that starts over does not count. Another pass is needed if a new KV cache
+size makes some forward passes larger, or makes some possible at all."""
 SHOWN_PHASES = 3
 """Number of phases in the log line about the largest phases."""
 
@@ -36,11 +36,11 @@ SHOWN_PHASES = 3
 class LaunchMemory:
     """Memory of a rank before the engine makes its pools, in bytes.
 
-    :param failure: reason why the server is not measured; "": the other fields are set.
-    :param free_before_load: free memory before the weights were loaded, on the rank with the least.
-    :param free: free memory of this rank now.
-    :param fraction: fraction in force: the engine's own, or the given ``--mem-fraction-static``.
-    :param images: bytes that the engine's rule reserves for images, which are not rehearsed.
+    :param failure: reason why the server is not measured; empty if the other fields are set.
+    :param free_before_load: free memory before the weights were loaded, on the rank with the least free memory.
+    :param free: free memory of this rank after the weights were loaded.
+    :param fraction: value of ``--mem-fraction-static``, chosen by the user or by the engine.
+    :param images: bytes that the engine's rule reserves for images. A rehearsal has no images.
     """
 
     failure: str = ""
@@ -51,47 +51,48 @@ class LaunchMemory:
 
     @property
     def set_aside(self) -> float:
-        """Bytes that the fraction leaves free besides weights and KV cache."""
+        """Bytes that the fraction leaves free in addition to weights and KV cache."""
         return self.free_before_load * (1 - self.fraction)
 
 
 def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
-    """Return a larger fraction for the rehearsal, if the engine's own leaves the KV cache less than ``cache_bytes``.
+    """Return a larger fraction for the rehearsal, if the engine's own fraction leaves the KV cache fewer than
+    ``cache_bytes`` bytes.
 
     :param launches: memory of all ranks; the rank with the least free memory counts.
     :param cache_bytes: bytes that a rehearsal needs in the KV cache of each rank.
-    :param margin: bytes that must stay for forward passes, in addition to :data:`MIN_FREE_BYTES`.
-    :returns: ``None`` if the engine's own fraction stays: it leaves enough, or a larger one would leave too little for
-        forward passes.
+    :param margin: bytes that must stay free for forward passes, in addition to :data:`MIN_FREE_BYTES`.
+    :returns: ``None`` if the engine's own fraction is used. It leaves enough for the KV cache, or a larger fraction
+        would leave too little for forward passes.
     """
     launch = launches[0]
     free = min(each.free for each in launches)
     if free - launch.set_aside >= cache_bytes or free - cache_bytes < margin + MIN_FREE_BYTES:
         return None
-    # Rounded up, so that the KV cache has these bytes.
+    # rounded up, so that the KV cache has at least ``cache_bytes`` bytes
     return math.ceil((1 - (free - cache_bytes) / launch.free_before_load) / FRACTION_STEP) * FRACTION_STEP
 
 
 @dataclass(frozen=True)
 class RankNeed:
-    """Need of a rank, which the rank publishes after a rehearsal.
+    """Result of the rehearsal on one rank, which this rank publishes to the other ranks.
 
     Only rank 0 sets ``missed`` and the fields after it. A *phase* of the rehearsal runs one kind of the largest forward
     passes. A request is *penalized* if it has penalties, ``min_p``, a logit bias or log-probabilities.
 
-    :param fits: tokens of the KV cache that fit into memory along with the need and the margin.
-    :param need: bytes that forward passes, graphs and buffers took in addition to weights and KV cache.
-    :param failure: reason why the need is not known; "": it is known.
+    :param fits: number of KV cache tokens that fit into memory in addition to the need and the margin.
+    :param need: measured bytes of forward passes, CUDA graphs and buffers, in addition to weights and KV cache.
+    :param failure: reason why the need is not known; empty if it is known.
     :param stopped: whether the rehearsal ended early, before memory ran out.
-    :param missed: kinds of the phases that were not reached, by the phases' names.
-    :param fewer_requests: largest number of requests at once for which there is memory; 0: as many as the server
-        allows.
-    :param restart_requests: number of requests at once for another rehearsal, if the last one costs KV tokens. 0: no
-        decode had more requests than the user's settings ask for.
-    :param can_limit_penalized: whether another rehearsal could run fewer penalized requests, by ignoring
-        ``--max-running-requests`` for them.
-    :param request_limits: two limits that this package enforces: most requests in a batch, and most in a batch with a
-        penalized request. (0, 0): it enforces none.
+    :param missed: phases that the rehearsal did not reach. The key is the phase's name, and the value is its kind.
+    :param fewer_requests: largest number of concurrent requests for which there is memory; 0 if there is memory for as
+        many requests as the server allows.
+    :param restart_requests: number of concurrent requests for another rehearsal, if the sizes of the last rehearsal
+        would make the KV cache smaller; 0 if no decode had more requests than the user's settings ask for.
+    :param can_limit_penalized: whether another rehearsal could run fewer penalized requests than
+        ``--max-running-requests`` allows.
+    :param request_limits: two limits that this package enforces: on the requests in a batch, and on the requests in a
+        batch with a penalized request; (0, 0) if this package enforces no limits.
     """
 
     fits: int = 0
@@ -106,34 +107,37 @@ class RankNeed:
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:
-    """Return the KV cache size of a server in tokens, and the reason if it is not the size that fits.
+    """Decide on the KV cache size of a server, in tokens. If it is not the size that fits into memory, give the reason.
 
     All ranks get the same size: the tokens that fit on the rank with the least memory.
 
-    :param now: tokens that have memory now.
-    :param most: tokens that have addresses, or the user's limit if that is less.
-    :param least: tokens below which the KV cache does not shrink.
-    :returns: the tokens and the reason, which is "" if the size fits.
+    :param now: tokens for which memory is mapped now.
+    :param most: tokens for which addresses are reserved, or the user's limit if it is smaller.
+    :param least: smallest KV cache size that is allowed.
+    :returns: the number of tokens, and the reason; empty if the size is the size that fits.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"
     fits = min(need.fits for need in needs)
     if fits < (floor := min(now, least)):
-        return floor, f"beside the largest forward and the margin fit {max(0, fits):,} tokens, too few to serve"
+        return (
+            floor,
+            f"the largest forward pass and the margin leave room for {max(0, fits):,} tokens, too few to serve",
+        )
     if fits > now and needs[0].missed:
         return now, f"the rehearsal did not reach: {', '.join(needs[0].missed)}"
     return now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most), ""
 
 
 def megabytes(size: float) -> str:
-    """Format bytes as megabytes."""
+    """Format a number of bytes in megabytes, with the unit."""
     return f"{size / 1e6:,.0f} MB"
 
 
 def largest_phases(phases: Mapping[str, int]) -> str:
-    """Format the phases whose tensors took the most bytes, the largest first.
+    """Format a list of the phases whose tensors took the most bytes, beginning with the largest phase.
 
-    :param phases: bytes of tensors at the peak of each phase, by the phase's name.
+    :param phases: bytes of tensors at the peak of each phase. The key is the phase's name.
     """
     ordered = sorted(phases.items(), key=lambda phase: -phase[1])[:SHOWN_PHASES]
     return ", ".join(f"{name} {megabytes(size)}" for name, size in ordered)
@@ -142,9 +146,8 @@ def largest_phases(phases: Mapping[str, int]) -> str:
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
     """Return the ``--mem-fraction-static`` with which a stock server has the same KV cache size.
 
-    :param more_bytes: bytes of the KV cache beyond the bytes that ``launch.fraction`` gives it, by the engine's
-        arithmetic.
-    :returns: the fraction, rounded down; ``None``: no fraction gives this size.
+    :param more_bytes: number of bytes by which the KV cache is larger than ``launch.fraction`` would make it.
+    :returns: the fraction, rounded down; ``None`` if no fraction gives this size.
     """
     fraction = launch.fraction + more_bytes / launch.free_before_load
     rounded = math.floor(fraction / FRACTION_STEP) * FRACTION_STEP

@@ -371,7 +371,7 @@ class ServerStart:
         # Request tables and states were allocated together with the KV cache, and count neither as KV cache nor as
         # need.
         beside_cache = server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
-        mapped = self.pools.bytes_behind(self.pools.counts)
+        mapped = self.pools.backing_bytes(self.pools.counts)
         without_forwards = self.launch.free - beside_cache - mapped
         if not measured.failure:
             self._need = max(self._need, without_forwards - measured.lowest)
@@ -567,7 +567,7 @@ class ServerStart:
                 leads=self.leads,
                 extra_tokens=self._limits.beside_prompt(),
             )
-            self.orders.on_turn = self._serving.look
+            self.orders.on_turn = self._serving.run_turn
         except Exception as error:
             self.log(f"free memory is not watched: {error}", warn=True)
         self._release()

@@ -1,8 +1,8 @@
-"""Setting the KV cache size in every object of the engine that stores the number of tokens.
+"""Set the KV cache size in every object of the engine that stores the number of KV cache tokens.
 
-Two kinds of numbers stay as they are. A pool's own ``size`` is the number of tokens that have addresses, because from
-0.5.13 on CUDA graphs contain it as a bound of their writes. A model runner's tensors with a row for each token (from
-0.5.14 on the inputs of eager forward passes) keep their size, and bound the length of a request.
+Two kinds of numbers stay as they are. The ``size`` attribute of a pool stays the number of tokens that have addresses,
+because from 0.5.13 on CUDA graphs contain this number as a bound of their writes. A model runner's tensors with a row
+for each token (from 0.5.14 on the inputs of eager forward passes) keep their size, and bound the length of a request.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
-"""Names of the engine's allocator classes whose sizes this module can set. An allocator hands out the slots of a KV
-cache."""
+"""Names of the engine's allocator classes whose sizes this module can set. An allocator allocates the slots of a KV
+cache to requests."""
 REQUEST_MARGIN_TOKENS = 5
-"""Tokens by which the engine's longest prompt is shorter than its longest request."""
+"""Number of tokens by which the engine's longest prompt is shorter than its longest request."""
 
 
 class TokenCounts(NamedTuple):
     """KV cache size, in tokens.
 
     :param tokens: the engine's ``max_total_num_tokens``.
-    :param full: tokens of the layers with full attention; 0 if all layers are of one kind.
-    :param window: tokens of the layers with a sliding window; 0 if all layers are of one kind.
+    :param full: tokens in the layers with full attention; 0 if all layers are of one kind.
+    :param window: tokens in the layers with a sliding window; 0 if all layers are of one kind.
     """
 
     tokens: int
@@ -37,7 +37,8 @@ COUNTS: Mapping[str, str] = {
     "full_tokens_per_layer": "full",
     "swa_tokens_per_layer": "window",
 }
-"""Attributes of the engine's objects that store a number of tokens, each with its field of :class:`TokenCounts`."""
+"""Attributes of the engine's objects that store a number of KV cache tokens. The value is the field of
+:class:`TokenCounts` with this number."""
 HOLDERS = (
     "",
     *("tp_worker", "tp_worker.model_runner", "tp_worker.model_runner.memory_pool_config"),
@@ -45,31 +46,34 @@ HOLDERS = (
     *("draft_worker.draft_worker.draft_runner", "draft_worker.draft_model_runner", "draft_worker.draft_tp_worker"),
     *("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher"),
 )
-"""Paths from the scheduler to the objects with attributes of :data:`COUNTS`. Each release has about half of these
-objects."""
+"""Paths of attributes from the scheduler to the objects that have attributes of :data:`COUNTS`. Each release has about
+half of these objects."""
 REQUEST_LENGTHS = ("", "tp_worker", "beam_coordinator")
-"""Paths from the scheduler to the objects that bound the length of a request by the number of tokens."""
+"""Paths of attributes from the scheduler to the objects that limit the length of a request by the number of KV cache
+tokens."""
 
 
 def unknown_allocator(allocator: Any) -> str:
-    """Return the reason why an allocator's size cannot be set. "": it can be set."""
+    """Return the reason why the size of an allocator cannot be set; empty if it can be set."""
     name = type(allocator).__name__
     if name not in ALLOCATORS:
         return f"kv-sizing does not support KV cache allocators of the kind {name}"
     if getattr(allocator, "_swa_req_ring", False):
-        return "sliding windows of this kind have a ring for each request, whose size goes with requests"
+        return "sliding windows of this kind have a ring for each request, whose size depends on the number of requests"
     return ""
 
 
 def parts_of(allocator: Any) -> list[tuple[str, Any]]:
-    """Return the fields of :class:`TokenCounts` that an allocator covers, each with the allocator of its slots."""
+    """Return the fields of :class:`TokenCounts` that an allocator uses. Each field comes with the allocator for the
+    slots of its layers."""
     if hasattr(allocator, "full_attn_allocator"):
         return [("full", allocator.full_attn_allocator), ("window", allocator.swa_attn_allocator)]
     return [("tokens", allocator)]
 
 
 def set_allocator_size(allocator: Any, counts: TokenCounts) -> None:
-    """Set an allocator's size. The allocator's free lists do not change until its ``clear`` is called."""
+    """Set the size attribute of an allocator. The allocator's free lists do not change until its ``clear`` method is
+    called."""
     for part, owner in parts_of(allocator):
         owner.size = getattr(counts, part)
         if hasattr(owner, "num_pages"):
@@ -79,16 +83,17 @@ def set_allocator_size(allocator: Any, counts: TokenCounts) -> None:
 
 
 def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
-    """Resize an allocator, and free all of its slots. No request may have a slot, unless the size stays the same."""
+    """Set the size of an allocator, and free all of its slots. If the size changes, no request may use a slot."""
     if any(owner.size != getattr(counts, part) for part, owner in parts_of(allocator)):
         set_allocator_size(allocator, counts)
         allocator.clear()
 
 
 def set_token_count(scheduler: Any, counts: TokenCounts, longest_request: int | None = None) -> None:
-    """Set the number of tokens in every object of the engine that stores it, except the allocators.
+    """Set the number of KV cache tokens in every object of the engine that stores it, except the allocators.
 
-    :param longest_request: tokens of the longest request that the engine admits. ``None``: the whole KV cache.
+    :param longest_request: tokens of the longest request that the engine admits. ``None`` if a request may use the
+        whole KV cache.
     """
     for path in HOLDERS:
         _set(_find(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
@@ -109,18 +114,19 @@ def _find(owner: Any, path: str) -> Any:
 
 
 def _set(owner: Any, values: Mapping[str, int]) -> None:
-    """Set those attributes that an object already has as integers. The object may be a frozen dataclass."""
+    """Set some attributes of an object, if the object already has them as integers. The object may be a frozen
+    dataclass."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:
                 setattr(owner, name, value)
-            except AttributeError:  # frozen
+            except AttributeError:  # the object is a frozen dataclass
                 object.__setattr__(owner, name, value)
 
 
 def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
-    """Set again the metrics with the number of tokens, which the engine writes only once, in its start."""
-    if callable(emit := getattr(scheduler, "emit_metrics_constants", None)):  # from 0.5.17 on
+    """Update the metrics with the number of tokens. The engine writes these metrics only in its start."""
+    if callable(emit := getattr(scheduler, "emit_metrics_constants", None)):  # only releases from 0.5.17 on
         emit()
         return
     for name in ("metrics_collector", "metrics_reporter.metrics_collector"):
@@ -134,6 +140,6 @@ def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
 
 
 def init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's message to its launcher, with the scheduler's present numbers of tokens."""
+    """Return the message from a scheduler to its launcher, with the scheduler's present numbers of tokens."""
     names = {"max_total_num_tokens", "max_req_input_len"} & info.keys()
     return {**info, **{name: getattr(scheduler, name) for name in names}}

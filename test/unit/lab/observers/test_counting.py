@@ -1,5 +1,5 @@
-"""Tests of ``lab/observers/counting.py``, which counts how often each change acts, and of a report's sentences about
-it."""
+"""Tests of ``lab/observers/counting.py``, which counts how often each change acts, and writes the report's sentences
+about the changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS = "sglang_moe_patches."
 
 @pytest.mark.parametrize("count", {count.name: count for change in CHANGES for count in change.counts}.values())
 def test_every_counted_function_of_this_package_exists(count: Count) -> None:
-    """The tally skips a missing function. A report would then say that the change did nothing."""
+    """The tally silently skips a function that does not exist. A report would then say that the change did nothing."""
     if count.module.startswith(OURS):
         assert counting.find_owner(count) is not None
 
@@ -35,7 +35,8 @@ def test_different_counts_have_different_names() -> None:
 
 
 class FusedMoE:
-    """Stand-in for the engine's MoE layer. ``work`` stands for the functions of changes that run inside the layer."""
+    """Stand-in for the engine's MoE layer. The attribute ``work`` stands for the functions of changes that run inside
+    the layer."""
 
     def __init__(self, layer_id: int, work: Any = lambda: None) -> None:
         self.layer_id, self.work = layer_id, work
@@ -106,7 +107,7 @@ def test_acts_during_a_graph_capture_are_counted_separately(
         layer.run_moe_core(dispatch_output(5))
     assert [act.captured for act in tally.acted.acts] == [True, False]
     captured = Acts(tally.acted.layers, tally.acted.acts[:1])
-    assert counting.sentences(WORKSPACE, captured)[0].endswith("up to 2 slices, as CUDA graphs were captured")
+    assert counting.sentences(WORKSPACE, captured)[0].endswith("up to 2 slices, while CUDA graphs were captured")
     assert counting.sentences(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
 
 

@@ -1,5 +1,5 @@
-"""Tests of the observer in an engine process that runs the model. It records memory figures and how often each change
-acts. An error in it ends no forward pass."""
+"""Tests of the observer, which runs in an engine process with the model. The observer records memory figures, and how
+often each change acts. An error in the observer must not end a forward pass."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ def make_observer(tmp_path):
 
 
 def run_forward(observer, tokens, *outputs, extra_bytes=0):
-    """Run one forward pass, which starts a kernel for each of ``outputs``.
-
-    Tensors of ``extra_bytes`` bytes are allocated before the kernels start.
-    """
+    """Run one forward pass. Allocate tensors of ``extra_bytes`` bytes, and then start a kernel for each tensor in
+    ``outputs``."""
     observer.start_forward(tokens, cuda=False)
     extra = torch.zeros(extra_bytes, dtype=torch.uint8)
     for make_output in outputs:
@@ -63,7 +61,7 @@ def test_live_bytes_belong_to_the_largest_forward_pass(tmp_path):
 
 
 class Wrapper:
-    """Stand-in for FlashInfer's CuteDslMoEWrapper. It has its buffers in the same attributes."""
+    """Stand-in for FlashInfer's CuteDslMoEWrapper. Its buffers are in the same attributes as the wrapper's."""
 
     def __init__(self, sort: torch.Tensor) -> None:
         self._moe_sort_buffers = {"a": sort, "size": 3}
@@ -93,10 +91,8 @@ def test_the_rank_that_used_the_most_memory_is_reported_but_never_an_idle_proces
 
 
 def kernel(**arguments: Any) -> list[torch.Tensor]:
-    """Stand-in for FlashInfer's kernels.
-
-    It writes into ``output`` or a new tensor. With ``do_finalize=False`` it returns three parts for a later kernel.
-    """
+    """Stand-in for FlashInfer's kernels. It writes its output into ``output``, or into a new tensor. With
+    ``do_finalize=False``, it returns three parts from which a later kernel makes the output."""
     tokens = arguments["hidden_states"].shape[0]
     if not arguments.get("do_finalize", True):
         return [torch.empty(8 * tokens, 4), torch.empty(tokens, 8), torch.empty(8 * tokens, dtype=torch.int32)]
@@ -219,7 +215,8 @@ def test_a_runner_without_observed_kernels_counts_as_one_kernel_with_unknown_out
 
 
 def test_the_record_is_written_when_a_change_does_something_new(process, monkeypatch):
-    """The record is not written after every forward pass, because a server may run a million of them."""
+    """The observer does not write the record after every forward pass, because a server may run a million forward
+    passes."""
     process.forward(9)
     writes = []
     monkeypatch.setattr(forwards.events, "write", lambda process, path: writes.append(process.acted))
@@ -293,9 +290,10 @@ def test_an_engine_that_cannot_be_observed_starts(unobserved, monkeypatch):
 
 @pytest.fixture
 def set_gpu_memory(process, monkeypatch):
-    """Stand-in for the GPU's allocator. 50 bytes are allocated between forward passes.
+    """Replace the memory statistics of the GPU's allocator. Between two forward passes, 50 bytes are allocated.
 
-    :returns: a function that takes the peak of each forward pass, and the bytes reserved after each one.
+    :returns: a function that sets the peak of each forward pass, and the bytes that are reserved after each forward
+        pass.
     """
     peaks, reserved = [0], [100]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -313,8 +311,8 @@ def set_gpu_memory(process, monkeypatch):
 
 
 def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_memory):
-    """The slack is the growth of the reserved bytes minus the growth of the allocated bytes to their peak. Both count
-    from the start of the first forward pass, when 100 bytes are reserved and 50 allocated."""
+    """The slack is the growth of the reserved bytes minus the growth of the peak of allocated bytes. Both start at the
+    first forward pass, when 100 bytes are reserved and 50 bytes are allocated."""
     set_gpu_memory([700, 500, 900], reserved_after=[1000, 1000, 1400])
     figures_of = [process.forward(10).memory for _ in range(3)]
     assert [(figures.reserved_bytes, figures.slack_bytes) for figures in figures_of] == [
@@ -326,7 +324,8 @@ def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_
 
 
 def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kernels(process, set_gpu_memory):
-    """The observer watches no kernel of some runners, such as Triton's. It then reads the allocator's peak."""
+    """The observer does not observe the kernels of some runners, such as Triton's. It then uses the peak that PyTorch's
+    allocator reports."""
     set_gpu_memory([700, 500, 900, 100])
     figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
     # The record has the smaller peak of the two forward passes with 10 tokens.

@@ -1,4 +1,5 @@
-"""Tests of ``lab/predict/config.py``, which finds a model's config.json and reads the model's sizes from it."""
+"""Tests of ``lab/predict/config.py``, which finds a model's ``config.json`` and reads the model's sizes from this
+file."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SIZES = ("layers", "dense_layers", "hidden", "experts", "top_k", "moe_intermedia
 
 
 def read(source):
-    return config.read(BY_SOURCE[source]["config"], source)
+    return config.read_sizes(BY_SOURCE[source]["config"], source)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def read(source):
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
     ],
 )
-def test_the_sizes_are_those_that_the_benchmarks_have(source, name):
+def test_sizes_from_config_json_equal_the_benchmarks_sizes(source, name):
     found, known = read(source), MODELS[name]
     assert {size: getattr(found.model, size) for size in SIZES} == {size: getattr(known, size) for size in SIZES}
     assert (found.model.q_lora_rank, found.model.family, found.model.kv_heads) == (
@@ -48,16 +49,16 @@ def test_the_sizes_are_those_that_the_benchmarks_have(source, name):
         ("Qwen/Qwen3.5-397B-A17B", "has layers of linear attention"),
     ],
 )
-def test_attention_that_is_not_as_the_formulas_have_it_is_named(source, attention):
+def test_unsupported_attention_is_named(source, attention):
     assert read(source).attention == attention
 
 
-def test_a_model_whose_layers_alternate_has_a_dense_one_first():
+def test_a_model_with_alternating_layers_begins_with_a_dense_layer():
     model = read("meta-llama/Llama-4-Maverick-17B-128E-Instruct").model
     assert (model.dense_layers, model.intermediate, model.moe_intermediate) == (1, 16384, 8192)
 
 
-#: Configurations of the published models, which are the defaults of transformers' configuration classes.
+#: Configurations of the published models, as transformers' configuration classes have them by default.
 ERNIE = {
     **{"hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4},
     **{"intermediate_size": 12288, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64},
@@ -89,8 +90,8 @@ PLAIN = {
         pytest.param(LONGCAT, (28, 0, 6144, 512, 12, 2048, 0, 64), id="LongCat"),
     ],
 )
-def test_sizes_by_other_names_are_read(content, sizes):
-    model = config.read(content, "this").model
+def test_sizes_under_other_key_names_are_read(content, sizes):
+    model = config.read_sizes(content, "this").model
     assert tuple(getattr(model, size) for size in SIZES) == sizes
 
 
@@ -113,14 +114,14 @@ def test_sizes_by_other_names_are_read(content, sizes):
     ids=str,
 )
 def test_the_first_layers_without_experts_are_counted(keys, dense):
-    assert config.read(PLAIN | keys, "this").model.dense_layers == dense
+    assert config.read_sizes(PLAIN | keys, "this").model.dense_layers == dense
 
 
 @pytest.mark.parametrize(
     "key", ["hc_mult", "zero_expert_num", "moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"]
 )
-def test_layers_of_another_kind_are_named_by_their_key(key):
-    assert config.read(PLAIN | {key: 64}, "this").residual.endswith(f"({key})")
+def test_unsupported_layers_are_named_by_their_key(key):
+    assert config.read_sizes(PLAIN | {key: 64}, "this").residual.endswith(f"({key})")
 
 
 def without(*names):
@@ -143,12 +144,12 @@ def without(*names):
         pytest.param(PLAIN | {"num_experts": 1}, "has no routed experts: config.json has 1 of them", id="one expert"),
     ],
 )
-def test_what_is_not_understood_is_named_by_its_key(content, reason):
+def test_unknown_expert_keys_are_named_in_the_error(content, reason):
     with pytest.raises(NoConfig, match=reason):
-        config.read(content, "this")
+        config.read_sizes(content, "this")
 
 
-def test_a_folder_and_its_file_are_the_same(tmp_path):
+def test_a_folder_and_its_config_json_give_the_same_path(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{}")
     assert config.find(str(tmp_path)) == config.find(str(path)) == path
@@ -164,7 +165,7 @@ def test_a_folder_and_its_file_are_the_same(tmp_path):
     ],
     ids=["empty folder", "no folder", "no name", "not cached"],
 )
-def test_where_there_is_no_file_one_line_says_so(model, said, tmp_path):
+def test_a_missing_config_json_is_reported_in_one_line(model, said, tmp_path):
     with pytest.raises(NoConfig, match=r"\S") as caught:
         config.find(model.format(folder=tmp_path))
     assert said in str(caught.value)
@@ -175,20 +176,20 @@ def test_where_there_is_no_file_one_line_says_so(model, said, tmp_path):
     ("text", "said"),
     [
         ("{", "cannot be read"),
-        ("[]", "holds no JSON object"),
+        ("[]", "contains no JSON object"),
         (json.dumps({"hidden_size": 64}), "has no routed experts"),
         (json.dumps({"num_experts": 8, "num_attention_heads": 4}), "config.json has no hidden_size"),
     ],
     ids=["no JSON", "no object", "dense", "a size missing"],
 )
-def test_a_file_that_says_too_little_is_refused(text, said, tmp_path):
+def test_an_incomplete_config_json_is_refused(text, said, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(NoConfig, match=said):
-        config.read(config.load(path), "this")
+        config.read_sizes(config.load(path), "this")
 
 
-def test_a_model_with_eyes_is_asked_about_by_its_language_model():
+def test_a_multimodal_model_is_queried_by_its_language_model():
     kimi = config.language_model(BY_SOURCE["nvidia/Kimi-K2.5-NVFP4"]["config"])
     assert (kimi["architectures"], kimi["model_type"]) == (["DeepseekV3ForCausalLM"], "deepseek_v3")
     assert kimi["quantization_config"]["quant_algo"] == "NVFP4"
@@ -196,7 +197,7 @@ def test_a_model_with_eyes_is_asked_about_by_its_language_model():
     assert config.language_model(plain) is plain
 
 
-def test_a_model_that_people_serve_needs_no_file(tmp_path):
+def test_a_served_model_needs_no_config_json(tmp_path):
     content, path = config.load_model("qwen/qwen3-30b-a3b-fp8")
     assert path is None
     assert content["num_experts"] == 128

@@ -1,4 +1,4 @@
-"""Compare the predicted memory of a forward pass with every measurement in the results that the pages show."""
+"""Compare the predicted memory of forward passes with every measurement in ``benchmark/results``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sglang_moe_patches.lab.predict.forward import Acting, Runner
 from whole import peak_memory
 
 WITHIN = 0.01
-#: Bytes by which a runner's measured memory may differ. The formulas leave out the sorted expert ids and their padding,
-#: which took up to this much.
+#: Bytes by which the measured memory of a runner may differ from the prediction. The formulas do not count the sorted
+#: expert ids and their padding, which took up to this much.
 SMALL = 1.5e6
-#: Releases without an output buffer of the engine's own. Stock servers of later releases free attention's inputs early.
+#: Releases in which the engine has no output buffer. Stock servers of later releases free attention's inputs early.
 WITHOUT_BUFFER = ("0.5.11", "0.5.12", "0.5.12.post1")
 
-#: Folders of results that have the measured memory of a forward pass, or of a runner.
+#: Folders of results with the measured memory of a forward pass or of a runner.
 WITH_MEMORY = ("peak-memory", "triton-server", "moe-workspace", "moe-workspace-marlin")
-#: The other folders of results, each with the reason why it has no memory figure of a forward pass to compare.
+#: The other folders of results, each with the reason why it has no measurement of a forward pass's memory.
 WITHOUT = {
     "cutedsl-memory": "computed by FlashInfer's own wrapper, nothing was measured",
     "engine-suite": "outcomes of SGLang's own tests",
@@ -39,7 +39,7 @@ WITHOUT = {
     "soak": "the largest of minutes of mixed batches, aborts and flushes",
     "weight-shuffle": "loading, not a forward",
 }
-#: Results whose patched servers are not compared, each with the reason.
+#: Results whose patched servers are not compared. The value is the reason.
 EXCEPT = {
     "triton-server/moe-workspace-eager": "patched: columns before the dead input was their memory",
     "triton-server/moe-workspace-graphs": "patched: the same",
@@ -55,7 +55,7 @@ def near(measured: float, least: float = 0) -> object:
     return pytest.approx(measured, rel=WITHIN, abs=least)
 
 
-def test_every_result_is_compared_or_named_with_the_reason():
+def test_every_result_is_compared_or_has_a_reason_for_not_being_compared():
     benchmarks = {path.name for path in output.RESULTS.iterdir() if path.is_dir()}
     assert benchmarks == {*WITH_MEMORY, *WITHOUT, "models", "recipes", "room"}  # the last three are predictions
     assert all((output.RESULTS / f"{name}.json").exists() for name in EXCEPT)
@@ -69,9 +69,9 @@ def test_predicted_memory_of_a_forward_pass_agrees_with_the_measurement(name):
     for server, figures in found["memory"].items():
         predicted = peak_memory.predict_result(result, server)
         # On 0.5.11 a prefill did not free attention's buffer of the decode before it.
-        held = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0
-        assert predicted.live + held == near(figures["live_at_kernel_bytes"]), server
-        assert predicted.peak + held == near(figures["peak_forward_bytes"]), server
+        released_bytes = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0
+        assert predicted.bytes_before_runner + released_bytes == near(figures["live_at_kernel_bytes"]), server
+        assert predicted.peak + released_bytes == near(figures["peak_forward_bytes"]), server
 
 
 @pytest.mark.parametrize("name", results("triton-server"))
@@ -107,11 +107,11 @@ def cells_of(benchmark):
 
 @pytest.mark.parametrize("name", [*cells_of("moe-workspace"), *cells_of("moe-workspace-marlin")])
 def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypatch):
-    """The runner ran outside a server, in column slices of the measured width. Triton had no offered buffer, Marlin had
-    one in some measurements. Marlin's scales have the group size of the measured weights.
+    """Each runner ran outside a server, and summed in slices of the measured width. Marlin had a dead input in some
+    measurements, Triton never had a dead input. Marlin's scales have the group size of the measured weights.
 
-    DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. A tuned configuration pads rows there, and takes up to 45 MB
-    more.
+    DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. The tuned configuration for this GPU pads rows, and takes up to
+    45 MB more.
     """
     runner = "marlin" if name.startswith("moe-workspace-marlin/") else "triton"
     for cell in output.load(name)["figures"]["cells"]:
@@ -125,8 +125,8 @@ def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypa
             monkeypatch.setattr(forward, "PACKED_BYTES", packed)
         quantization = forward.BLOCKS if cell.get("weights") == "fp8" else None
         runs, offered = Runner(runner, quantization), runner == "marlin" and cell.get("offered", False)
-        stock = forward.held(runs, rank, cell["tokens"], rank.hidden, dead_input=False)
-        patched = forward.held(runs, rank, cell["tokens"], cell["width"] or rank.hidden, dead_input=offered)
+        stock = forward.runner_bytes(runs, rank, cell["tokens"], rank.hidden, dead_input=False)
+        patched = forward.runner_bytes(runs, rank, cell["tokens"], cell["width"] or rank.hidden, dead_input=offered)
         assert stock == near(cell["stock_peak"], SMALL), cell
         assert patched == near(cell["peak"], SMALL), cell
 
@@ -140,7 +140,7 @@ def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypa
             "triton",
             4,
             "attention",
-        ),  # as in PyTorch's record of allocations: the output projection's output is alive
+        ),  # PyTorch's record of allocations shows this peak: the output projection's output is alive
         ("kimi-k2.5", "flashinfer_trtllm_routed", 1, "the first layer's MLP"),
         ("deepseek-v3", "flashinfer_trtllm_routed", 1, "attention"),
         ("glm-4.5", "triton", 4, "the router"),
@@ -152,11 +152,11 @@ def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
     predicted = forward.predict(
         whole, Layout(tp=tp), Runner(runner, workspace=workspace), 16384, every_change(whole, 1024)
     )
-    assert predicted.where == where
+    assert predicted.peak_place == where
     assert predicted.peak == max(predicted.places.values()) == predicted.places[where]
 
 
-def test_a_share_of_a_model_needs_what_a_rank_of_all_does():
+def test_a_model_with_one_ranks_sizes_has_the_same_peak_as_that_rank():
     whole = MODELS["kimi-k2.5"]
     acting = every_change(whole)
     assert forward.predict(whole, Layout(tp=4), Runner("triton"), 16384, acting) == forward.predict(
@@ -174,19 +174,18 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 
 
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
-    """Qwen3-235B at TP=4: the quantized input of the second GEMM has a byte for each of its 384 columns. It also has a
-    float32 scale for each 128 columns (FP8 in blocks) or for each row.
-    """
+    """Qwen3-235B at TP=4: the quantized input of the second GEMM takes one byte for each of its 384 columns. Float32
+    scales come in addition. FP8 in blocks has one scale for 128 columns, the other kind has one scale for each row."""
     plain, blocks, by_rows = (
         forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting())
         for quantization in (None, forward.BLOCKS, "rows")
     )
     assert blocks.peak - plain.peak == 16384 * 8 * (384 + 4 * 3)
     assert by_rows.peak - plain.peak == 16384 * 8 * (384 + 4)
-    assert blocks.live == plain.live
+    assert blocks.bytes_before_runner == plain.bytes_before_runner
 
 
-def test_an_output_of_its_own_is_one_more_where_shared_experts_run_last_without_the_dead_input():
+def test_deferred_shared_experts_without_a_dead_input_add_an_output_tensor():
     model = MODELS["kimi-k2.5"]
     last = Acting(shared_last=True)
     alone, both = (

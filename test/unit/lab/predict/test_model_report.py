@@ -1,5 +1,5 @@
-"""Tests of ``lab/predict/model_report.py``, the report of ``doctor --model``: effects of the changes on a server, the
-server's memory, and parts of it that cannot be predicted."""
+"""Tests of ``lab/predict/model_report.py``, which makes the report of ``doctor --model``: the effects of the changes on
+a server, the server's memory, and the parts of the memory that cannot be predicted."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
         (QWEN, False, {"moe-workspace": CUT}, Acting(), Acting(columns=256)),
         (QWEN, False, {"moe-workspace": SCRATCH}, Acting(), Acting(dead_input=True)),
         (QWEN | TRTLLM, False, {"output-buffer": OUTPUT}, Acting(), Acting(dead_input=True)),
-        # deferred-shared-experts takes Triton out of place. Triton then writes its output into any dead input.
+        # deferred-shared-experts keeps Triton from writing over its input. Triton then writes its output into any dead
+        # input.
         ({}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True, dead_input=True)),
         ({"family": ""}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
         ({"runner": "marlin"}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
-        # The engine itself runs Triton out of place.
+        # The engine itself keeps Triton from writing over its input.
         (
             QWEN | {"in_place": False},
             True,
@@ -75,13 +76,13 @@ SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
             Acting(dead_input=True, out_of_place=True),
         ),
         ({"in_place": False}, True, DECIDED, Acting(), EVERYTHING),
-        # Newer releases have some of the effects without this package.
+        # Newer releases have some of these effects without this package.
         (NEWER, True, {"deferred-shared-experts": LAST}, Acting(True), Acting(True, True, True)),
         (NEWER | TRTLLM, True, {}, *[Acting(True, True)] * 2),
         (NEWER | TRTLLM | {"format": "NVFP4"}, True, {}, *[Acting(True, True, True)] * 2),
     ],
 )
-def test_what_acts_is_what_the_changes_decided(server, shared, decided, stock, patched):
+def test_effects_in_the_report_follow_the_changes_decisions(server, shared, decided, stock, patched):
     assert derive_acting(replace(KIMI, **server), shared, decided) == (stock, patched)
 
 
@@ -94,17 +95,17 @@ def test_what_acts_is_what_the_changes_decided(server, shared, decided, stock, p
         ("triton", "Fp8MoEMethod", True, 0, 0),
     ],
 )
-def test_what_trtllms_kernels_are_given_goes_by_the_format(runner, method, blocks, input_bytes, outputs) -> None:
+def test_input_bytes_of_trtllm_kernels_depend_on_the_format(runner, method, blocks, input_bytes, outputs) -> None:
     layer = LAYER | {"runner": runner, "method": method, "blocks": blocks}
     parts = advise(layer=layer, decided={})["stock"]["parts"]
     tokens, hidden = 16384, 7168
     assert parts["inputs"] == int(tokens * hidden * input_bytes)
-    # Four tensors: the residual, the layer's input, the MoE input and the shared experts' output. The kernel's output
-    # is one more.
+    # Four tensors are alive: the residual, the layer's input, the MoE input and the shared experts' output. The
+    # kernel's output is a fifth tensor.
     assert parts["hidden"] == (4 + outputs) * 2 * tokens * hidden
 
 
-def test_a_layer_that_could_not_be_built_is_not_known() -> None:
+def test_effects_on_a_layer_that_could_not_be_built_are_unknown() -> None:
     found = advise(layer=None, moe_runner_backend="triton")
     acts = {change["name"]: change["acts"] for change in found["changes"]}
     decides = {change.name for change in CHANGES if change.decide}
@@ -113,12 +114,12 @@ def test_a_layer_that_could_not_be_built_is_not_known() -> None:
     assert found["stock"] is None
 
 
-def test_a_change_that_is_not_applied_says_why_and_not_what_it_decided() -> None:
+def test_a_change_that_is_not_applied_shows_its_reason_and_no_decision() -> None:
     found = advise(changes=ALL | {"output-buffer": "not needed here"})
     assert row_of("output-buffer", found)["acts"] is False
 
 
-def test_a_router_in_float32_is_deepseeks_alone():
+def test_only_deepseeks_router_computes_float32_logits():
     newer = asked() | {"float_logits": True}
     read = ModelSizes(MODELS["kimi-k2.5"])
     assert model_report.advise(read, newer)["server"]["float_logits"]
@@ -126,7 +127,7 @@ def test_a_router_in_float32_is_deepseeks_alone():
     assert not model_report.advise(read, newer)["server"]["float_logits"]
 
 
-def test_each_change_says_what_it_does_here_or_why_not():
+def test_each_change_shows_its_effect_on_the_server_or_a_reason():
     found = {change["name"]: change for change in advise()["changes"]}
     assert {name for name, change in found.items() if change["acts"]} >= {
         *("output-buffer", "deferred-shared-experts", "moe-workspace"),
@@ -154,15 +155,15 @@ def test_marlins_workspace_is_predicted_without_and_with_column_slices():
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: what deep_gemm holds while it works"),
+        ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: the memory of runner deep_gemm"),
         ({"layer": None}, "not predicted: the runner"),
-        ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: what SomethingNew quantizes"),
+        ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: the quantized inputs of SomethingNew"),
         ({"moe_a2a_backend": "deepep"}, "not predicted: all-to-all by deepep"),
         ({"tp_size": 3}, "does not divide by 3"),
     ],
     ids=["runner", "no layer", "format", "all-to-all", "ranks"],
 )
-def test_what_has_no_formula_is_not_predicted_and_says_so(facts, reason):
+def test_memory_without_a_formula_is_reported_as_not_predicted(facts, reason):
     found = advise(**facts)
     assert found["stock"] is found["patched"] is None
     assert any(reason in line for line in found["unknown"])
@@ -218,14 +219,14 @@ def test_fp4_weights_says_how_much_less_memory_loading_takes():
     )
 
 
-def test_attention_that_is_not_known_is_no_place_of_the_peak():
+def test_unsupported_attention_cannot_be_the_place_of_the_peak():
     read = ModelSizes(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
     found = model_report.advise(read, asked())
     assert "attention" not in found["stock"]["elsewhere"]
     assert any(model_report.AT_LEAST in line for line in found["unknown"])
 
 
-def test_a_kernels_own_workspace_is_said_to_come_on_top():
+def test_the_report_names_the_kernels_workspace_as_additional_memory():
     layer = LAYER | {"runner": runners.TRTLLM[1], "method": "ModelOptNvFp4FusedMoEMethod"}
     found = advise(layer=layer)
     assert any(model_report.OWN_WORKSPACE in line for line in found["unknown"])
@@ -245,7 +246,7 @@ def test_a_kernels_own_workspace_is_said_to_come_on_top():
         ("Unheard", {}, "Unheard", "Unheard"),
     ],
 )
-def test_a_format_is_known_by_the_engines_class(method, facts, quantization, words):
+def test_the_weight_format_follows_from_the_engines_quantization_class(method, facts, quantization, words):
     layer = {"method": method, "blocks": False, "mxfp4": False} | facts
     assert model_report._name_format(layer) == (quantization, words)
 
@@ -260,7 +261,7 @@ def test_a_format_is_known_by_the_engines_class(method, facts, quantization, wor
         ([], "h200", "", "SGLang is not installed in this environment"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(arguments, gpu, variable, said, monkeypatch):
+def test_a_question_that_doctor_cannot_answer_is_refused(arguments, gpu, variable, said, monkeypatch):
     monkeypatch.setattr(engine, "version", lambda: None)
     if variable:
         monkeypatch.setenv(f"SGLANG_MOE_PATCHES_MOE_{variable}", "700")
@@ -268,7 +269,7 @@ def test_what_cannot_be_answered_is_refused(arguments, gpu, variable, said, monk
         model_report.examine("Qwen/Qwen3-30B-A3B-FP8", arguments, gpu)
 
 
-def test_a_draft_that_is_not_at_hand_is_replaced_and_named(tmp_path):
+def test_a_missing_draft_model_is_replaced_and_named(tmp_path):
     sizes = {"hidden_size": 64, "vocab_size": 100}
     for given in (["--speculative-draft-model-path", "a/b"], ["--speculative-draft-model-path=a/b"]):
         folder = tmp_path / str(len(given))
@@ -281,7 +282,7 @@ def test_a_draft_that_is_not_at_hand_is_replaced_and_named(tmp_path):
         assert model_report._replace_missing_draft(kept, sizes, tmp_path / "x") == (kept, "")
     read = ModelSizes(MODELS["kimi-k2.5"])
     found = model_report.advise(read, asked() | {"missing_draft": "a/b"})
-    assert "the draft model a/b: its config.json is not at hand" in found["unknown"]
+    assert "the draft model a/b: its config.json was not found" in found["unknown"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_the_json_output_has_the_whole_report(monkeypatch):
     assert json.loads(done.stdout) == json.loads(json.dumps(report))
 
 
-def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
+def test_a_changes_status_in_the_report_equals_its_status_in_the_log(monkeypatch):
     left_out = Change("a", "", pytest.fail, skip=lambda server_args: Skip(f"{server_args.variable} is unset", True))
     monkeypatch.setattr(engine_query, "CHANGES", (left_out, replace(left_out, name="b", decide=pytest.fail)))
     found = engine_query._apply_changes(SimpleNamespace(variable="A"))
@@ -321,7 +322,7 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "acts", "words"),
     [
-        ({"mode": "auto"}, True, "measures what forwards need"),
+        ({"mode": "auto"}, True, "measures the need of forward passes"),
         ({"mode": "auto", "given": True}, False, "the given --mem-fraction-static is used because it"),
         ({"mode": "always", "given": True}, True, "beginning with the given --mem-fraction-static"),
         ({"mode": ""}, False, "=auto turns it on; it would size this server"),
@@ -332,12 +333,12 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
             *({"mode": "auto", "given": True, "skip_reason": "of --moe-a2a-backend"}, False),
             "the given --mem-fraction-static is used because of --moe-a2a-backend",
         ),
-        ({"mode": "auto", "unknown": "KeyError: a"}, None, "not known: the engine could not be asked for its KV cache"),
+        ({"mode": "auto", "unknown": "KeyError: a"}, None, "not known: the engine did not compute its KV cache size"),
         ({"mode": "auto", "unknown": "KeyError: a", "given": True}, False, "is used because it was given"),
         ({"mode": "", "unknown": "KeyError: a"}, False, "whether it would size this server is not known"),
     ],
 )
-def test_kv_sizings_row_is_what_the_server_would_decide(answer, acts, words) -> None:
+def test_kv_sizings_row_shows_the_servers_own_decision(answer, acts, words) -> None:
     told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, "unknown": "", **answer}}
     found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told)
     row = row_of("kv-sizing", found)

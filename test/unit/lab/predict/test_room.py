@@ -1,5 +1,5 @@
 """Tests of ``lab/predict/room.py``. The room is the GPU memory that weights and KV cache leave free. The verdict
-compares it with the memory that forward passes and CUDA graphs need."""
+compares the room with the memory that forward passes and CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from whole import room as benchmark
     ("fraction", "verdict", "short_of"),
     [
         (0.90, room.STARTS, []),
-        (
-            0.947,
-            room.LITTLE_ROOM,
-            [room.MIXED_LOAD],
-        ),  # 7.95 GB of room: less than 2 for graphs + 5 for a prefill + 1 that the allocator keeps
-        (0.96, room.LITTLE_ROOM, [room.PREFILL]),  # 6 GB of room: less than 2 for graphs + 5 for a prefill
-        (
-            0.97,
-            room.LITTLE_ROOM,
-            [room.PREFILL, room.PENALTIES],
-        ),  # 4.5 GB of room: also less than 2 for graphs + 3 for penalties
-        (0.99, room.DOES_NOT_START, [room.GRAPHS]),  # 1.5 GB of room: less than 2 for graphs
-        (0.59, room.DOES_NOT_START, []),  # the fraction is smaller than the weights
+        # 7.95 GB are free. Graphs (2), a prefill (5) and the allocator (1) need 8 GB.
+        (0.947, room.LITTLE_ROOM, [room.MIXED_LOAD]),
+        # 6 GB are free. Graphs (2) and a prefill (5) need 7 GB.
+        (0.96, room.LITTLE_ROOM, [room.PREFILL]),
+        # 4.5 GB are free. Graphs (2) and a decode with penalties (3) need 5 GB.
+        (0.97, room.LITTLE_ROOM, [room.PREFILL, room.PENALTIES]),
+        # 1.5 GB are free. Graphs need 2 GB.
+        (0.99, room.DOES_NOT_START, [room.GRAPHS]),
+        # The fraction is smaller than the weights.
+        (0.59, room.DOES_NOT_START, []),
     ],
 )
 def test_the_verdict_compares_room_and_need(fraction: float, verdict: str, short_of: list[str]) -> None:
@@ -38,11 +35,11 @@ def test_the_verdict_compares_room_and_need(fraction: float, verdict: str, short
     assert (found.verdict, found.short_of) == (verdict, short_of)
 
 
-def test_a_need_that_is_not_known_leaves_the_verdict_open() -> None:
+def test_without_a_known_need_the_verdict_is_not_known() -> None:
     assert Room(FIT, unknown="the runner").verdict == room.NOT_KNOWN
 
 
-def test_the_range_of_fractions_begins_at_the_weights_and_leaves_need_and_margin() -> None:
+def test_advised_fractions_are_bounded_by_weights_need_and_margin() -> None:
     """The highest fraction leaves the need of 8 GB and a margin of 2,000 MB."""
     found = Room(FIT, NEED)
     assert found.fit.least_fraction == 0.6
@@ -52,7 +49,7 @@ def test_the_range_of_fractions_begins_at_the_weights_and_leaves_need_and_margin
     assert Room(replace(FIT, images=15 * GB), NEED).highest_fraction == 0.83
 
 
-def test_kv_sizing_gives_the_rest_to_the_kv_cache() -> None:
+def test_kv_sizing_adds_all_free_memory_beyond_the_need_to_the_kv_cache() -> None:
     found = Room(FIT, NEED, grows=True)
     assert found.tokens == pytest.approx(50 * GB / 100_000, abs=1)
     assert found.free == 10 * GB
@@ -60,14 +57,14 @@ def test_kv_sizing_gives_the_rest_to_the_kv_cache() -> None:
     assert Room(replace(FIT, weights=141 * GB), NEED, grows=True).verdict == room.DOES_NOT_START
 
 
-def test_a_limit_of_tokens_leaves_the_rest_free() -> None:
+def test_max_total_tokens_leaves_memory_free() -> None:
     limited = Room(replace(FIT, tokens=100_000, limited=True), NEED)
     assert limited.free == 50 * GB
     assert Room(FIT, NEED).free == 15 * GB
 
 
 @pytest.mark.parametrize(("part", "grows"), [("vocabulary", True), ("captured", True), ("requests", True)])
-def test_decodes_take_more_with_more_of_each_size(part: str, grows: bool) -> None:
+def test_the_memory_of_decodes_grows_with_each_size(part: str, grows: bool) -> None:
     decodes = Decodes(150_000, 256, 512, 256)
     forwards = Forwards(48, 500_000_000, 8192)
     less = room.predict_need(decodes, forwards).total
@@ -75,7 +72,7 @@ def test_decodes_take_more_with_more_of_each_size(part: str, grows: bool) -> Non
     assert (more > less) is grows
 
 
-def test_a_draft_has_weights_and_graphs_of_its_own() -> None:
+def test_a_draft_model_adds_weights_and_graphs() -> None:
     decodes, forwards = Decodes(150_000, 256, 256, 256, rows=4), Forwards(48, 500_000_000, 8192)
     without = room.predict_need(decodes, forwards).graphs - room.LIBRARY_BYTES
     with_draft = room.predict_need(decodes, replace(forwards, draft_bytes=5 * GB)).graphs - room.LIBRARY_BYTES
@@ -84,7 +81,7 @@ def test_a_draft_has_weights_and_graphs_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("cache_gb", "requests"),
-    [(9, 512), (74, 2048)],  # requests that Qwen3-30B's server admitted on an H100 and on an H200
+    [(9, 512), (74, 2048)],  # number of requests that Qwen3-30B's server admitted on an H100 and on an H200
 )
 def test_kv_sizing_admits_as_many_requests_as_were_measured(cache_gb: int, requests: int) -> None:
     decodes, forwards = Decodes(151_936, 256, 0, 0), Forwards(48, 472_000_000, 8192, ("piecewise", 8192))
@@ -92,7 +89,7 @@ def test_kv_sizing_admits_as_many_requests_as_were_measured(cache_gb: int, reque
     assert (found.requests, found.penalized) == (requests, 256)
 
 
-def test_the_least_fraction_holds_the_weights() -> None:
+def test_the_least_fraction_is_large_enough_for_the_weights() -> None:
     for weights in range(1, 150, 7):
         least = replace(FIT, weights=weights * GB).least_fraction
         assert least is None or 0 <= least * 150 - weights < 1.5 + 1e-6
@@ -147,20 +144,20 @@ LOADED_GPT_OSS = 65_248_815_744
 """Bytes of gpt-oss-120b's weights, with the scales of its experts, as ``doctor`` counts them on one GPU."""
 
 
-def test_an_error_without_words_says_where_it_was_raised() -> None:
-    """The report gives such a text as the reason why the KV cache is not known."""
+def test_an_error_without_a_message_is_described_by_its_place() -> None:
+    """The report prints such a description as the reason why the KV cache size is not known."""
     with pytest.raises(KeyError) as caught:
         raise KeyError
-    assert "in test_an_error_without_words_says_where_it_was_raised" in engine_pools.describe_error(caught.value)
+    assert "in test_an_error_without_a_message_is_described_by_its_place" in engine_pools.describe_error(caught.value)
 
 
 @pytest.mark.parametrize("release", ["0.5.12.post1", "0.5.17"])
 def test_the_need_of_four_of_five_measured_servers_is_predicted(release: str) -> None:
-    """The servers are all those in benchmark/results/serving that measured the memory that they need."""
+    """All servers in ``benchmark/results/serving`` that measured their need are compared."""
     result = output.load(f"room/{release}")
     measured = {(name, kind): server for name, kind, _, server in benchmark.measured_servers(release)}
     answers = {(answer["result"], answer["server"]): answer for answer in result["figures"]["servers"]}
     assert answers.keys() == measured.keys()
     errors = [abs(benchmark.compare(answers[key], server)[1]) for key, server in measured.items()]
-    # One error for each five servers is allowed, and at least one, because 0.5.17 has four servers.
+    # One error is allowed for every five servers. At least one error is allowed, because 0.5.17 has four servers.
     assert sum(error > room.NEED_ERROR for error in errors) <= max(1, len(errors) // 5)

@@ -21,8 +21,10 @@ Report = dict[str, Any]
 
 
 def report_of(stock: Room, patched: Room | None = None) -> Report:
-    """Return a report on a stock and a patched server. A ``Room`` describes the memory that weights and KV cache
-    leave."""
+    """Return a report on a stock server and a patched server with the given memory.
+
+    :param patched: memory of the patched server; ``None`` if it equals the stock server's.
+    """
     rooms = {"stock": stock, "patched": patched or stock}
     fits = {name: engine_pools.describe(each.fit) for name, each in rooms.items()}
     named = {"model": "a/b", "gpu": "h200", "engine": "0.5", "fit": fits["patched"], "stock_fit": fits["stock"]}
@@ -52,7 +54,7 @@ ROOM = Room(FIT, NEED, decodes=room.Decodes(1000, 256, 512, 256))
             "least 0.60.",
         ),
         ({"weights": 150 * GB + 1}, "Does not start: 150.0 GB of weights, and 150.0 GB are free on each GPU."),
-        ({"loading": 45 * GB}, "90.0 GB of weights and about 45.0 GB that loading them leaves, and the engine's "),
+        ({"loading": 45 * GB}, "90.0 GB of weights and about 45.0 GB left over after loading them, and the engine's "),
         (
             {"loading": 10 * GB, "layout": 51 * GB},
             "Does not start: it runs out of memory while loading, which takes about 151.0 GB at its peak, and 150.0 GB "
@@ -76,20 +78,22 @@ def test_the_first_line_names_stock_first_if_the_verdicts_differ() -> None:
     )
 
 
-def test_a_need_that_is_not_known_is_no_promise() -> None:
+def test_the_first_line_says_that_the_need_is_not_known() -> None:
     line = terminal.describe_verdict(report_of(Room(FIT, unknown="all-to-all by deepep is not predicted")))
-    assert line.startswith("Starts; whether its room is enough is not known (all-to-all by deepep is not predicted).")
+    assert line.startswith(
+        "Starts; whether enough memory stays free is not known (all-to-all by deepep is not predicted)."
+    )
     assert "need:" not in line
 
 
-def test_a_kv_cache_that_is_shorter_than_a_request_is_named() -> None:
+def test_a_kv_cache_smaller_than_the_longest_request_is_reported() -> None:
     short = terminal.describe_short_cache(report_of(replace(ROOM, fit=replace(FIT, tokens=99_999))))
     assert "has 99,999 tokens, fewer than the longest request (100,000)" in short
     assert terminal.describe_short_cache(report_of(ROOM)) == ""
 
 
 @pytest.mark.parametrize(("fraction", "code"), [(0.9, 0), (0.5, 1), (0.99, 1)])
-def test_a_server_that_does_not_start_is_exit_code_1(fraction: float, code: int, monkeypatch) -> None:
+def test_a_server_that_does_not_start_gives_exit_code_1(fraction: float, code: int, monkeypatch) -> None:
     report = report_of(replace(ROOM, fit=replace(FIT, fraction=fraction)))
     monkeypatch.setattr(model_report, "examine", lambda *asked: report)
     done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b"])
@@ -97,7 +101,7 @@ def test_a_server_that_does_not_start_is_exit_code_1(fraction: float, code: int,
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_values_to_copy_and_names_are_whole_at_any_width(columns: int, capsys, monkeypatch) -> None:
+def test_settings_and_names_are_never_truncated(columns: int, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     report = report_of(ROOM)
     row = {"name": "moe-workspace", "status": "applied", "acts": False, "does": ""}
@@ -121,7 +125,7 @@ def test_no_fraction_is_advised_if_none_leaves_enough_room(capsys) -> None:
     assert "--mem-fraction-static 0" not in printed.partition("To copy")[2]
 
 
-def test_the_terms_add_up():
+def test_the_printed_terms_add_up_to_the_peak():
     found = json.loads(json.dumps(advise()))
     rows = {title.strip(): (stock, patched) for title, stock, patched in terminal.list_terms(found)}
     assert rows["peak"] == ("3,027.2", "1,168.1")
@@ -132,12 +136,12 @@ def test_the_terms_add_up():
 
 
 @pytest.mark.parametrize(("padded", "said"), [(1536, "1536"), (2048, "1536, padded to 2048")])
-def test_the_intermediate_size_is_that_of_the_config(padded: int, said: str) -> None:
+def test_the_printed_intermediate_size_is_that_of_config_json(padded: int, said: str) -> None:
     assert terminal._describe_intermediate({"published_intermediate": 1536, "moe_intermediate": padded}) == said
 
 
 def recorded_reasons() -> set[str]:
-    """Return the reasons stored for each release's changes and for each published recipe."""
+    """Return all stored reasons: of the changes on each release, and of the published recipes."""
     releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
     reasons = {reason for release in releases for _, reason in release["changes"].values()}
     for file in (ROOT / "benchmark/results/recipes").glob("*.json"):
@@ -146,7 +150,7 @@ def recorded_reasons() -> set[str]:
     return reasons
 
 
-def test_every_reason_is_printed_as_it_is(capsys, monkeypatch):
+def test_every_reason_is_printed_unchanged(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
     facts: tuple[dict[str, Any], ...] = (
         {},

@@ -1,5 +1,6 @@
-"""Tests of ``lab/predict/unused_imports.py``. ``doctor`` asks the engine in a process that does not import some slow
-packages. If that query finds no layer, refuses the model or fails, it is repeated with all packages."""
+"""Tests of ``lab/predict/unused_imports.py``. ``doctor`` first asks the engine in a process in which some slow packages
+are replaced by stand-ins. If this query finds no layer, refuses the model or fails, the query is repeated with all
+packages."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ def left_out(monkeypatch):
     before = dict(sys.modules)
     for name in [name for name in sys.modules if name.split(".")[0] == "xmlrpc"]:
         del sys.modules[name]
-    unused_imports.leave_out()
+    unused_imports.replace_packages()
     yield
     sys.modules.clear()
     sys.modules.update(before)
 
 
-def test_a_package_that_is_left_out_has_every_name_and_one_that_is_not_installed_has_none(left_out):
+def test_a_replaced_package_has_every_attribute_and_a_missing_package_stays_missing(left_out):
     module: Any = importlib.import_module("xmlrpc.anything")
     decorate = module.decorate
     mine = type("Mine", (module.Base,), {"__annotations__": {"field": module.Anything | None}}, option=1)
@@ -44,10 +45,10 @@ def test_a_package_that_is_left_out_has_every_name_and_one_that_is_not_installed
         importlib.import_module("no_such_package")
 
 
-def test_a_package_that_was_imported_before_stays(monkeypatch):
+def test_an_already_imported_package_is_not_replaced(monkeypatch):
     monkeypatch.setattr(unused_imports, "UNUSED", ("json",))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    unused_imports.leave_out()
+    unused_imports.replace_packages()
     assert importlib.import_module("json.decoder").JSONDecoder is json.JSONDecoder
 
 

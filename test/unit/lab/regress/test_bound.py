@@ -1,6 +1,6 @@
-"""Tests of ``lab/regress/bound.py``, the confidence interval of the drop in accuracy. They enumerate all possible
-numbers of losses and gains (tables), and simulate runs. A *loss* is an answer that only the stock server gets right, a
-*gain* one that only the patched server gets right."""
+"""Tests of ``lab/regress/bound.py``, which computes the confidence interval of the drop in accuracy. The tests
+enumerate all possible numbers of losses and gains (*tables*), and simulate runs. A *loss* is an answer that only the
+stock server gets right. A *gain* is an answer that only the patched server gets right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREE = MAX_DROP / 100
 
 
 def score(n: int, losses: int, gains: int, drop: float) -> float:
-    """Compute the score statistic from its definition, with a numerical search for the most likely rate of gains."""
+    """Compute the score statistic by its definition. The most likely rate of gains is found by a numerical search."""
 
     def negative_log_likelihood(rate):
         parts = ((losses, rate + drop), (gains, rate), (n - losses - gains, 1 - 2 * rate - drop))
@@ -32,7 +32,7 @@ def score(n: int, losses: int, gains: int, drop: float) -> float:
 
 
 def probability(n: int, losses: int, gains: int, loss: float, gain: float) -> float:
-    """Probability of exactly these losses and gains in ``n`` questions, if ``loss`` and ``gain`` are the true rates."""
+    """Return the probability of exactly this table in ``n`` questions, with the true rates ``loss`` and ``gain``."""
     rest = n - losses - gains
     return comb(n, losses) * comb(n - losses, gains) * loss**losses * gain**gains * (1 - loss - gain) ** rest
 
@@ -55,7 +55,8 @@ def is_no_worse(n: int, losses: int, gains: int, drop: float = THREE) -> bool:
 
 @pytest.mark.parametrize(("n", "drop"), [(100, THREE), (282, THREE), (127, 0.05)])
 def test_a_worse_server_is_called_no_worse_with_a_probability_below_alpha(n, drop):
-    """This holds even if few answers differ. Tango's interval and 1.64 standard errors exceed alpha then."""
+    """The probability stays below alpha even if few answers differ. With Tango's interval, and with 1.64 standard
+    errors, it would exceed alpha."""
     passing, losses = [], 0
     for gains in range(26):  # more gains allow more losses
         while is_no_worse(n, losses, gains, drop):

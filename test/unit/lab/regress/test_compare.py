@@ -1,5 +1,5 @@
-"""Tests of ``lab/regress/compare.py``, which compares a stock and a patched run: verdicts, their limits, and the JSON
-report."""
+"""Tests of ``lab/regress/compare.py``, which compares a stock run with a patched run. They check the verdicts, the
+limits of the verdicts, and the JSON report."""
 
 import dataclasses
 import json
@@ -75,8 +75,8 @@ def test_the_detectable_drop_is_the_smallest_significant_drop(questions, alpha):
     max_drop=st.floats(1, 90),
 )
 def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost, alpha, max_drop):
-    """A run passes under two conditions. A patched server without any right answer would be worse by more than
-    ``max_drop``. And the confidence interval of the drop ends below ``max_drop``."""
+    """A run passes under two conditions. First, a patched server without any right answer would be worse by more than
+    ``max_drop``. Second, the confidence interval of the drop ends below ``max_drop``."""
     right, lost = min(right, questions), min(lost, right, questions)
     stock = [True] * right + [False] * (questions - right)
     patched = [False] * lost + stock[lost:]
@@ -91,7 +91,7 @@ def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost,
 
 
 def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
-    """For example, 5 lost and 4 gained of 200 answers are no significant drop. A true drop of 3 points is still
+    """For example, 5 losses and 4 gains in 200 answers are not a significant drop. But a true drop of 3 points is still
     possible, so the run is inconclusive (code 2)."""
     for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 2), (4, 0, 2), (6, 0, 1), (3, 9, 0)):
         found = compare_counts(losses, gains, 200 - losses - gains)

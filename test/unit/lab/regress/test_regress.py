@@ -30,14 +30,12 @@ STANDIN = ROOT / "test/standins/engine_for_regress"
 FAMILY = 6
 """Number of processes while a server runs: ``regress``, supervisor, server, worker, daemon and resource tracker."""
 QUESTIONS = 100
-"""Number of questions of a run. If no answer differs, 99 questions suffice for the verdict *no worse*."""
+"""Number of questions in a run. If no answer differs, 99 questions suffice for the verdict *no worse*."""
 
 
 class Regression:
-    """A ``regress`` command with a model, questions and a folder for its report. It starts stand-ins for the engine.
-
-    A stand-in creates a file in ``folder`` for each event.
-    """
+    """A ``regress`` command with a model, questions, and a folder for its report. The command starts stand-ins for the
+    engine. A stand-in creates a file in ``folder`` for each of its events."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.folder, self.output = tmp_path / "events", tmp_path / "report"
@@ -60,7 +58,7 @@ class Regression:
     def environment(self, *faults: str) -> dict[str, str]:
         """Environment variables of the command.
 
-        :param faults: faults that the stand-in simulates.
+        :param faults: names of the faults that the stand-in simulates.
         """
         return {
             "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -85,7 +83,7 @@ class Regression:
 
     @contextmanager
     def no_process_left(self) -> Iterator[None]:
-        """Check after the block that no process of the command still runs."""
+        """Context manager. After the block, check that no process of the command is still running."""
         yield
         left = self.processes()
         for process in left:
@@ -93,11 +91,11 @@ class Regression:
         assert left == []
 
     def server_files(self) -> list[Path]:
-        """Return the paths of shared memory and temporary files that the servers created."""
+        """Return the paths of the shared memory and the temporary files that the servers created."""
         return [Path(line) for name in self.folder.glob("has-*") for line in name.read_text().splitlines()]
 
     def check_nothing_left(self, servers: int) -> None:
-        """Check that ``servers`` servers ran and left no process and no file."""
+        """Check that ``servers`` servers ran, and that they left no process and no file behind."""
         assert self.processes() == []
         assert len(self.server_files()) == 3 * servers
         assert [path for path in self.server_files() if path.exists()] == []
@@ -193,8 +191,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def start_until(stage: str, regression: Regression) -> subprocess.Popen[str]:
-    """Start ``regress``. Wait until its server answers questions (``stage`` *evaluating*), else until all processes of
-    the starting server run."""
+    """Start ``regress``, and wait for a stage of its first server. In the stage *evaluating*, the server answers
+    questions. Otherwise, wait until all processes of the starting server run."""
     process = regression.start("slow answers" if stage == "evaluating" else "never ready")
     if stage == "evaluating":
         wait_until(lambda: regression.has_event("evaluating"), process)
@@ -260,7 +258,8 @@ def test_a_killed_regress_leaves_no_server_file_and_keeps_logs_and_answers(regre
 
 
 def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
-    """The supervised command creates shared memory. Another process, which is none of its descendants, maps it, too."""
+    """The supervised command creates shared memory. A process that is not a descendant of the command also maps this
+    memory."""
     path = Path("/dev/shm") / f"standin-{uuid.uuid4().hex}"
     script = f"import mmap, time; f = open({str(path)!r}, 'w+b'); f.truncate(99); m = mmap.mmap(f.fileno(), 99)"
     script += "; print(flush=True); time.sleep(3600)"
@@ -374,7 +373,7 @@ for index, used in enumerate(Path({file!r}).read_text().split()):
 
 @pytest.fixture
 def used_memory_file(regression, tmp_path, monkeypatch):
-    """File that holds the used MiB of each GPU. A stand-in for ``nvidia-smi`` prints these numbers."""
+    """File with the used MiB of each GPU. A stand-in for ``nvidia-smi`` prints the content of this file."""
     file = regression.folder / "used"
     file.write_text("300 200")
     tool = tmp_path / "bin" / "nvidia-smi"

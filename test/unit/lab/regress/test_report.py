@@ -89,8 +89,8 @@ def line_with(table: str, label: str) -> str:
 
 
 GPU = Memory("cuda", 3_027_700_000, None, 16384, 40, reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)
-"""Memory figures of a server with the Triton runner. They have no number of output buffers, because the observer does
-not watch this runner's kernels."""
+"""Memory figures of a server on a GPU with the Triton runner. The number of output buffers is missing, because the
+observer does not observe this runner's kernels."""
 
 
 def test_the_table_has_every_figure():
@@ -124,8 +124,8 @@ def test_verdict_and_reasons_stand_below_the_table():
 
 
 def too_few_right(**changes) -> Comparison:
-    """Comparison of two servers with 4 right answers each, too few to show a significant drop. Answers need not be
-    identical."""
+    """Return a comparison of two servers that gave 4 right answers each. This is too few to show a significant drop.
+    Answers need not be identical."""
     stock = run("stock", **{"right": 4, **changes})
     return compare(stock, dataclasses.replace(stock, name="patched"), require_identical=False)
 
@@ -145,8 +145,9 @@ def test_a_run_that_cannot_show_a_drop_says_so_and_what_to_change():
 
 
 def with_losses(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
-    """Comparison of two servers that answer ``count`` questions. Both are right, except that only the stock server is
-    right in ``losses`` answers, and only the patched server in ``gains`` answers."""
+    """Return a comparison of two servers that answered ``count`` questions. Of these, ``losses`` questions were
+    answered correctly only by the stock server, and ``gains`` questions only by the patched server. All other answers
+    are right."""
     right = answers(count, count)
 
     def run_with_wrong_answers(name, first, number):
@@ -175,9 +176,10 @@ def test_an_inconclusive_run_says_how_many_questions_are_needed():
 
 
 def compare_memory(**changes) -> Comparison:
-    """Comparison of two servers with identical answers.
+    """Return a comparison of two servers with identical answers.
 
-    :param changes: attributes of ``Memory``, each with the stock and the patched server's figure.
+    :param changes: attributes of ``Memory``. Each value is a pair: the stock server's figure and the patched server's
+        figure.
     """
     runs = [
         run(name, memory=Memory("cuda", **{field: values[side] for field, values in changes.items()}))

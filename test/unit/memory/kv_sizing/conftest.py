@@ -1,4 +1,4 @@
-"""Fixtures with which the tests run ranks of a server without an engine."""
+"""Fixtures for tests that run the ranks of a server without an engine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def metrics_that_count(monkeypatch):
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """Function that makes stand-ins for the engine's scheduler. The latest one also provides the readings of GPU
-    memory."""
+    """Return a function that makes a stand-in for the engine's scheduler. The last stand-in also determines the
+    readings of GPU memory."""
     for name, value in {
         "batch_facts": lambda batch: batch,
         "make_abort": lambda: "abort",
@@ -44,7 +44,7 @@ def scheduler(monkeypatch):
 
 @pytest.fixture
 def world(monkeypatch):
-    """Stand-in for the engine's group of all ranks. This process has the rank ``world.rank_in_group``."""
+    """Stand-in for the engine's process group of all ranks. This process is the rank ``world.rank_in_group``."""
     group = SimpleNamespace(rank_in_group=0, world_size=1)
     state = SimpleNamespace(get_world_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
@@ -53,7 +53,7 @@ def world(monkeypatch):
 
 @pytest.fixture
 def metric(monkeypatch, world):
-    """Function that returns the value of a metric of this rank, by its name and labels."""
+    """Return a function that reads a metric of this rank. Its arguments are the metric's name and labels."""
     registry, gauge = prometheus_client.CollectorRegistry(), prometheus_client.Gauge
     monkeypatch.setattr(prometheus_client, "Gauge", lambda *args, **more: gauge(*args, **more, registry=registry))
 

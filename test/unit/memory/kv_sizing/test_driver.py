@@ -1,5 +1,5 @@
-"""Tests of the load driver: when it sends and aborts the requests of a rehearsal. A rehearsal runs *phases*, which are
-requests that make one kind of forward pass as large as it can become on the server."""
+"""Tests of the load driver, which sends and aborts the requests of a rehearsal. A rehearsal runs *phases*. A phase is a
+set of requests that makes one kind of forward pass as large as possible on the server."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ GRACE_S = 60.0
 
 
 class Server:
-    """Stand-in for a scheduler. It answers every request with one forward pass of the largest size in its phase.
+    """Stand-in for a scheduler. It answers every request after one forward pass, which has the largest size in its
+    phase.
 
     :param refuses: names of phases whose forward passes stay small.
     :param loses: names of phases whose requests are never answered.
-    :param only: the only kind of phase to run; ``None``: all kinds.
-    :param left_s: returns the seconds in which further phases may begin.
-    :param plants: whether the radix cache accepts a planted prefix; ``None``: the server cannot plant prefixes.
-    :param fits: returns whether there is memory for a phase, from the phase's estimate.
-    :param changed: fields of ``LIMITS`` that differ.
+    :param only: the only kind of phases to run; ``None`` to run all kinds.
+    :param left_s: function that returns the remaining seconds for further phases.
+    :param plants: whether the radix cache accepts a planted prefix; ``None`` if the server cannot plant prefixes.
+    :param fits: function that returns whether there is memory for a phase, from the phase's estimate.
+    :param changed: fields of ``LIMITS`` with other values.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class Server:
         return new
 
     def run(self, between=lambda got: None):
-        """Run all phases, and return the driver. ``between`` is called before each answer, and may let time pass."""
+        """Run all phases, and return the driver.
+
+        :param between: function that is called before each answer. It may advance the clock.
+        """
         for _ in range(5000):
             got = self.step(idle=True)
             if self.driver.is_over:
@@ -91,11 +95,9 @@ class Server:
     ],
 )
 def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
-    """A decode without a graph leaves tensors behind, which the next batch replaces. A short request therefore follows
-    it.
-
-    The driver sends the short request only after all requests of the decode have left the batch.
-    """
+    """After a decode without a graph, some of its tensors stay allocated until the next batch replaces them. Therefore
+    a short request follows the decode. The driver sends the short request only after all requests of the decode have
+    left the batch."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
@@ -107,9 +109,8 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
-    """If a phase began earlier, the engine would merge its requests into the old batch, which still has the tensors of
-    its penalties.
-    """
+    """If a phase began earlier, the engine would merge its requests into the previous batch, which still has the
+    tensors of its penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -119,11 +120,9 @@ def test_a_phase_begins_when_the_phase_before_has_ended():
 
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
 def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
-    """If two prompts began with the same token by chance, the radix cache would have it. The forward pass would then be
-    smaller than planned.
-
-    The smaller vocabulary has hardly more tokens than there are prompts.
-    """
+    """If two prompts began with the same token by chance, the radix cache would already have this token. The forward
+    pass would then be smaller than planned. The vocabulary of the second case has hardly more tokens than there are
+    prompts."""
     server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
     server.run()
     begins = []
@@ -136,7 +135,7 @@ def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
     assert len(set(begins)) == len(begins) > 700
 
 
-def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
+def test_a_prompt_for_the_cache_is_answered_before_the_next_prompt_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
     server.driver.record_forward(largest_batch(prefix.phase))  # a forward pass of one of the prefix's own chunks
@@ -150,12 +149,10 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
     ("radix_cache", "taken_s", "put"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
 def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, put):
-    """The engine finishes each prompt that it has begun. If that takes too long, the engine's warm-up request times
-    out, which ends the server.
-
-    If a part of a prompt takes 80 s (with a radix cache), the next part could take 320 s, but 280 s are left. If the
-    first prompt takes 30 s (without a radix cache), the whole prompt could take 480 s, but 330 s are left.
-    """
+    """The engine finishes each prompt that it has begun. If this takes too long, the engine's warm-up request times
+    out, and the server ends. With a radix cache, a part of the prompt takes 80 s. The next part could take 320 s, but
+    only 280 s are left. Without a radix cache, the first prompt takes 30 s. The whole prompt could take 480 s, but only
+    330 s are left."""
     left = [360.0 - GRACE_S]
 
     def pass_time(requests):
@@ -181,7 +178,7 @@ def test_an_uncached_long_prompt_is_sent_if_there_is_time_for_another(left_s, pu
     assert (PhaseKind.LONG_AMONG_SHORT in {each.phase.kind for each in server.put}) == put
 
 
-def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any():
+def test_all_prompts_of_many_lengths_are_answered_even_if_one_meets_the_bound():
     server = Server(only=PhaseKind.VARIED)
     first, *others = server.step()
     assert sum(len(each.prompt) for each in (first, *others)) > 10 * LIMITS.chunk
@@ -192,7 +189,7 @@ def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any
     assert (server.driver.is_over, server.aborts) == (True, 0)
 
 
-def test_a_phase_whose_largest_batch_never_runs_is_tried_again_and_then_named():
+def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
     server = Server(refuses=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
     assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
@@ -201,7 +198,7 @@ def test_a_phase_whose_largest_batch_never_runs_is_tried_again_and_then_named():
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
-    """Waiting requests are aborted with speculation, too, although running ones are not."""
+    """With speculation, waiting requests are aborted, too. Running requests are not aborted with speculation."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
@@ -224,7 +221,7 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
     ],
     ids=str,
 )
-def test_a_running_decode_is_aborted_once_its_batch_was_seen(changed, mode, aborts):
+def test_a_running_decode_is_aborted_after_its_largest_batch_ran(changed, mode, aborts):
     server = Server(only=PhaseKind.EAGER_DECODE, captured=100, **changed)
     first = server.step()
     assert len(first) == LIMITS.requests
@@ -244,7 +241,7 @@ PREFIXED = [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMO
 
 
 @pytest.mark.parametrize("kind", PREFIXED)
-def test_caches_hold_the_prefix_before_the_requests_that_begin_with_it(kind):
+def test_a_prefix_is_planted_before_the_requests_that_begin_with_it(kind):
     server = Server(only=kind, plants=True)
     assert (server.step(), len(server.planted)) == ([], 1)
     assert server.run().missed == {}
@@ -255,15 +252,15 @@ def test_caches_hold_the_prefix_before_the_requests_that_begin_with_it(kind):
 
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
-    """Computing the prefix instead could take minutes. The phase is tried once more, because KV cache slots may become
-    free late."""
+    """To compute the prefix instead could take minutes. The phase is tried once more, because slots of the KV cache may
+    become free later."""
     server = Server(only=kind, plants=False)
     driver = server.run()
     assert (server.put, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)
 
 
 @pytest.mark.parametrize("plants", [None, True])
-def test_the_seconds_of_each_phase_that_began_are_kept(plants):
+def test_the_duration_of_each_phase_is_recorded(plants):
     clock = [1000.0]
 
     def pass_time(requests):
@@ -279,7 +276,7 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
     assert sum(driver.seconds.values()) == 1001.0
 
 
-def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
+def test_the_default_request_limit_is_lowered_until_its_memory_is_free():
     nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True}
     server = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked)
     driver = server.run()
@@ -306,7 +303,7 @@ def test_the_default_number_of_requests_is_lowered_until_it_has_memory():
         ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
 )
-def test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends(changed, ends_in, restart_requests):
+def test_the_next_smaller_request_limit_is_known_wherever_a_rehearsal_ends(changed, ends_in, restart_requests):
     server = Server(**{"requests": 2048, "captured": 32, "default_requests": True} | changed)
     assert ends_in in [phase.name for phase in server.driver.phases]
 
@@ -318,7 +315,7 @@ def test_the_next_smaller_number_of_requests_is_known_wherever_a_rehearsal_ends(
     assert ([*driver.seconds][-1], driver.restart_requests, driver.fewer_requests) == (*(ends_in, restart_requests, 0),)
 
 
-def test_a_stages_forwards_have_their_share_of_fewer_requests():
+def test_each_pipeline_stages_batch_has_its_share_of_fewer_requests():
     nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True, "stages": 2, "micro_batch": 1024}
     driver = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked).run()
     assert (driver.fewer_requests, driver.limits.batch) == (1024, 512)

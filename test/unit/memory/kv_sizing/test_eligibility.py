@@ -1,5 +1,5 @@
-"""Tests of the decision whether kv-sizing measures and sizes a server's KV cache, or leaves the engine's size. They
-also check whether ``--mem-fraction-static`` was set by the user."""
+"""Tests of the decision whether kv-sizing sizes a server's KV cache or keeps the engine's size. They also check how
+kv-sizing finds out whether the user set ``--mem-fraction-static``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unsized_servers import SERVERS
 NAME = eligibility.KV_SIZING.name
 
 
-def test_what_is_asked_and_anything_else_is_one_line_that_names_the_variable():
+def test_unknown_values_of_the_variable_are_refused_in_one_line_with_its_name():
     for text, asked in (("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("always", "always")):
         assert eligibility.KV_SIZING.read({NAME: text}) == asked
     for text, why in (("given", "given is now called always"), ("1", "expected off, auto or always, got '1'")):
@@ -26,7 +26,7 @@ def test_what_is_asked_and_anything_else_is_one_line_that_names_the_variable():
             patch.check_environment(CHANGES, {NAME: text})
 
 
-def test_the_margin_is_asked_for_in_megabytes_and_not_too_small():
+def test_the_margin_is_given_in_megabytes_and_has_a_lower_bound():
     margin, name = eligibility.KV_MARGIN, eligibility.KV_MARGIN.name
     for text, bytes_kept in (("", int(margin.default) * 10**6), ("200", 200_000_000), (" 3000 ", 3_000_000_000)):
         assert margin.read({name: text}) == bytes_kept
@@ -35,12 +35,12 @@ def test_the_margin_is_asked_for_in_megabytes_and_not_too_small():
             margin.read({name: text})
 
 
-def test_the_page_says_the_margin():
+def test_the_page_states_the_default_margin():
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
     assert f"*margin* of {int(eligibility.KV_MARGIN.default):,} MB" in page
 
 
-def test_a_given_fraction_is_left_alone_unless_always_is_asked_for():
+def test_a_given_fraction_is_kept_unless_the_variable_is_always():
     assert [bool(eligibility.given_reason(asked)) for asked in ("auto", "always")] == [True, False]
 
 
@@ -49,12 +49,12 @@ ARGUMENTS |= {"disaggregation_mode": "null", "offload_group_size": -1, "radix_ca
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_server_of_the_table_keeps_the_rule_and_the_reason_names_the_argument(name):
+def test_a_server_in_the_table_is_not_measured_and_the_reason_names_the_argument(name):
     arguments = ARGUMENTS | unsized_servers.arguments(name)
     assert str(eligibility.skip_reason(True, arguments, {})).startswith(f"of {name}: ")
 
 
-def test_each_name_of_the_table_is_there_once_and_names_with_one_reason_are_neighbours():
+def test_the_table_has_each_name_once_and_groups_names_by_reason():
     names, reasons = [kind.name for kind in UNSIZED], [kind.reason for kind in UNSIZED]
     assert len(set(names)) == len(names) > 40
     assert len([reason for reason, _ in groupby(reasons)]) == len(set(reasons))
@@ -94,7 +94,7 @@ def test_a_server_is_sized_unless_there_is_a_reason(arguments, environ, reason):
 
 
 class Resolving:
-    """Stand-in for ``ServerArgs`` up to engine release 0.5.19. Its constructor sets a missing
+    """Stand-in for ``ServerArgs`` up to engine release 0.5.19. Its constructor fills in a missing
     ``mem_fraction_static``."""
 
     def __init__(self, fraction=None, device="cuda"):
@@ -105,7 +105,7 @@ class Resolving:
         self.mem_fraction_static = self.mem_fraction_static or 0.88
 
 
-def test_nothing_is_hooked_where_it_is_not_asked_for(patcher, monkeypatch):
+def test_nothing_is_hooked_without_the_variable(patcher, monkeypatch):
     before = vars(Resolving)["__post_init__"]
     monkeypatch.delenv(NAME, raising=False)
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
@@ -117,7 +117,7 @@ def test_nothing_is_hooked_where_it_is_not_asked_for(patcher, monkeypatch):
     assert not change.skip(Resolving(device="cpu")).can_be_enabled
 
 
-def test_a_fraction_that_was_given_is_told_from_the_engines_own(patcher, monkeypatch):
+def test_a_given_fraction_is_distinguished_from_the_engines_own(patcher, monkeypatch):
     monkeypatch.setenv(NAME, "auto")
     early = Resolving()
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)

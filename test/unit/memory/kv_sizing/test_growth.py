@@ -1,5 +1,5 @@
-"""Tests of the decision on the KV cache size: functions without an engine, and the start of two simulated ranks. The
-engine's *rule* is its own computation of the size, from ``--mem-fraction-static``."""
+"""Tests of the decision on the KV cache size. Some tests call functions without an engine, and some start two simulated
+ranks. The engine's *rule* is the engine's own computation of the size from ``--mem-fraction-static``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 from tells_memory import HostMemory
 
 MISSED = {"a": PhaseKind.MIXED, "b": PhaseKind.VARIED}
-TOO_FEW = "beside the largest forward and the margin fit 0 tokens, too few to serve"
+TOO_FEW = "the largest forward pass and the margin leave room for 0 tokens, too few to serve"
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,16 @@ TOO_FEW = "beside the largest forward and the margin fit 0 tokens, too few to se
     ],
     ids=str,
 )
-def test_all_ranks_get_the_size_that_fits_on_the_smallest(needs, tokens, reason):
+def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, tokens, reason):
     assert sizing.decide(needs, 200, 500, 120) == (tokens, reason)
 
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
-def test_a_cache_begins_with_room_for_the_longest_request_if_the_rule_leaves_less(free, least):
-    """The rule sets 20 of 100 GB aside for forward passes (fraction 0.8). The rank with the least memory has ``free``
-    GB, and the longest request needs 10 GB of KV cache.
-
-    The fraction stays in two cases (``None``). If 40 GB are free, the rule leaves the KV cache enough. If 12.9 GB are
-    free, too little would stay for forward passes.
-    """
+def test_a_larger_first_fraction_gives_the_longest_request_room(free, least):
+    """By the rule, 20 of 100 GB are set aside for forward passes (fraction 0.8). The rank with the least memory has
+    ``free`` GB. The longest request needs 10 GB of KV cache. In two cases, the fraction does not change (``None``).
+    With 40 GB free, the rule's KV cache is large enough. With 12.9 GB free, too little memory would remain for forward
+    passes."""
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.least_fraction(launches, 10 * GB, 2 * GB)
     assert found == (None if least is None else pytest.approx(least))
@@ -59,7 +57,7 @@ def test_a_cache_begins_with_room_for_the_longest_request_if_the_rule_leaves_les
 
 
 @pytest.mark.parametrize(("more", "pinned"), [(5 * GB, 0.85), (-5 * GB, 0.75), (123_456_789, 0.8012), (21 * GB, None)])
-def test_the_fraction_that_gives_as_much_is_rounded_down(more, pinned):
+def test_the_fraction_for_the_same_size_is_rounded_down(more, pinned):
     assert sizing.pinned_fraction(LaunchMemory("", 100 * GB, 50 * GB, 0.8), more) == pinned
 
 
@@ -82,9 +80,9 @@ def log_everything(caplog):
 
 
 class Pools:
-    """Stand-in for a rank's KV cache pools. A token takes 1 MB.
+    """Stand-in for a rank's KV cache pools. Each token takes 1 MB.
 
-    :param maps: exception that :meth:`map` raises; ``None``: there is enough memory.
+    :param maps: exception that :meth:`map` raises; ``None`` if there is enough memory.
     """
 
     page = 1
@@ -96,7 +94,7 @@ class Pools:
     def counts_for(self, tokens):
         return TokenCounts(tokens)
 
-    def bytes_behind(self, counts):
+    def backing_bytes(self, counts):
         return counts.tokens * 1_000_000
 
     def tokens_within(self, budget):
@@ -133,9 +131,9 @@ class Rehearsal:
 
 
 class Ranks:
-    """Two ranks that have begun to rehearse.
+    """Two ranks whose rehearsals have begun.
 
-    :param maps: exception that rank 1 raises when it maps memory; ``None``: there is enough memory.
+    :param maps: exception that rank 1 raises when it maps memory; ``None`` if there is enough memory.
     :param silent: topics on which rank 1 publishes nothing.
     :param refused: number of tokens that an object of the engine does not accept.
     :param again: whether a phase has become larger after the first rehearsal, so that a second one follows.
@@ -197,7 +195,7 @@ class Ranks:
         return SimpleNamespace(publish=publish, collect=collect, ranks=2, raise_flag=print, is_raised=bool)
 
     def measure(self, *spare_mb, **seen):
-        """End the rehearsal, and carry out all orders.
+        """End the rehearsal of both ranks, and execute all orders.
 
         :param spare_mb: MB of each rank that stay free beyond the margin.
         :param seen: other measured values of the rehearsal.
@@ -218,8 +216,8 @@ class Ranks:
         return [start._rehearsal for start in self.starts]
 
     def tokens(self):
-        """Return three numbers of tokens, which must be the same on both ranks. They are the KV cache size, the tokens
-        with memory, and the number that the engine was given."""
+        """Return three numbers of tokens, which must be equal on both ranks: the KV cache size, the number of tokens
+        with memory, and the number that was set in the engine."""
         one, other = [
             (pools.counts.tokens, pools.backed, told[-1])
             for pools, told in zip(self.pools, self.set_tokens, strict=True)
@@ -242,7 +240,7 @@ class Ranks:
     ],
     ids=str,
 )
-def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkeypatch, caplog):
+def test_all_ranks_grow_to_the_same_size_or_no_rank_grows(given, spare_mb, tokens, said, monkeypatch, caplog):
     ranks = Ranks(monkeypatch, **given)
     ranks.measure(*spare_mb)
     assert ranks.tokens() == (tokens,) * 3
@@ -259,7 +257,7 @@ def test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction(mon
     assert "--mem-fraction-static" not in caplog.text
 
 
-def test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrinks_to_them(monkeypatch, caplog):
+def test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks(monkeypatch, caplog):
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
     assert (ranks.tokens(), ranks.serving) == ((1500,) * 3, [])
@@ -269,9 +267,9 @@ def test_phases_that_have_become_larger_are_rehearsed_again_and_the_cache_shrink
     assert "largest forward passes: b 9 MB, a 5 MB" in caplog.text
 
 
-def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog):
-    """A later rehearsal runs only the phases that have become larger. The allocator's slack of the earlier rehearsal
-    must still count, although the allocator frees it in between."""
+def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeypatch, caplog):
+    """A later rehearsal runs only the phases that have become larger. The slack that PyTorch's allocator had in the
+    earlier rehearsal must still count, although the allocator frees it between the two rehearsals."""
     ranks = Ranks(monkeypatch, again=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
@@ -283,7 +281,7 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
     assert "; 300 MB allocator slack" in caplog.text
 
 
-def test_all_ranks_admit_the_requests_that_rank_0_has_found(monkeypatch):
+def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
     """Rank 1 gets the same limit even if it could not begin its last rehearsal, or has no memory to grow."""
     ranks, limited = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
@@ -308,7 +306,7 @@ AGAIN = "rehearses again with 256 requests at once: with more, too little memory
         ([-1, 700], {"failure": "no driver", "stopped": True}, False),
     ],
 )
-def test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_tokens(
+def test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_small(
     spare_mb, seen, begins_again, monkeypatch, caplog
 ):
     ranks = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS)
@@ -319,7 +317,7 @@ def test_a_start_begins_again_if_unrequested_requests_would_cost_the_rules_token
     assert not begins_again or ranks.tokens()[0] == RULE
 
 
-def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
+def test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
     """The first rehearsal's measurements, made with more requests, no longer count. The server later admits only the
     smaller number of requests."""
     ranks, limited = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
@@ -337,7 +335,7 @@ def test_a_rehearsal_that_begins_again_has_fewer_requests_and_two_more_passes(mo
 
 
 @pytest.mark.parametrize(("spare_mb", "limited"), [([-1, -1], [(256, 256)] * 2), ([0, 0], [])])
-def test_a_server_with_the_rules_tokens_admits_as_stock_unless_it_has_started_over(spare_mb, limited, monkeypatch):
+def test_a_server_of_unchanged_size_has_the_stock_request_limit_unless_it_started_over(spare_mb, limited, monkeypatch):
     ranks, found = Ranks(monkeypatch, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
     monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: found.append(numbers))
     ranks.measure(*spare_mb, restart_requests=256)
@@ -358,7 +356,7 @@ GIVEN_REQUESTS = replace(DEFAULT_REQUESTS, default_requests=False)
     ],
     ids=["a sliver", "enough", "few requests"],
 )
-def test_a_given_number_of_requests_costs_none_of_the_engines_own_tokens_for_penalized_ones(
+def test_penalized_requests_never_make_the_kv_cache_smaller_than_the_engines_own(
     limits, spare_mb, begins_again, monkeypatch, caplog
 ):
     ranks, limited = Ranks(monkeypatch, limits=limits), list[tuple[int, int]]()
@@ -382,7 +380,8 @@ def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
 
 
 def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
-    """The failed rehearsal measured no need for the larger KV cache, so the cache cannot keep that size."""
+    """The failed rehearsal did not measure the need with the larger KV cache, so the KV cache cannot keep the larger
+    size."""
     ranks = Ranks(monkeypatch, again=True)
     ranks.measure(500, 500)
     ranks.measure(500, 500, failure="AssertionError: a forward pass")
@@ -394,7 +393,7 @@ def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
     ("raise_alike", "stages", "running", "goes_on"),
     [(True, 1, True, True), (False, 1, True, False), (True, 2, True, False), (True, 1, False, False)],
 )
-def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_have_it(
+def test_a_rehearsed_forward_pass_that_raises_on_all_ranks_does_not_end_the_server(
     raise_alike, stages, running, goes_on, monkeypatch
 ):
     """The server goes on only if every rank has raised the exception. Otherwise rank 1 may still wait in a collective.
@@ -434,7 +433,7 @@ def test_an_exception_of_a_rehearsed_forward_pass_ends_no_server_if_all_ranks_ha
         (ZeroDivisionError("no token"), "the KV cache begins with the fraction in force: ZeroDivisionError: no token"),
     ],
 )
-def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_the_log_says_whose_it_was(
+def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
     is_given, fraction, line, monkeypatch, caplog
 ):
     process = hooks.SchedulerHooks()
@@ -471,9 +470,9 @@ def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
     assert ranks.tokens() == (1700,) * 3
 
 
-def test_a_rehearsal_that_rank_0_does_not_wait_for_is_ended(monkeypatch):
-    """Rank 0 fails to begin its second rehearsal, and sends no requests. Rank 1's rehearsal would then never end by
-    itself."""
+def test_rank_0_ends_a_rehearsal_that_it_does_not_drive(monkeypatch):
+    """Rank 0 fails to begin its second rehearsal, so it sends no requests. Without an order of rank 0, the rehearsal of
+    rank 1 would never end."""
     ranks = Ranks(monkeypatch, again=True)
     monkeypatch.setattr(Rehearsal, "begin", lambda one: divided_by_zero() if one.leads else None)
     for one, spare in zip(ranks.starts, (500, 500), strict=True):
@@ -493,8 +492,8 @@ def divided_by_zero():
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
-    """Some forward passes did not run, so their need is not known. A gigabyte more than the margin is kept free for
-    them."""
+    """Some forward passes did not run, so their need is not known. For them, a gigabyte stays free in addition to the
+    margin."""
     ranks = Ranks(monkeypatch, again=True)
     for tokens in (900, 800, 700):
         assert ranks.serving == []
@@ -503,7 +502,7 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
     assert len(ranks.serving) == 2
 
 
-def test_the_pools_of_a_draft_follow_the_models():
+def test_the_pools_of_a_draft_model_grow_with_the_models_pools():
     """A draft model uses the same KV cache slots as the model. If its pool did not grow, the engine would write past
     its end."""
     process, pools = hooks.SchedulerHooks(), ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)

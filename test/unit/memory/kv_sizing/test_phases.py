@@ -1,5 +1,5 @@
-"""Tests of the phases of a rehearsal, which are derived from a server's configuration. A phase sends requests that make
-one kind of forward pass as large as it can become on the server."""
+"""Tests of the phases of a rehearsal, which are derived from a server's configuration. The requests of a phase make one
+kind of forward pass as large as possible on the server."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
     ],
     ids=str,
 )
-def test_decodes_rise_and_by_default_penalties_follow_the_largest_graph(changed, captured, eager, penalized):
+def test_decodes_rise_and_penalized_decodes_have_the_size_of_the_largest_graph(changed, captured, eager, penalized):
     limits, ran = replace(LIMITS, **{"requests": 2048, **changed}), {}
     every = phases.derive_phases(limits)
     counts = [[phase.bound.requests for phase in every if phase.kind is kind] for kind in KINDS]
@@ -111,7 +111,7 @@ def test_decodes_rise_and_by_default_penalties_follow_the_largest_graph(changed,
     # user has set the number.
     [(89_915, 2048, True), (89_915, 2048, False), (89_915, 4096, False), (40_000, 512, False), (20_000, 300, False)],
 )
-def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, requests, default):
+def test_one_long_request_and_the_short_requests_fit_into_the_kv_cache_together(tokens, requests, default):
     info = {"chunked_prefill_size": 8192 if tokens > 80_000 else 1024}
     info |= {} if default else {"max_running_requests": requests}
     numbers = {"cache_tokens": tokens, "requests": requests, "input_tokens": 40_953}
@@ -129,13 +129,13 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
         (None, 160, 64, 160),
     ],
 )
-def test_default_request_limit_is_what_the_cache_has_room_for(asked, captured, page, requests):
+def test_the_default_request_limit_follows_from_the_kv_cache_size(asked, captured, page, requests):
     info = {"max_running_requests": asked, "chunked_prefill_size": 1024, "cuda_graph_max_bs": captured}
     assert limits_of(info, replace(FACTS, page=page), cache_tokens=43_840, requests=2048).requests == requests
 
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100), (64, 40_000)])
-def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page, context):
+def test_the_longest_cached_prefix_plus_a_chunk_is_the_longest_prompt(page, context):
     c = replace(LIMITS, page=page, input_tokens=context)
     phase = find_phase(c, PhaseKind.BEHIND_PREFIX)
     *grown, prompt = phase.prompts
@@ -161,7 +161,7 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1300), (64, 40_000)])
 @pytest.mark.parametrize("draft_tokens", [0, 4])
-def test_only_tokens_behind_a_planted_prefix_are_computed(page, context, draft_tokens):
+def test_only_tokens_after_a_planted_prefix_are_computed(page, context, draft_tokens):
     c = replace(LIMITS, page=page, input_tokens=context, draft_tokens=draft_tokens)
     computed, planted = (find_phase(replace(c, plants=plants), PhaseKind.BEHIND_PREFIX) for plants in (False, True))
     assert planted.bound == computed.bound
@@ -207,7 +207,7 @@ def test_phases_that_a_small_cache_limited_are_rehearsed_once_more(before, after
     assert {phase.name for phase in again} <= {phase.name for phase in every}
 
 
-def test_missed_phases_are_tried_again_with_the_requests_that_fit_now():
+def test_missed_phases_are_tried_again_with_the_requests_that_fit_into_the_new_size():
     before, after = (replace(LIMITS, requests=requests, captured=0) for requests in (1021, 871))
     tried = [
         {phase.name for phase in phases.derive_second_pass(before, after, kinds)}
@@ -236,7 +236,7 @@ def test_a_prefix_ends_where_a_state_is_kept(page):
     ],
     ids=str,
 )
-def test_as_many_share_a_prefix_as_run_at_once(changed, sharers):
+def test_the_requests_that_share_a_prefix_are_at_most_the_concurrent_requests(changed, sharers):
     phase = find_phase(replace(LIMITS, **changed), PhaseKind.SHARED_PREFIX)
     assert (phase and phase.bound.requests) == sharers
     if phase:
@@ -268,7 +268,7 @@ def test_as_many_share_a_prefix_as_run_at_once(changed, sharers):
     ],
     ids=str,
 )
-def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed, count, packed):
+def test_prompts_shorter_than_a_chunk_are_sent_together(changed, count, packed):
     c = replace(LIMITS, **changed)
     several = find_phase(c, PhaseKind.TOGETHER)
     assert (c.together, c.packed, several is None) == (count, packed, count == 1)
@@ -291,7 +291,7 @@ EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculat
     ],
     ids=str,
 )
-def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
+def test_a_request_with_draft_tokens_takes_more_rows_and_slots(info, rows, slots):
     two_ranks = {"device": "cpu", "chunked_prefill_size": 1024, "enable_dp_attention": True, "dp_size": 2}
     c = limits_of(two_ranks | info)
     assert (c.draft_tokens, c.draft_slots) == (rows, slots)
@@ -313,7 +313,7 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
         {"attn_dp_size": 2, "enable_dp_attention": True},  # engine release 0.5.23 has both names
     ],
 )
-def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(info):
+def test_data_parallel_ranks_rehearse_together_and_replicas_separately(info):
     def bounds(**more):
         c = limits_of(info | more, **FEW)
         return c.gathered, [phase.bound for phase in phases.derive_phases(c)]
@@ -327,7 +327,7 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
     assert {phase.bound.all_ranks for phase in phases.derive_phases(c)} == {0}
 
 
-def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
+def test_the_phases_of_a_pipeline_have_the_size_of_one_stages_batch():
     info, numbers = {"chunked_prefill_size": 64}, {"cache_tokens": 50_000, "requests": 20, "input_tokens": 2999}
     whole, c = (limits_of({**info, "pp_size": stages}, **numbers) for stages in (1, 2))
     assert (whole.batch, c.batch) == (20, 10)
@@ -356,14 +356,14 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     ids=str,
 )
 @pytest.mark.parametrize("captured", [None, 40])
-def test_captured_decodes_are_read_from_every_release_s_words(info, largest, captured):
-    """If the engine has captured graphs for fewer requests than configured (``captured``), the smaller number
+def test_the_largest_captured_decode_is_read_from_each_releases_arguments(info, largest, captured):
+    """If the engine captured graphs only for fewer requests than configured (``captured``), the smaller number
     counts."""
     expected = largest if captured is None else min(largest, captured)
     assert limits_of(info, replace(FACTS, captured=captured)).captured == expected
 
 
-def test_the_largest_decode_asks_for_all_that_sampling_may_take():
+def test_the_largest_decode_uses_every_sampling_parameter_that_takes_memory():
     asked = find_phase(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
     assert asked.output_logprobs
     penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
@@ -375,7 +375,7 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
 
 @pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
 def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed(argument):
-    """The engine's sampler fails if a batch has both min_p and seeds."""
+    """The engine's sampler raises an error if a batch has both min_p and seeds."""
     without: dict[str, object] = {}
     for arguments in (without, argument):
         sampling = find_phase(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
@@ -387,9 +387,9 @@ def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
     assert asked.sampling["logit_bias"] == {"499": -1.0}
 
 
-def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
-    """A long prompt reuses the prefix of the phase before it. Computing a prefix of 262,144 tokens takes minutes with
-    Triton's attention."""
+def test_a_long_prompt_begins_with_the_cached_prefix():
+    """A long prompt reuses the prefix that the previous phase has put into the radix cache. To compute a prefix of
+    262,144 tokens would take minutes with Triton's attention."""
     long, *short = find_phase(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
     assert short == [(0, phases.SHORT_PROMPT_TOKENS)] * (LIMITS.requests - 1)
     assert sum(long) > 0.9 * LIMITS.input_tokens
@@ -400,7 +400,8 @@ def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
 @pytest.mark.parametrize("radix_cache", [True, False])
 @pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (36, 20, 2999), (2047, 512, 40_953)])
 def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, radix_cache):
-    """If a prompt is cut, the engine admits one request too few, and the decode is never as large."""
+    """If a chunk ends within a prompt, the engine admits one request too few. The decode then never reaches its
+    size."""
     info = {"chunked_prefill_size": chunk, "max_running_requests": requests, "disable_radix_cache": not radix_cache}
     c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
@@ -425,7 +426,7 @@ def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, rad
         radix_cache=st.booleans(),
     )
 )
-def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c):
+def test_no_prompt_is_longer_than_the_server_or_its_kv_cache_allows(c):
     c = replace(c, input_tokens=min(c.input_tokens, c.cache_tokens - 6))
     for phase in phases.derive_phases(c):
         prompts = lengths(phase)
@@ -438,14 +439,14 @@ def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c):
 
 
 @pytest.mark.parametrize("vocabulary", [2, 1500, 200_000])
-def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary):
+def test_tokens_are_in_the_vocabulary_and_equal_for_equal_seeds(vocabulary):
     found = phases.Tokens("seed", vocabulary).some(500)
     assert all(0 < token < vocabulary for token in found)
     assert found == phases.Tokens("seed", vocabulary).some(500)
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
+def test_a_batch_with_one_size_below_the_bound_does_not_meet_it(graph):
     bound = Bound(("EXTEND",), **dict.fromkeys(SIZES, 7), graph=graph)
 
     at_it = Batch("EXTEND", **dict.fromkeys(SIZES, 7), graph=graph)
@@ -458,9 +459,9 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 @pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
-def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
+def test_the_first_request_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
     """The engine admits ``at_once`` requests in each mixed chunk, while earlier requests already decode. The first
-    request must generate enough tokens to run until the last one is admitted."""
+    request must generate so many tokens that it still runs when the last request is admitted."""
     c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
     forwards = c.requests // at_once if mixed and at_once else 0
     decodes = [phase for phase in phases.derive_phases(c) if phase.bound.requests == c.requests]
@@ -474,7 +475,7 @@ def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_on
         assert {length > 1 for length in lengths(phase)[1:]} == {not mixed}
 
 
-def test_a_decode_of_all_requests_stays_in_the_windows_pool():
+def test_a_decode_of_all_requests_fits_into_the_sliding_windows_pool():
     plain, each, few = (
         find_phase(replace(LIMITS, window=window, window_tokens=tokens), PhaseKind.EAGER_DECODE).new_tokens
         for window, tokens in ((0, 0), (16, 46_500), (4096, 20_000))
@@ -484,7 +485,7 @@ def test_a_decode_of_all_requests_stays_in_the_windows_pool():
     assert LIMITS.requests * (few + phases.SHORT_PROMPT_TOKENS) + 2 * LIMITS.chunk <= 20_000
 
 
-def test_penalized_requests_are_limited_alone_and_only_if_fewer_run_then():
+def test_only_penalized_requests_are_limited_and_only_if_that_lowers_their_number():
     limited = LIMITS.with_fewer_penalized()
     assert limited is not None
     assert [find_phase(limited, kind).bound.requests for kind in (PhaseKind.PENALTIES, PhaseKind.EAGER_DECODE)] == [

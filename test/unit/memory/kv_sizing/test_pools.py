@@ -1,5 +1,5 @@
-"""Tests of buffers that reserve addresses and map memory later, and of the tensors of the engine's pools that get such
-buffers. Here the buffers are on the CPU. Touching an address without memory ends the process."""
+"""Tests of buffers over reserved addresses, to which memory is mapped later, and of the engine's pools whose tensors
+are such buffers. In these tests, the buffers are in CPU memory. Touching an address without memory ends the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRANULE = HostMemory.granularity
 
 
 class Counting(HostMemory):
-    """Memory that records its mapped granules. Mapping fails once there are ``fails_at`` granules."""
+    """Stand-in for GPU memory that records the mapped granules. Mapping fails when ``fails_at`` granules are mapped."""
 
     def __init__(self):
         super().__init__()
@@ -68,12 +68,12 @@ def test_exactly_the_granules_of_the_first_rows_of_every_plane_are_mapped(parts,
                 first, last = plane[0].data_ptr(), plane[want - 1].data_ptr() + plane[want - 1].nbytes - 1
                 needed |= set(range(first // GRANULE * GRANULE, last // GRANULE * GRANULE + 1, GRANULE))
         assert memory.granules == needed
-        assert buffer.bytes_behind(want) == len(needed) * GRANULE == before * GRANULE - given_back
+        assert buffer.backing_bytes(want) == len(needed) * GRANULE == before * GRANULE - given_back
     buffer.release()
     assert memory.granules == set()
 
 
-def test_where_there_is_not_enough_nothing_changes():
+def test_without_enough_memory_no_mapping_changes():
     memory = Counting()
     buffer = ElasticBuffer((3, 5000, 8), torch.float32, 1, memory)
     buffer.map_rows(100)
@@ -86,7 +86,7 @@ def test_where_there_is_not_enough_nothing_changes():
     assert not buffer.tensor.any()
 
 
-def test_addresses_and_values_stay_while_the_tail_comes_and_goes_and_new_memory_is_zero():
+def test_mapping_and_unmapping_the_tail_keeps_addresses_and_values_and_zeroes_new_memory():
     buffer = ElasticBuffer((4000, 8), torch.float32, 0, HostMemory())
     address = buffer.tensor.data_ptr()
     buffer.map_rows(500)
@@ -96,7 +96,7 @@ def test_addresses_and_values_stay_while_the_tail_comes_and_goes_and_new_memory_
     buffer.tensor.fill_(7)
     buffer.unmap_from(1000)
     buffer.map_rows(4000)
-    kept = buffer.bytes_behind(1000) // 32  # rows in the granules that stayed mapped, at 32 bytes a row
+    kept = buffer.backing_bytes(1000) // 32  # rows in the granules that stayed mapped, at 32 bytes a row
     assert buffer.tensor[:kept].eq(7).all()
     assert not buffer.tensor[kept:].any()
     assert buffer.tensor.data_ptr() == address
@@ -113,7 +113,7 @@ buffer.tensor[{row}].fill_(1)
 
 
 @pytest.mark.parametrize(("mapped", "row", "lives"), [(2000, 1999, True), (2000, 50_000, False), (0, 0, False)])
-def test_touching_what_is_not_mapped_ends_the_process(mapped, row, lives):
+def test_touching_an_unmapped_address_ends_the_process(mapped, row, lives):
     program = [sys.executable, "-c", TOUCH.format(mapped=mapped, row=row)]
     code = subprocess.run(program, cwd=ROOT / "test/standins", check=False).returncode
     assert code == (0 if lives else -signal.SIGSEGV)
@@ -136,7 +136,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
-    """Make the pools of an engine with addresses for ``top`` and memory for ``rule``.
+    """Make the engine's pools, with addresses for ``top`` tokens and memory for ``rule`` tokens.
 
     :returns: the ``ElasticPools``, and the engine's pool.
     """
@@ -186,7 +186,7 @@ def fp4_with_scales():
         (fp4_with_scales, PAGE, [(6464, 0), (6464, 0)]),
     ],
 )
-def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
+def test_only_the_tokens_of_the_rule_have_memory_at_first(make, page, rows):
     made, pool = build(make, page=page)
     assert len(list(module._tensors_of(pool))) == len(rows)
     expected = 0
@@ -198,7 +198,7 @@ def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
         least, most = planes * mapped * row_bytes, planes * (mapped * row_bytes + 2 * HostMemory.granularity)
         assert least <= mapped_bytes(buffer) <= most
         expected += least
-    assert expected <= sum(map(mapped_bytes, made._buffers)) == made.bytes_behind(RULE)
+    assert expected <= sum(map(mapped_bytes, made._buffers)) == made.backing_bytes(RULE)
     assert pool.mem_usage * (1 << 30) == expected  # the engine reports the memory of the rule's tokens
 
 
@@ -217,7 +217,7 @@ def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
     made.map(grown)
     for part, size in (("full_kv_pool", 35_200), ("swa_kv_pool", 7040)):
         assert not getattr(pool, part).k_buffer[0][: size + PAGE].any()
-    assert sum(map(mapped_bytes, made._buffers)) == made.bytes_behind(grown)
+    assert sum(map(mapped_bytes, made._buffers)) == made.backing_bytes(grown)
     usage = [pool.full_kv_pool.mem_usage, pool.swa_kv_pool.mem_usage]
     rows = 4 * (35_200 + PAGE) + 6 * (7040 + PAGE)  # keys and values: 2 x 2 layers, and 2 x 3 layers
     assert sum(usage) * (1 << 30) == rows * 4 * 8 * 2
@@ -225,12 +225,12 @@ def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
 
 
 @given(st.integers(0, 70_000), st.integers(0, 50_000_000))
-def test_as_many_tokens_as_fit_and_not_a_page_more(now, budget):
+def test_tokens_within_a_budget_are_the_most_whole_pages_that_fit(now, budget):
     made, _ = build(mha)
     fits = made.tokens_within(budget)
     assert fits % PAGE == 0
-    assert fits == 0 or made.bytes_behind(made.counts_for(fits)) <= budget
-    assert fits == TOP.tokens or made.bytes_behind(made.counts_for(fits + PAGE)) > budget
+    assert fits == 0 or made.backing_bytes(made.counts_for(fits)) <= budget
+    assert fits == TOP.tokens or made.backing_bytes(made.counts_for(fits + PAGE)) > budget
 
 
 def test_no_buffer_keeps_new_memory_if_one_cannot_be_mapped(monkeypatch):
@@ -242,9 +242,10 @@ def test_no_buffer_keeps_new_memory_if_one_cannot_be_mapped(monkeypatch):
     assert (sum(map(mapped_bytes, made._buffers)), made.counts) == (before, RULE)
 
 
-def test_free_rows_of_the_request_table_name_no_unmapped_slot():
-    """If three requests run in a CUDA graph for four, the graph also reads slots from a free row of the table. An
-    earlier request may have left slots there that have no memory now. Free rows are therefore set to 0."""
+def test_free_rows_of_the_request_table_contain_no_unmapped_slot():
+    """If three requests run in a CUDA graph for four requests, the graph also reads slots from a free row of the table.
+    An earlier request may have left slots in this row whose memory has been unmapped. Therefore free rows are set to
+    0."""
     rows = torch.arange(1, 401, dtype=torch.int32).reshape(4, 100)
     made, _ = build(mha, table="ReqToTokenPool", req_to_token=rows, free_slots=[3, 1])
     made.unmap_from(made.counts_for(3200))
@@ -252,8 +253,8 @@ def test_free_rows_of_the_request_table_name_no_unmapped_slot():
     assert rows[2].tolist() == list(range(201, 301))
 
 
-def test_a_driver_that_fails_to_unmap_leaves_the_smaller_number(monkeypatch):
-    """The pools count the smaller number of tokens even if unmapping fails, because some of the slots may have lost
+def test_the_smaller_token_count_stays_if_the_driver_fails_to_unmap(monkeypatch):
+    """The pools have the smaller number of tokens even if unmapping fails, because some of the slots may have lost
     their memory."""
     made, _ = build(mha)
     monkeypatch.setattr(made._buffers[-1].memory, "unmap_from", lambda rows: 1 // 0)
@@ -262,7 +263,7 @@ def test_a_driver_that_fails_to_unmap_leaves_the_smaller_number(monkeypatch):
     assert made.counts == made.counts_for(3200)
 
 
-def test_windows_keep_as_many_tokens_as_they_are_asked_to():
+def test_tokens_with_window_give_the_windows_at_least_the_wanted_tokens():
     rule, top = HYBRID
     made, _ = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")
     for window in (64, 1000, 1280, 7000):
@@ -274,8 +275,7 @@ ODD = make_pool("OddTokenToKVPool")
 
 
 def mha_and_a_table_of_as_many_rows():
-    """Make a pool and a request table with equally many rows. The rows of the two cannot be distinguished by their
-    number."""
+    """Make a pool and a request table with the same number of rows, so that the number does not tell which is which."""
     made = mha()
     made.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
     return made
@@ -297,7 +297,7 @@ def mha_and_a_table_of_as_many_rows():
         ),
     ],
 )
-def test_an_unknown_pool_is_named_and_its_buffers_are_freed(make, more, why, monkeypatch):
+def test_an_unsupported_pool_is_named_and_its_buffers_are_freed(make, more, why, monkeypatch):
     released = []
     release = module.ElasticBuffer.release
     monkeypatch.setattr(module.ElasticBuffer, "release", lambda buffer: released.append(buffer) or release(buffer))
@@ -310,7 +310,7 @@ def test_an_unknown_pool_is_named_and_its_buffers_are_freed(make, more, why, mon
     assert not any(each._mapped for each in released)
 
 
-def test_states_of_requests_host_tensors_and_small_ones_stay_as_they_are():
+def test_states_host_tensors_and_small_tensors_get_no_reserved_addresses():
     states = [torch.zeros(4, 100, 300, 20, device="cpu")]
     mamba = make_pool("MambaPool", conv=states)
 
@@ -334,7 +334,7 @@ class Sizes:
         vars(self).update(given)
 
 
-def test_the_engine_is_told_the_top_and_keeps_its_own_numbers():
+def test_the_engine_builds_pools_for_the_largest_size_and_keeps_its_own_token_counts():
     rule, top = HYBRID
     names = ("max_total_num_tokens", "full_max_total_num_tokens", "swa_max_total_num_tokens", "other")
     runner = SimpleNamespace(**dict(zip(names, (6400, 6400, 1280, 1), strict=True)))
@@ -348,7 +348,7 @@ def test_the_engine_is_told_the_top_and_keeps_its_own_numbers():
     assert vars(given)["max_total_num_tokens"] == 6400
 
 
-def test_a_draft_with_other_numbers_is_not_ours():
+def test_a_draft_model_with_other_token_counts_is_not_supported():
     runner = SimpleNamespace(max_total_num_tokens=64)
     with pytest.raises(Unknown, match="has 64 tokens"), sized_for(runner, {}, RULE, TOP):
         pass

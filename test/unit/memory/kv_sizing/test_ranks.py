@@ -1,4 +1,4 @@
-"""Tests of the exchange of values between a server's ranks through PyTorch's store, and of rank 0's orders to all
+"""Tests of two exchanges between the ranks of a server: values through PyTorch's store, and orders of rank 0 to all
 ranks."""
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 @pytest.fixture
 def store(monkeypatch):
-    """Key-value store of ``torch.distributed``, shared by ``store.ranks`` ranks. Each thread can be another rank
-    (``store.here.rank``).
-    """
+    """Key-value store of ``torch.distributed``, which ``store.ranks`` ranks share. Each thread can act as another rank,
+    by ``store.here.rank``."""
     made, here = torch.distributed.HashStore(), threading.local()
     world = SimpleNamespace(ranks=2, here=here, made=made)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
@@ -59,7 +58,7 @@ def test_values_are_collected_from_all_ranks(store):
 
 
 def keys_of(store):
-    """Return what rank 1 writes to the store for a value and for a flag: two pairs of key and bytes."""
+    """Return the two entries (key and bytes) that rank 1 writes to the store: one for a value, and one for a flag."""
     made: dict[str, bytes] = {}
     one = board(store, 1)
     one._store = SimpleNamespace(set=made.__setitem__)
@@ -82,8 +81,8 @@ def keys_of(store):
     ],
 )
 def test_a_key_that_another_process_writes_has_no_effect(forge, store):
-    """The other process writes a forged value to the real keys, whose names depend on a secret, and to keys that a
-    process without the secret would guess."""
+    """The other process writes a forged value under two kinds of keys. The real keys depend on a secret. The other keys
+    are those that a process without the secret could guess."""
     first = board(store, 0)
     first.publish("a", "told")
     (value_key, value), (flag_key, flag) = keys_of(store)
@@ -96,16 +95,16 @@ def test_a_key_that_another_process_writes_has_no_effect(forge, store):
 
 
 class Bomb:
-    """Object that fails the test when it is unpickled."""
+    """Object that makes the test fail when it is unpickled."""
 
     def __reduce__(self):
         return pytest.fail, ("a foreign value is unpickled",)
 
 
 @pytest.mark.parametrize("place", [("b", 1), ("a", 0), ("a 1", 1), ("low 2", ranks._ANY_RANK)])
-def test_a_value_is_of_one_topic_one_rank_and_one_start(place, store):
-    """Another process can copy a value within the store. Under the key of another topic, rank or start the copy is
-    ignored."""
+def test_a_copied_value_under_another_topic_rank_or_start_is_ignored(place, store):
+    """Another process can copy a value to another key in the store. If the key belongs to another topic, rank or start,
+    the ranks ignore the copy."""
     first = board(store, 0)
     (_, value), (_, flag) = keys_of(store)
     store.made.set(first._key(*place), flag if place[0].startswith("low") else value)
@@ -141,7 +140,7 @@ def test_a_value_is_of_one_topic_one_rank_and_one_start(place, store):
     ],
     ids=str,
 )
-def test_a_text_that_is_not_of_the_type_is_refused(kind, text):
+def test_a_published_value_of_another_type_is_refused(kind, text):
     with pytest.raises(ValueError):  # noqa: PT011 - json's messages and ours differ
         ranks.decode(kind, text)
 
@@ -157,7 +156,7 @@ def test_a_text_that_is_not_of_the_type_is_refused(kind, text):
     ],
     ids=str,
 )
-def test_a_value_is_the_same_after_its_way(kind, value):
+def test_a_value_is_unchanged_after_encoding_and_decoding(kind, value):
     assert ranks.decode(kind, ranks.encode(value)) == value
     with pytest.raises(ValueError, match="JSON"):
         ranks.encode((value, math.inf))
@@ -181,7 +180,7 @@ def test_nothing_that_another_process_can_write_is_unpickled():
     assert found == READS
 
 
-def test_a_server_of_one_rank_asks_no_store(store, monkeypatch):
+def test_a_server_of_one_rank_uses_no_store(store, monkeypatch):
     store.ranks, store.here.rank = 1, 0
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     alone = ranks.Board(SECRET)
@@ -192,8 +191,8 @@ def test_a_server_of_one_rank_asks_no_store(store, monkeypatch):
 
 
 def gathered(rank, folder, results):
-    """Run one of two ranks, in its own process. It gathers values through a Gloo group, as in the engine, and puts them
-    into ``results``."""
+    """Run one of two ranks in its own process. The rank gathers values through a Gloo group, as in the engine, and puts
+    the values into ``results``."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD, rank_in_group=rank)
     state = SimpleNamespace(get_world_group=lambda: group)
@@ -240,7 +239,7 @@ class Socket:
 
 
 class Loop:
-    """Stand-in for a scheduler. It records the requests of each turn, which is one iteration of its event loop."""
+    """Stand-in for a scheduler. It records the requests of each turn. A turn is one iteration of the event loop."""
 
     def __init__(self, *waiting):
         self.recv_from_tokenizer, self.turns = Socket(*waiting), []
@@ -268,8 +267,9 @@ def test_orders_precede_requests_and_do_not_reach_the_engine():
     assert (loop.recv_from_tokenizer, loop.process_input_requests) == before
 
 
-def test_an_order_waits_for_no_empty_socket_if_a_turn_reads_few_requests():
-    """If ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` is set, a turn may stop reading before the socket is empty."""
+def test_orders_precede_waiting_requests_if_a_turn_reads_few_requests():
+    """If ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` is set, a turn may stop reading before the scheduler's socket is
+    empty."""
     loop, obeyed = Loop(*range(9)), list[object]()
     orders = ranks.Orders(loop, obeyed.append)
     orders.open()
@@ -318,10 +318,8 @@ def test_users_requests_wait_while_rank_0_broadcasts():
 
 @pytest.fixture
 def machines_of(store, monkeypatch):
-    """Function in which some ranks ask whether all machines take part. It returns the set of their answers.
-
-    Its arguments say for each rank whether the rank asks.
-    """
+    """Return a function that simulates ranks on several machines. The ranks ask whether all machines take part, and the
+    function returns the set of the answers that they get. Its arguments say for each rank whether the rank asks."""
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):
@@ -343,7 +341,7 @@ def machines_of(store, monkeypatch):
     ("asks", "together"),
     [((True, True, True), True), ((True, True, False), False), ((False, True, True), False)],
 )
-def test_machines_decide_together_or_none_does(asks, together, machines_of, monkeypatch):
+def test_all_machines_take_part_or_no_machine_does(asks, together, machines_of, monkeypatch):
     if together:  # all ranks ask, so none has to wait for the timeout
         monkeypatch.setattr(ranks, "WAIT_S", 60.0)
     assert machines_of(*asks) == {together}
@@ -360,7 +358,7 @@ def test_machines_decide_together_or_none_does(asks, together, machines_of, monk
         ({"2 takes part": ""}, (True, True, False), "RuntimeError"),
     ],
 )
-def test_foreign_answers_about_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, found, store, machines_of):
+def test_forged_answers_of_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, found, store, machines_of):
     for name, value in foreign.items():
         store.made.set(f"{ranks._KEY}{name}", value)
     assert machines_of(*asks) == {found}

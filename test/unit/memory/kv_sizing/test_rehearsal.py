@@ -1,4 +1,4 @@
-"""Tests of a rehearsal in the scheduler of one rank. The rehearsal runs every phase, ends in time and restores the
+"""Tests of a rehearsal in the scheduler of one rank. The rehearsal runs every phase, ends in time, and restores the
 scheduler."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOW = sizing.MIN_FREE_BYTES - 1
 PHASES = [phase.name for phase in phases.derive_phases(SMALL)]
 
 
-def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
+def test_a_rehearsal_runs_every_phase_and_restores_the_scheduler(scheduler):
     made = scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)
     result = rehearse(made)
     assert set(result.seconds) == {*PHASES, rehearsal.ALL}
@@ -39,7 +39,7 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
     assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
 
 
-def test_the_limits_are_the_schedulers_own(monkeypatch):
+def test_the_limits_of_a_rehearsal_are_read_from_the_scheduler(monkeypatch):
     monkeypatch.setattr(engine_objects, "server_facts", lambda runner: phases.ServerFacts(1, 1, 5000))
     monkeypatch.setattr(engine_objects, "can_plant", lambda scheduler: True)
     server_args = SimpleNamespace(chunked_prefill_size=1024, prefill_max_requests=3, max_running_requests=500)
@@ -56,8 +56,8 @@ def test_the_limits_are_the_schedulers_own(monkeypatch):
 # Tensors grow more than the reserved memory in the second case, because the graphs left reserved memory unused.
 @pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])
 def test_the_result_has_tensors_and_slack(taken, tensors, slack, scheduler):
-    """The result has the growth of tensors since the start of the rehearsal, at its peak. The slack is the additional
-    growth of the memory that the allocator reserved."""
+    """The result has the peak growth of tensors since the start of the rehearsal. The slack is the memory that the
+    allocator reserved in addition to this growth."""
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
 
@@ -73,13 +73,13 @@ def test_the_result_has_tensors_and_slack(taken, tensors, slack, scheduler):
     assert found.lowest == (9 - taken) * GB  # memory that other processes freed meanwhile does not count as free
 
 
-def test_a_rehearsal_ends_before_memory_does(scheduler):
+def test_a_rehearsal_ends_before_memory_runs_out(scheduler):
     made = scheduler(free=lambda forwards: 9 * GB if forwards < 5 else LOW)
     result = rehearse(made)
     assert (result.stopped, bool(result.missed), made.forwards < 10) == (True, True, True)
 
 
-def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
+def test_a_rehearsal_ends_before_memory_runs_out_on_any_rank(scheduler):
     other = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
     one = OneRank(other, leads=False)
     one.begin()
@@ -147,11 +147,11 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_littl
 ):
     """The sampling of a decode takes 20 MB for each request. One GB must stay free.
 
-    :param requests: number of requests to which the server is limited; 0: no limit.
-    :param lowest: GB that are free in the end, or that the estimate leaves.
-    :param more: arguments of the rehearsal, and two others. ``most`` is the number of requests of the largest decode.
-        If it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of GB that it
-        reserves in addition after the decode of 300 requests.
+    :param requests: limit of concurrent requests on the server; 0 if there is no limit.
+    :param lowest: GB that are free at the end, or that remain by the estimate.
+    :param more: arguments of the rehearsal, and two settings of the test. ``most`` is the number of requests in the
+        largest decode. If it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of
+        GB that the allocator additionally reserves after the decode of 300 requests.
     """
     more, reserves = dict(more), "most" in more
     most, kept = more.pop("most", 300), more.pop("kept", 0)
@@ -189,7 +189,7 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_littl
     assert not stopped or EAGER in found.missed
 
 
-def test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_memory(scheduler):
+def test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memory(scheduler):
     limits = replace(SMALL, requests=300, captured=150, default_requests=True)
     made = scheduler()
     made.read = lambda: Memory(LOW if EAGER in made.did.phases else 9 * GB)
@@ -198,11 +198,9 @@ def test_the_next_smaller_number_of_requests_is_known_if_a_decode_leaves_little_
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
-    """Each token takes 100 MB, and 5 GB are free. The prompts of the prefill chunk grow up to 64 tokens. 40 tokens
-    leave the 1 GB that must stay free, and 48 tokens do not.
-
-    Each forward pass of the stand-in has the largest size of its phase, so the phase counts as reached.
-    """
+    """Each token takes 100 MB, and 5 GB are free. The prompts of the phase "prefill chunk" grow up to 64 tokens. After
+    a prompt of 40 tokens, the required 1 GB is free. After a prompt of 48 tokens, it would not be. Each forward pass of
+    the stand-in has the largest size of its phase, so the phase counts as reached."""
     made = scheduler()
     longest = 0
 
@@ -240,14 +238,14 @@ def divided_by_zero(*given):
         (rehearsal, "batch_facts", divided_by_zero, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(
+def test_a_failing_gpu_driver_ends_the_rehearsal_but_not_the_server(
     owner, name, answer, failure, scheduler, monkeypatch
 ):
     monkeypatch.setattr(owner, name, answer)
     assert rehearse(scheduler()).failure == failure
 
 
-def test_a_store_that_does_not_answer_and_a_cache_that_is_not_flushed_are_failures(scheduler):
+def test_a_store_without_an_answer_and_an_unflushed_cache_fail_the_rehearsal(scheduler):
     assert rehearse(scheduler(), low=divided_by_zero).failure == "ZeroDivisionError: division by zero"
     assert rehearse(scheduler(flushes=False)).failure == "requests were left"
 
@@ -268,7 +266,9 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
         (11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, False),
     ],
 )
-def test_waiting_requests_are_stuck_if_nothing_has_run_for_long(seconds, changed, idle, stuck, scheduler, monkeypatch):
+def test_waiting_requests_count_as_stuck_after_a_long_time_without_a_batch(
+    seconds, changed, idle, stuck, scheduler, monkeypatch
+):
     made, said, now = scheduler(), [], [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal.LoadDriver, "next_requests", lambda driver, *told: said.append(told) or [])
@@ -282,9 +282,9 @@ def test_waiting_requests_are_stuck_if_nothing_has_run_for_long(seconds, changed
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would
-    read random keys and values. The rehearsal therefore waits until the cache can be flushed."""
+def test_a_rehearsal_times_out_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
+    """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would read
+    arbitrary keys and values. Therefore the rehearsal waits until the cache can be flushed."""
     made, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)
@@ -301,7 +301,7 @@ def test_a_rehearsal_that_nobody_ends_is_given_up_unless_it_has_planted_a_prefix
     one.end()
 
 
-def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
+def test_a_rank_without_requests_ends_its_rehearsal_at_the_flush(scheduler):
     made = scheduler(reads=False, free=lambda forwards: (9 - forwards) * GB)
     results: list[rehearsal.Measured] = []
     before = snapshot_state(made)
@@ -315,7 +315,7 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
     assert [(each.lowest, each.failure) for each in results] == [(7 * GB, "")]
 
 
-def test_attributes_that_others_set_are_restored(scheduler, caplog):
+def test_attributes_that_other_plugins_set_are_restored(scheduler, caplog):
     made = scheduler()
     made.process_input_requests = another = print
     one = OneRank(made)
@@ -355,7 +355,7 @@ def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(s
         (None, 200, "sliding windows of 200 tokens have no room for 300 more"),
     ],
 )
-def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler):
+def test_sliding_windows_smaller_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler):
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
     if not refused:
         assert rehearse(made, limits=limits).missed == {}
@@ -368,7 +368,7 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
 
 
 def owner_of(scheduler, name):
-    """Return the object that has a counter: the scheduler, its metrics reporter, or the model runner."""
+    """Return the engine object that has a counter: the scheduler, its metrics reporter, or the model runner."""
     scheduler.metrics_reporter = SimpleNamespace()
     return {"runner": scheduler.tp_worker.model_runner, "reporter": scheduler.metrics_reporter}.get(name, scheduler)
 
@@ -385,8 +385,8 @@ def owner_of(scheduler, name):
     ],
 )
 def test_counters_are_restored(owner, name, before, scheduler):
-    """The rehearsal restores the counters that ``/v1/loads`` shows, and those that the scheduler itself reads. Their
-    owner differs between engine releases."""
+    """The rehearsal restores the counters that ``/v1/loads`` reports, and the counters that the scheduler itself reads.
+    The object with these counters differs between engine releases."""
     made = scheduler()
     owner, expected = owner_of(made, owner), copy(before)
     setattr(owner, name, before)
@@ -410,7 +410,7 @@ def test_counters_are_restored(owner, name, before, scheduler):
         ("scheduler", "max_queued_requests", 2, None),
     ],
 )
-def test_metrics_and_the_queue_limit_are_off_in_a_rehearsal(owner, name, before, meanwhile, scheduler):
+def test_metrics_and_the_queue_limit_are_off_during_a_rehearsal(owner, name, before, meanwhile, scheduler):
     made = scheduler()
     owner, seen = owner_of(made, owner), set()
     setattr(owner, name, before)
@@ -419,7 +419,7 @@ def test_metrics_and_the_queue_limit_are_off_in_a_rehearsal(owner, name, before,
     assert (seen, getattr(owner, name)) == ({meanwhile}, before)
 
 
-def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again(scheduler):
+def test_metrics_do_not_count_during_a_rehearsal_and_count_afterwards(scheduler):
     registry = CollectorRegistry()
     counter, gauge = Counter("c", "", ["x"], registry=registry), Gauge("g", "", registry=registry)
     histogram, summary = Histogram("h", "", registry=registry), Summary("s", "", registry=registry)
@@ -464,7 +464,7 @@ def test_server_facts_depend_on_the_kind_of_pool(pools, kind, window, fixed_gib)
 
 
 @pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
-def test_the_largest_captured_decode_is_of_what_was_captured(name):
+def test_the_largest_captured_decode_is_read_from_the_captured_graphs(name):
     for graphs, captured in ((SimpleNamespace(max_bs=144), 144), (None, None)):
         assert engine_objects.server_facts(make_runner(PLAIN, **{name: graphs})).captured == captured
 

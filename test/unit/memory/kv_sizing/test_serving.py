@@ -1,5 +1,5 @@
-"""Tests of a running server whose KV cache was sized. If GPU memory becomes short, it unmaps the end (*tail*) of the KV
-cache. It also limits the number of concurrent requests."""
+"""Tests of a running server whose KV cache was sized. If GPU memory becomes short, the server unmaps the end of the KV
+cache (the *tail*). The server also limits the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_
 
 
 @pytest.mark.parametrize(("free", "shortage"), [(9, 0), (1.1, 0), (1, 0), (0.9, 1.1), (0, 2)])
-def test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it(free, shortage):
+def test_below_half_of_the_margin_memory_is_short_by_the_rest_of_the_whole_margin(free, shortage):
     left = [9 * GB, int(free * GB)]
     memory = FreeMemory(lambda: Memory(free=left.pop(0)), 2 * GB)
     assert memory.measure_shortage() == pytest.approx(shortage * GB)
@@ -28,7 +28,7 @@ def test_memory_is_short_below_half_of_the_margin_and_is_missing_up_to_all_of_it
 
 
 class Pools:
-    """Stand-in for KV cache pools. A token takes 1 MB, and memory is mapped in pieces of 100 tokens."""
+    """Stand-in for KV cache pools. Each token takes 1 MB, and memory is mapped in pieces of 100 tokens."""
 
     page = 1
 
@@ -39,21 +39,21 @@ class Pools:
     def counts_for(self, tokens):
         return TokenCounts(tokens)
 
-    def bytes_behind(self, counts):
+    def backing_bytes(self, counts):
         return -(-counts.tokens // 100) * 100_000_000
 
     def tokens_within(self, budget):
         return int(budget // 1_000_000)
 
     def unmap_from(self, counts):
-        given_back, self.counts = self.bytes_behind(self.counts) - self.bytes_behind(counts), counts
+        given_back, self.counts = self.backing_bytes(self.counts) - self.backing_bytes(counts), counts
         self.unmapped.append(counts.tokens)
         return given_back
 
 
 class Allocator:
-    """Stand-in for the engine's allocator of KV cache pages. It takes pages from the front of its free list. Freed
-    pages go to the end, or to the front if ``lifo``."""
+    """Stand-in for the engine's allocator of KV cache pages. It allocates pages from the front of its free list. Freed
+    pages are appended to the end of the list, or to the front if ``lifo``."""
 
     def __init__(self, size, page=1, lifo=False):
         self.size, self.page_size, self.lifo = size, page, lifo
@@ -85,8 +85,8 @@ def request(prompt, new, computed=0):
 
 
 BESIDE = 9
-"""Tokens that a request takes in addition to its prompt and its new tokens. The engine admits a request only if yet
-another token is free."""
+"""Number of KV cache tokens that a request takes in addition to its prompt and its new tokens. The engine admits a
+request only if one more token is free."""
 
 
 class Flags(set):
@@ -99,8 +99,8 @@ class Flags(set):
 
 @pytest.fixture
 def make_rank(monkeypatch):
-    """Function that makes ranks of one server whose KV cache has 10,000 tokens. ``free``: free memory of the rank's
-    GPU."""
+    """Return a function that makes ranks of one server. The KV cache has 10,000 tokens. The argument ``free`` is the
+    free memory of the rank's GPU."""
     board = Flags()
 
     def tell(scheduler, counts, longest_request):
@@ -135,69 +135,71 @@ def test_free_memory_is_read_once_a_second(make_rank):
     made.one._memory = FreeMemory(read, 2 * GB, lambda: now[0])
     readings.clear()
     for now[0] in (0.0, 0.5, 0.9, 1.0, 1.9, 2.1):
-        made.one.look()
+        made.one.run_turn()
     assert readings == [0.0, 1.0, 2.1]
 
 
 def obey_order(order, *ranks):
     for each in ranks:
         each.one.obey(order)
-        each.one.look()
+        each.one.run_turn()
 
 
-def test_the_tail_goes_until_the_margin_is_free_again(make_rank, caplog):
+def test_the_tail_is_freed_until_the_whole_margin_is_free(make_rank, caplog):
     made = make_rank(9 * GB)
-    made.one.look()
+    made.one.run_turn()
     assert made.orders == []
     made.free = int(0.5 * GB)
-    made.one.look()
+    made.one.run_turn()
     assert made.orders == [Retire(10_000 - 1500)]
-    made.one.look()
+    made.one.run_turn()
     assert len(made.orders) == 1  # the rank sends one order at a time
     made.one.obey(made.orders[0])
     assert made.told == [(10_000, 8490)]  # from now on, longer requests are refused
     made.free = 2 * GB
-    made.one.look()
+    made.one.run_turn()
     assert (made.told[1:], made.pools.unmapped, made.pools.counts.tokens) == ([(8500, 8490)], [8500], 8500)
-    assert "8,500 KV tokens instead of 10,000; 1,500 MB given back" in caplog.text
+    assert "8,500 KV tokens instead of 10,000; 1,500 MB freed until now" in caplog.text
     assert made.allocator.size == 8500
-    made.one.look()
+    made.one.run_turn()
     assert len(made.orders) == 1
 
 
 def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank):
     made = make_rank(int(0.5 * GB))
     held, made.allocator.free_pages = made.allocator.free_pages[8000:], made.allocator.free_pages[:8000]
-    made.one.look()
+    made.one.run_turn()
     obey_order(made.orders.pop(), made)
     assert made.pools.unmapped == []  # requests still hold the slots of the tail
     made.allocator.free(held[1000:])
-    made.one.look()
+    made.one.run_turn()
     assert (made.told[-1], made.pools.unmapped[-1]) == ((9000, 8490), 9000)
     made.orders.clear()
     made.free = 2 * GB
-    made.one.look()
+    made.one.run_turn()
     assert made.orders == []
     made.scheduler.is_fully_idle = lambda: True
-    made.one.look()
+    made.one.run_turn()
     assert made.orders == [EvictPrefixes()]
     obey_order(made.orders.pop(), made)
     assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == ((8500, 8490), 8500, 1)
 
 
-def test_prefixes_are_evicted_while_memory_is_short_and_they_hold_the_tail(make_rank):
-    """Prefixes in the radix cache hold slots of the tail. A busy server never flushes them, so they must be evicted."""
+def test_prefixes_in_the_tail_are_evicted_while_memory_is_short(make_rank):
+    """Prefixes in the radix cache use slots of the tail. A busy server never flushes its radix cache, so these prefixes
+    must be evicted."""
     made = make_rank(int(0.5 * GB))
     made.allocator.free_pages = made.allocator.free_pages[:8700]
-    made.one.look()
+    made.one.run_turn()
     obey_order(made.orders.pop(), made)
     assert made.orders == [EvictPrefixes()]
     obey_order(made.orders.pop(), made)
     assert (made.scheduler.evicted, made.scheduler.flushes) == ([1300], [])
 
 
-def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(make_rank):
-    """Up to engine release 0.5.12.post1 the scheduler of such a stage reports that it is idle, although it is not."""
+def test_a_pipeline_stage_with_a_running_prefill_is_not_flushed(make_rank):
+    """Up to engine release 0.5.12.post1, the scheduler of such a stage reports that it is idle, although a prefill is
+    running."""
     made = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     obey_order(Retire(8500), made)
@@ -205,16 +207,16 @@ def test_a_stage_of_a_pipeline_with_a_prefill_under_way_is_not_flushed(make_rank
     assert made.scheduler.flushes == []
 
 
-def test_in_mixed_chunks_each_request_that_decodes_keeps_its_tokens(make_rank):
-    """A mixed chunk of 100 tokens has one token of each of 20 decoding requests, so 80 tokens of the prompt. The 900
-    prompt tokens that are left take 12 chunks. Each decoding request keeps a slot for every chunk, one more slot, and a
-    page, so 14 slots. Two more pages stay free. A page has one slot here."""
+def test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prompt(make_rank):
+    """A mixed chunk of 100 tokens has one token for each of 20 decoding requests, and 80 tokens of the prompt. The
+    remaining 900 tokens of the prompt take 12 chunks. Each decoding request keeps one slot for every chunk, one more
+    slot, and a page: 14 slots. Two more pages stay free. A page has one slot in this test."""
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
     made = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
     assert serving.spare_tokens(made.scheduler) == 10_000 - 900 - 20 * 14 - 2
 
 
-def test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it():
+def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
     pools = SimpleNamespace(top=TokenCounts(900, 900, 90), page=4, tokens_with_window=lambda window: 10 * window)
     runner = SimpleNamespace(model_runner=SimpleNamespace(sliding_window_size=400))
     scheduler = SimpleNamespace(chunked_prefill_size=100, tp_worker=runner, tree_cache=None)
@@ -224,8 +226,8 @@ def test_with_windows_a_cache_keeps_one_and_a_prefill_behind_it():
 
 
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
-    """The other ranks have withdrawn the same slots and unmapped their memory. So this rank must not use its slots,
-    either."""
+    """The other ranks have withdrawn the same slots and unmapped their memory. So this rank must not use these slots,
+    although they still have memory."""
     made = make_rank(9 * GB)
 
     def fail(counts):
@@ -234,7 +236,7 @@ def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
 
     made.pools.unmap_from = fail
     obey_order(Retire(8500), made)
-    made.one.look()
+    made.one.run_turn()
     assert (made.allocator.size, made.told[-1], made.pools.counts.tokens) == (8500, (8500, 8490), 8500)
     assert caplog.text.count("the server goes on: no driver") == 1
 
@@ -247,7 +249,7 @@ def not_said():
 @pytest.mark.parametrize(("computed", "evictable", "taken"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
 def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, taken, cache, make_rank):
     """The engine computes the next chunk of a prompt without checking for free slots. The prompt has 1,000 tokens, of
-    which ``computed`` are done. 1,300 slots of the tail and 100 other slots are free."""
+    which ``computed`` tokens are computed. 1,300 slots of the tail and 100 other slots are free."""
     made = make_rank(0, chunked_req=request(1000, 5, computed))
     says = {
         "evictable_size": lambda: evictable,
@@ -262,15 +264,15 @@ def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable
 
 
 def test_a_second_order_is_obeyed_after_the_first(make_rank):
-    """Rank 0 may send a second order after it has finished the first. Another rank of data-parallel attention may not
-    have finished the first order, because its requests still hold slots."""
+    """Rank 0 may send a second order as soon as it has finished the first order. Another rank of data-parallel
+    attention may still execute the first order then, because its requests still use slots of the tail."""
     made = make_rank(9 * GB, leads=False)
     held, made.allocator.free_pages = made.allocator.free_pages[7000:], made.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
         obey_order(Retire(tokens), made)
     made.allocator.free(held)
-    made.one.look()
-    made.one.look()
+    made.one.run_turn()
+    made.one.run_turn()
     assert (made.pools.unmapped, made.told[-1], made.pools.counts.tokens) == ([8500, 7500], (7500, 7490), 7500)
     assert (made.allocator.size, "clear" in vars(made.allocator)) == (7500, False)
     assert made.allocator.free_pages.tolist() == list(range(1, 7501))
@@ -293,10 +295,10 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
     ],
     ids=str,
 )
-def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(scheduler, ordered, make_rank, caplog):
+def test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request(scheduler, ordered, make_rank, caplog):
     """If the KV cache cannot shrink enough, the log says once that memory stays short."""
     made = make_rank(0, **scheduler)
-    made.one.look()
+    made.one.run_turn()
     assert made.orders == ordered
     assert caplog.text.count("memory is short by 2,000 MB, but the KV cache keeps ") == 1
 
@@ -314,15 +316,15 @@ def test_two_prefills_and_the_first_ranks_longest_request_keep_their_room(schedu
 )
 def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(scheduler, least, make_rank):
     first, other = make_rank(int(0.5 * GB)), make_rank(0, leads=False, **scheduler)
-    first.one.look()
+    first.one.run_turn()
     obey_order(first.orders[0], first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8490))
-    other.one.look()
+    other.one.run_turn()
     assert not other.board.said(serving.SHORT_REPORT)  # the order is not finished, because a request holds its slots
     vars(other.scheduler).update(dict.fromkeys(scheduler))
-    other.one.look()
+    other.one.run_turn()
     assert other.pools.counts.tokens == 8500
-    other.one.look()
+    other.one.run_turn()
     assert other.board.said(serving.SHORT_REPORT)
 
 
@@ -361,30 +363,30 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
     ],
     ids=["none waits", "one waits", "one of a session waits", "one of a new session waits", "a short one waits"],
 )
-def test_what_streaming_sessions_hold_is_never_given_back(waiting, least, prefixes, make_rank):
-    """The engine never frees the slots of streaming sessions for another request. It aborts a request that finds no
-    other slots."""
+def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, make_rank):
+    """The engine never frees the slots of streaming sessions for another request. If a request finds no other slots,
+    the engine aborts the request."""
     made = make_rank(0, waiting_queue=waiting)
     vars(made.scheduler.tree_cache).update(prefixes)
     made.scheduler.chunked_prefill_size = 100
-    made.pools.bytes_behind = lambda counts: (
+    made.pools.backing_bytes = lambda counts: (
         counts.tokens * 100_000
     )  # a token takes 100 kB, so the missing 2 GB are more than the KV cache
-    made.one.look()
+    made.one.run_turn()
     (order,) = made.orders
     assert order.tokens == least
 
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
-    """Rank 0 of data-parallel attention may have no slots left to free. It does not know that the other rank's radix
-    cache holds slots, so the other rank reports it when it is idle."""
+    """With data-parallel attention, rank 0 may have no slots left to free. It does not know that the radix cache of
+    another rank still uses slots of the tail. So the other rank reports this when it is idle."""
     first, other = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     other.allocator.free_pages = other.allocator.free_pages[:8000]
     obey_order(Retire(8500), first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, len(other.board)) == (8500, 10_000, 0)
     other.scheduler.is_fully_idle = lambda: True
-    other.one.look()
-    first.one.look()
+    other.one.run_turn()
+    first.one.run_turn()
     assert first.orders == [EvictPrefixes()]
     first.scheduler.is_fully_idle = lambda: True
     obey_order(EvictPrefixes(), first, other)
@@ -393,30 +395,30 @@ def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
 def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
-    """Another rank's report that memory is short has no number of bytes. Rank 0 therefore orders all ranks to free half
-    of the margin. If no tokens can be freed, the order has the current number of tokens."""
+    """The report of another rank says that memory is short, but not by how many bytes. Rank 0 therefore orders all
+    ranks to free half of the margin. If no tokens can be freed, the order contains the current number of tokens."""
     first, other = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
-    other.one.look()
+    other.one.run_turn()
     assert (other.orders, len(other.board)) == ([], 1)
-    first.one.look()
+    first.one.run_turn()
     assert first.orders == [Retire(goal)]
     other.free, first.scheduler.waiting_queue = 9 * GB, []
     obey_order(first.orders[0], other, first)
-    first.one.look()
+    first.one.run_turn()
     assert (len(first.orders), first.pools.counts.tokens) == (1, goal)
 
 
-def test_a_driver_that_does_not_answer_ends_only_the_watch_of_free_memory(make_rank, caplog):
-    """The rank no longer watches its free memory. It still obeys orders, like the other ranks."""
+def test_a_failing_gpu_driver_ends_only_the_watch_of_free_memory(make_rank, caplog):
+    """The rank stops watching its free memory. It still executes orders, like the other ranks."""
     made = make_rank(9 * GB)
     del made.free
-    made.one.look()
+    made.one.run_turn()
     obey_order(Retire(8500), made)
     assert caplog.text.count("free memory is not watched any more") == 1
     assert made.pools.counts.tokens == 8500
 
 
-def test_metrics_have_their_ranks_labels_and_their_own(metric):
+def test_metrics_have_the_labels_of_their_rank_and_their_own_labels(metric):
     shown, silent = (serving.Metrics({"enable_metrics": on}, gpu) for on, gpu in ((True, 3), (False, 0)))
     for each in (shown, silent):
         each.show(serving.TOKENS, 5)
@@ -432,7 +434,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["alloc", "free", "turn", "flush"]), 
 
 @given(STEPS, st.sampled_from([1, 4]), st.booleans(), st.integers(10, 30), st.integers(0, 10**6))
 @settings(max_examples=300)
-def test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes(steps, page, lifo, wanted, seed):
+def test_in_every_turn_free_and_held_slots_add_up_to_the_engines_number(steps, page, lifo, wanted, seed):
     draw = random.Random(seed)
     allocator, told = Allocator(40 * page, page, lifo), [40 * page]
     held = [allocator.alloc(draw.randrange(1, 8)) for _ in range(draw.randrange(6))]
@@ -457,7 +459,7 @@ def test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes(st
     assert retirement.is_done == (told[-1] == wanted * page)
 
 
-def test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size():
+def test_after_the_tail_is_freed_the_allocator_equals_a_new_one_of_that_size():
     allocator = Allocator(40)
     held = allocator.alloc(40)
     retirement = Retirement(allocator, TokenCounts(40), TokenCounts(25), lambda counts: None)
@@ -514,7 +516,7 @@ def test_a_resized_allocator_has_each_slot_once(page):
 
 
 def test_a_request_that_would_not_fit_at_the_goal_is_refused():
-    """A request that never fits would wait forever, and all requests after it, too."""
+    """A request that never fits would wait forever. All requests after it would wait, too."""
     numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
     scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
     set_token_count(scheduler, TokenCounts(800), 300)
@@ -523,8 +525,8 @@ def test_a_request_that_would_not_fit_at_the_goal_is_refused():
     assert (scheduler.max_total_num_tokens, scheduler.max_req_len) == (700, 699)
 
 
-def test_an_allocator_that_has_its_size_is_not_cleared():
-    """Clearing the allocator would free slots that requests of an abandoned rehearsal may still hold."""
+def test_an_allocator_that_already_has_the_size_is_not_cleared():
+    """Clearing the allocator would free slots that the requests of an abandoned rehearsal may still use."""
     allocator = Allocator(40)
     held = allocator.alloc(7)
     resize_allocator(allocator, TokenCounts(40))
@@ -540,7 +542,8 @@ PLAIN |= {"min_p": 0.0, "logit_bias": None}
 
 
 class Request:
-    """Stand-in for the engine's request. Two requests are equal only if they are the same object, as in the engine."""
+    """Stand-in for the engine's request. Two requests are equal only if they are the same object. The same holds in the
+    engine."""
 
     def __init__(self, return_logprob=False, **sampling):
         self.sampling_params, self.return_logprob = SimpleNamespace(**{**PLAIN, **sampling}), return_logprob
@@ -582,15 +585,15 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler():
-    """A scheduler that runs at most 900 requests at once, and at most 256 while one of them is penalized. A *penalized*
-    request has penalties, min_p, a logit bias or log-probabilities."""
+    """Scheduler that runs at most 900 requests at once, and at most 256 requests while one of them is penalized. A
+    *penalized* request has penalties, min_p, a logit bias or log-probabilities."""
     made = Scheduler()
     serving.limit_requests(made, requests=900, penalized=256)
     return made
 
 
 def count_admitted(scheduler, running=100):
-    """Return how many requests the scheduler admits in a new turn, while ``running`` requests run."""
+    """Return the number of requests that the scheduler admits in a new turn while ``running`` requests run."""
     scheduler.get_new_batch_prefill()
     return scheduler.get_num_allocatable_reqs(running)
 
@@ -619,9 +622,9 @@ def test_fewer_requests_are_admitted_while_a_penalized_one_waits(scheduler):
     assert count_admitted(scheduler) == 156
 
 
-def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_it_is_referred_to(scheduler):
-    """A session may keep an aborted request alive, and ranks collect garbage at different times. The limit must not
-    depend on it, because all ranks must admit the same requests."""
+def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_session_keeps_it(scheduler):
+    """A session may keep a reference to an aborted request. Ranks collect garbage at different times. The limit must
+    not depend on such references, because all ranks must admit the same requests."""
     session = Request(min_p=0.1)
     scheduler._add_request_to_queue(session)
     scheduler._add_request_to_queue(Request())
@@ -641,9 +644,9 @@ def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_it_is_re
     ],
     ids=str,
 )
-def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabulary(sampling, scheduler):
-    """A batch with a penalized request has tensors with a row of vocabulary size for each request. The engine keeps the
-    tensors after the penalized request has ended, and adds a row for each request that joins the batch."""
+def test_fewer_requests_are_admitted_to_a_penalized_batch(sampling, scheduler):
+    """A batch with a penalized request has tensors with one row for each request, as long as the vocabulary. The engine
+    keeps these tensors after the penalized request has ended, and adds a row for each request that joins the batch."""
     scheduler.running_batch = batch_of(Request(), **sampling)
     vars(scheduler.running_batch).update({name: True for name in sampling if name == "return_logprob"})
     assert count_admitted(scheduler) == 156
@@ -653,8 +656,9 @@ def test_fewer_requests_are_admitted_to_a_batch_that_has_numbers_for_the_vocabul
     assert count_admitted(scheduler) == 800
 
 
-def test_the_batch_counts_to_which_requests_are_admitted(scheduler):
-    """A pipeline has several batches. Engine releases after 0.5.13 pass the batch to ``get_new_batch_prefill``."""
+def test_the_limit_follows_the_batch_that_the_requests_join(scheduler):
+    """A pipeline has several batches. Engine releases after 0.5.13 pass the batch to ``get_new_batch_prefill`` as an
+    argument."""
     scheduler.running_batch = batch_of(Request(), need_min_p_sampling=True)
     other = batch_of(Request())
     assert scheduler.get_new_batch_prefill(other) is other
@@ -668,7 +672,7 @@ def test_a_penalized_prompt_of_several_chunks_counts_until_it_joins_the_batch(sc
     assert count_admitted(scheduler) == 156
 
 
-def test_the_limit_is_derived_once_a_turn_and_no_queue_is_looked_through_without_a_penalized_request(scheduler):
+def test_the_limit_is_derived_once_a_turn_and_the_queue_is_searched_only_for_penalized_requests(scheduler):
     class Queue(list):
         looked = 0
 
@@ -720,5 +724,5 @@ def test_a_request_with_more_beams_than_may_run_runs_alone(scheduler):
 def test_each_beam_of_a_request_keeps_its_own_new_tokens(make_rank):
     made = make_rank(0, waiting_queue=[request(1000, 250)])
     made.scheduler.waiting_queue[0].beam_group = SimpleNamespace(beam_width=30)
-    made.one.look()
+    made.one.run_turn()
     assert made.orders == [Retire(1000 + 30 * 250 + BESIDE + 1)]
