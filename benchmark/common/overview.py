@@ -399,7 +399,8 @@ def rehearsal_chart(load: Load) -> str:
         Stack(label(name), [seconds[kind] for kind in kinds], f"{sum(seconds.values()):.0f} s")
         for name, seconds in rehearsals(load).items()
     ]
-    return stacked_chart("Seconds of a rehearsal, by phase", kinds, stacks, "First starts, which compile kernels.")
+    note = "The first server of each model compiles its kernels, mostly in the prefills."
+    return stacked_chart("Seconds of a rehearsal, by phase", kinds, stacks, note)
 
 
 def rehearsal_table(load: Load) -> str:
@@ -536,10 +537,16 @@ def describe_origin(load: Load) -> str:
     results = first_starts(load)
     conditions = [result["conditions"] for result in results.values()]
     engine, dates = (" and ".join(sorted({one[key] for one in conditions})) for key in ("engine", "date"))
+    commit = conditions[0]["commit"][:12]
     line = (
-        f"Stock -> patched. Bold tokens/s: the load overflows stock's KV cache. SGLang {engine}, commit "
-        f"`{conditions[0]['commit']}` of this package, {dates}. Data: [{FOLDER}](../../benchmark/results/{FOLDER})."
+        f"Stock -> patched. Bold tokens/s: the load overflows stock's KV cache. SGLang {engine}, commit `{commit}` of "
+        f"this package, {dates}. Data: [{FOLDER}](../../benchmark/results/{FOLDER})."
     )
+    if "deepseek-r1-recipe" in results:
+        line += (
+            " DeepSeek-R1's published recipe has `--mem-fraction-static 0.82`, a chunk of 32,768 tokens, "
+            "`--max-running-requests 512` and PyTorch's sampling."
+        )
     if any("h100" in name for name in results):
         line += (
             f" *With an H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB of an H200 free, and "
