@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
+from sglang_moe_patches.core.machine import PLUGIN_NAME
 from sglang_moe_patches.core.variables import STRICT, WrongValue
 from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.registry import CHANGES
@@ -97,7 +98,9 @@ def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
     """Return the plan of a change for a server that is started without options on a GPU, with the environment of this
     process."""
     if engine.is_plugin_left_out():
-        reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} makes the engine load only other plugins"
+        reason = (
+            f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} makes the engine load only other plugins; add {PLUGIN_NAME}"
+        )
         return patch.Plan(patch.Status.NOT_SELECTED, reason)
     return patch.plan_for(change, names, _arguments_without_flags() if change.name in names else None)
 

@@ -69,7 +69,7 @@ def test_readme_has_some_rows_and_the_summary_page_all(store):
 
 def test_a_stock_server_that_does_not_start_is_named_so(store):
     load = store("a", stock=None)
-    assert "| does not start -> **1,500** | 60 | 30 |" in overview.table(load)
+    assert "| does not start -> **1,500** | - -> 60 | - -> 30 |" in overview.table(load)
     chart = overview.kv_cache_chart(load)
     assert "stock does not start" in chart
     assert "1,500 tokens<" in chart, "there is no ratio"

@@ -281,7 +281,9 @@ def compare(
             f"{len(asked[1])}, or they differ in order or label"
         )
     if not asked[0]:
-        raise ValueError("there are no answers to compare")
+        raise ValueError(
+            "no question was answered, so nothing can be compared; check the number of questions and the servers' logs"
+        )
 
     pairs = list(zip(stock.answers, patched.answers, strict=True))
     losses = sum(a.correct and not b.correct for a, b in pairs)

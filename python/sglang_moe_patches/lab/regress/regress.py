@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_moe_patches.core import engine, patch
-from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.machine import PLUGIN_NAME, has_gpu
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.regress import bound, gsm8k, report
@@ -258,7 +258,9 @@ class _Evaluator:
                     if events.collect(records) is None:
                         raise CannotRun(
                             f"the {name} server did not load this package's plugin, so a comparison would show "
-                            f"nothing; check SGLANG_PLUGINS={environment.get('SGLANG_PLUGINS', '')!r}. "
+                            "nothing. Is sglang-moe-patches installed in the server's environment? "
+                            f"If SGLANG_PLUGINS is set, it must contain {PLUGIN_NAME}. "
+                            f"(Now: {environment.get('SGLANG_PLUGINS', '')!r}.) "
                             f"{server.log_tail()}"
                         )
                     ready = f"{name}: ready after {server.startup_s:.0f} s"

@@ -86,7 +86,8 @@ class Switch:
             log.logger.warning(
                 log.format_line(
                     "activation-segments",
-                    "the settings of PyTorch's allocator stay as they are: %s",
+                    "PyTorch's allocator refused a setting and keeps its last one; if a graph capture fails, restart "
+                    "with SGLANG_MOE_PATCHES_SEGMENTS=off: %s",
                 ),
                 error,
             )

@@ -127,10 +127,10 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
     :raises Unknown: the rule reserves nothing for images, or images take more than it reserves.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
-        raise Unknown(f"images are not rehearsed yet, and neither are the graphs that {IMAGE_GRAPHS} captures")
+        raise Unknown(f"kv-sizing measures neither images nor the graphs that {IMAGE_GRAPHS} captures")
     share = image_factor(runner.model_config)
     if not 0 < share < 1:
-        raise Unknown("images are not rehearsed yet, and the rule reserves nothing for them")
+        raise Unknown("kv-sizing does not measure images, and SGLang reserves no memory for them on this model")
     return (fraction / share - fraction) * before_gib + image_cache_gib(arguments)
 
 

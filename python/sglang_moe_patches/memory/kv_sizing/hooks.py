@@ -249,7 +249,13 @@ class SchedulerHooks:
                     raise
                 problem = one_line_error(error)
                 log.logger.warning(
-                    log.format_line("kv-sizing", "a rehearsed forward pass failed: %s"), error, exc_info=True
+                    log.format_line(
+                        "kv-sizing",
+                        "a rehearsed forward pass failed, so the KV cache does not grow; the server goes on, and "
+                        "users' requests are not affected: %s",
+                    ),
+                    error,
+                    exc_info=True,
                 )
             # Do this outside of the except clause, because its exception keeps the tensors of the failed frames alive.
             start.fail_rehearsal(problem)

@@ -225,7 +225,10 @@ class ElasticPools:
         owners = (table, getattr(table, "mamba_pool", None))
         fixed = {_address(tensor) for owner in owners for tensor in _tensors_of(owner)}
         if fixed & ours:
-            raise Unknown(f"a {type(table).__name__} has about as many rows as the KV cache")
+            raise Unknown(
+                f"the request table ({type(table).__name__}) has about as many rows as the KV cache, so kv-sizing "
+                "cannot tell them apart; set another --max-running-requests"
+            )
         least = min(filter(None, self.top)) // self.page
         made_meanwhile = (reference() for reference in others)
         of_pools = (tensor for part in parts for tensor in _tensors_of(part))
@@ -270,7 +273,7 @@ def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: To
         found[name] = getattr(owner, name, None)
         if found[name] and getattr(top, part):
             if found[name] != getattr(first, part):
-                raise Unknown(f"a draft model's cache has {found[name]:,} tokens, which differs from the model's")
+                raise Unknown(f"the draft model's KV cache has {found[name]:,} tokens, which differs from the model's")
             wanted[name] = getattr(top, part)
     if sizes is not None:
         names = [item.name for item in fields(sizes)] if is_dataclass(sizes) else sizes.__struct_fields__

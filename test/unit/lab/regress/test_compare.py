@@ -168,7 +168,7 @@ def test_runs_with_different_questions_cannot_be_compared():
     ):
         with pytest.raises(ValueError, match="did not answer the same questions"):
             compare(stock, other, require_identical=False)
-    with pytest.raises(ValueError, match="no answers"):
+    with pytest.raises(ValueError, match="no question was answered"):
         compare(run("stock", []), run("patched", []), require_identical=False)
 
 
