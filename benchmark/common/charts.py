@@ -221,7 +221,7 @@ def _wrap(note: str) -> Iterator[str]:
 
 
 def _scale(length: float, longest: float) -> float:
-    """Width of a bar, if the longest bar leaves room for its text."""
+    """Return the width of a bar, at a scale at which the longest bar leaves room for its text."""
     return round(length * (WIDTH - LEFT - VALUE_WIDTH) / (longest or 1), 1)
 
 

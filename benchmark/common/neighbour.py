@@ -79,9 +79,10 @@ def allocate(
 
 @contextmanager
 def leave_free(mib: int) -> Iterator[None]:
-    """Let a neighbour allocate all but ``mib`` MiB of each visible GPU before the block, and keep it until the end.
+    """Let a neighbour allocate all but ``mib`` MiB of each visible GPU. The neighbour keeps this memory until the end
+    of the block.
 
-    The GPU then has the free memory of a smaller GPU. With 0 no neighbour starts.
+    The GPU then has the free memory of a smaller GPU. With 0, no neighbour starts.
 
     :raises TimeoutError: the neighbour has not allocated the memory after ``ALLOCATION_TIMEOUT_S`` seconds.
     """

@@ -83,7 +83,7 @@ def label(name: str) -> str:
 
 
 def ratio(stock: Server | None, patched: Server | None, key: str) -> float | None:
-    """Return how many times the stock server's figure the patched server has; ``None``: a server did not start."""
+    """Divide the patched server's figure by the stock server's; ``None``: one of the servers did not start."""
     return patched[key] / stock[key] if stock and patched else None
 
 

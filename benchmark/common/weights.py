@@ -24,7 +24,7 @@ from sglang_moe_reference import families, model
 from common.shapes import MODELS, TINY_MODELS, Model
 
 VARIABLES_KEPT = "MOE_PATCHES_BENCHMARK_VARIABLES"
-"""Environment variable: JSON object with environment variables that the engine must not change."""
+"""Environment variable. Its value is a JSON object with environment variables that the engine must not change."""
 SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
 """Models that these servers can load."""
 RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "int4"}

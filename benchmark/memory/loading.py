@@ -40,8 +40,8 @@ from sglang_moe_patches.lab.servers.server import Server
 from memory import serving
 
 MB = 1e6
-WHOLE = "BENCHMARK_WHOLE_LAYOUT"
-"""Environment variable. If set, fp4-weights lays out all experts of a layer at once, as in earlier versions."""
+WHOLE_LAYOUT_VARIABLE = "BENCHMARK_WHOLE_LAYOUT"
+"""Environment variable. If it is set, fp4-weights lays out all experts of a layer at once, as in earlier versions."""
 SERVERS = {
     "stock": "stock",
     "stock-zeros": serving.ZEROS,
@@ -52,7 +52,7 @@ SERVERS = {
 }
 """Servers of this benchmark, each with the server of ``benchmark/memory/serving.py`` that has the same variables."""
 DEFAULT = ("stock", "stock-zeros", "before", "new")
-_SAYS = "benchmark: loading: "
+_LOG_PREFIX = "benchmark: loading: "
 
 
 # --- Within the server -----------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def register() -> None:
     import wrapt
 
     wrapt.register_post_import_hook(_measure, "sglang.srt.model_loader.loader")
-    if os.environ.get(WHOLE):
+    if os.environ.get(WHOLE_LAYOUT_VARIABLE):
         wrapt.register_post_import_hook(_lay_out_whole, "sglang_moe_patches.changes.fp4_weights.in_parts")
 
 
@@ -85,7 +85,7 @@ def _measure(loader: Any) -> None:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         begin = time.monotonic()
         model = load(*args, **kwargs)
-        print(_SAYS + json.dumps(_memory() | {"seconds": round(time.monotonic() - begin, 2)}), flush=True)
+        print(_LOG_PREFIX + json.dumps(_memory() | {"seconds": round(time.monotonic() - begin, 2)}), flush=True)
         return model
 
     loader.DummyModelLoader.load_model = load_model
@@ -125,7 +125,7 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
     if not folder.exists():
         plugins.write(folder, "benchmark_loading", "memory.loading:register")
     own["PYTHONPATH"] = os.pathsep.join([str(folder), own["PYTHONPATH"]])
-    return own | ({WHOLE: "1"} if name.startswith("before") else {})
+    return own | ({WHOLE_LAYOUT_VARIABLE: "1"} if name.startswith("before") else {})
 
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def loaded(log: str) -> dict[str, Any]:
     """Read from a server's log the figures of the rank that reserved the most memory. The result is empty if the model
     was not loaded.
     """
-    ranks = [json.loads(line.partition(_SAYS)[2]) for line in log.splitlines() if _SAYS in line]
+    ranks = [json.loads(line.partition(_LOG_PREFIX)[2]) for line in log.splitlines() if _LOG_PREFIX in line]
     return max(ranks, key=lambda rank: rank.get("reserved", 0), default={})
 
 
@@ -189,7 +189,10 @@ def tables(results: Sequence[output.Result]) -> str:
         figures = result["figures"]
         servers_of_run = figures["servers"].items()
         memory = [(name, *_memory_cells(found)) for name, found in servers_of_run]
-        tokens = [(name, *_token_cells(found), *_alike(results, figures, name)) for name, found in servers_of_run]
+        tokens = [
+            (name, *_token_cells(found), *_count_equal_answers(results, figures, name))
+            for name, found in servers_of_run
+        ]
         parts += [f"{run_label(result)}\n", output.table(MEMORY, memory), output.table(TOKENS, tokens)]
     return "\n".join(parts)
 
@@ -221,10 +224,9 @@ def _token_cells(found: dict[str, Any]) -> list[str]:
     return [f"{growth_of['rule_tokens']:,}", f"{growth_of['tokens']:,}"]
 
 
-def _alike(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
-    """Compare a server with the server ``stock-zeros``, bit by bit. Return how many answers are equal, and how many
-    answers have equal log-probabilities.
-    """
+def _count_equal_answers(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
+    """Compare a server's answers with those of the server ``stock-zeros``, bit by bit. Return how many answers are
+    equal, and how many answers have equal log-probabilities."""
     own = figures["servers"]
     zeros = next(
         (r["figures"]["servers"]["stock-zeros"] for r in results if "stock-zeros" in r["figures"]["servers"]), None

@@ -59,13 +59,13 @@ SERVERS = {
 VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 """Further environment variables, by server."""
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
-MIXED = 64
+MIXED_REQUESTS = 64
 """Default number of requests of many lengths that are sent at once."""
-CLIENTS = 16
+RANDOM_CLIENTS = 16
 """Number of clients that send prompts of random lengths."""
-BATCH = 32
+DECODE_REQUESTS = 32
 """Number of requests in the larger decode batch."""
-SHORT = 48
+SHORT_PROMPT_TOKENS = 48
 """Number of tokens of a prompt in the measurements of decode steps."""
 ANSWER_TOKENS = 16
 """Number of new tokens in each answer to a question."""
@@ -110,7 +110,10 @@ class Requests:
         two times, divided by the difference between the numbers of steps.
         """
         steps = self.options.steps
-        short, long = (self.send([self.prompt(SHORT, seed, n, r) for r in range(requests)], n) for n in (2, steps + 2))
+        short, long = (
+            self.send([self.prompt(SHORT_PROMPT_TOKENS, seed, n, r) for r in range(requests)], n)
+            for n in (2, steps + 2)
+        )
         return (long - short) / steps
 
     def time_mixed(self, seed: int) -> float:
@@ -132,7 +135,7 @@ class Requests:
         self.send([self.prompt(8, "decode", n) for n in range(options.requests)], options.steps)
 
     def send_random(self, seconds: float) -> tuple[int, int]:
-        """Send prompts of random lengths from ``CLIENTS`` clients.
+        """Send prompts of random lengths from ``RANDOM_CLIENTS`` clients.
 
         :returns: number of answers, and number of requests for which the client closed the connection.
         :raises Failed: the server rejected a request.
@@ -155,8 +158,8 @@ class Requests:
                 if error and not stop.is_set():
                     self.errors.append(error)
 
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            for number in range(CLIENTS):
+        with ThreadPoolExecutor(RANDOM_CLIENTS) as pool:
+            for number in range(RANDOM_CLIENTS):
                 pool.submit(work, number)
             started = time.monotonic()
             while time.monotonic() < started + seconds:
@@ -179,7 +182,7 @@ def measure(requests: Requests, path: Path) -> dict[str, Any]:
     requests.run_largest_forwards()
     figures["prefill_ms"] = requests.time_prefills(options.rounds, "later")
     figures["decode_ms"] = [requests.time_decode(1, f"one {n}") for n in range(options.rounds)]
-    figures["batch_ms"] = [requests.time_decode(BATCH, f"batch {n}") for n in range(options.rounds)]
+    figures["batch_ms"] = [requests.time_decode(DECODE_REQUESTS, f"batch {n}") for n in range(options.rounds)]
     figures["mixed_per_s"] = [requests.time_mixed(seed) for seed in range(options.rounds // 2 + 1)]
     before = len(allocator_trace.read(path))
     figures["answered"], figures["left"] = requests.send_random(options.seconds)
@@ -264,7 +267,7 @@ def tables(results: Sequence[output.Result]) -> str:
             if alike := servers.equal_answers(figures["servers"], name):
                 answers.append((run, name, alike))
     of_memory = ("run", "server", "tensors MB", "slack MB (of the tensors)", "lowest free MB", "grown MB")
-    of_times = ("run", "server", "prefill ms", "decode ms", f"decode of {BATCH} ms", "mixed requests/s")
+    of_times = ("run", "server", "prefill ms", "decode ms", f"decode of {DECODE_REQUESTS} ms", "mixed requests/s")
     found = [output.table(of_memory, memory, left=2), output.table(of_times, times, left=2)]
     if answers:
         found.append(output.table(("run", "server", "answers equal to stock's"), answers, left=2))
@@ -283,7 +286,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each time (%(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a request (%(default)s)")
-    parser.add_argument("--mixed", type=int, default=MIXED, help="number of mixed requests (%(default)s)")
+    parser.add_argument("--mixed", type=int, default=MIXED_REQUESTS, help="number of mixed requests (%(default)s)")
     parser.add_argument(
         "--servers",
         type=output.choice_of(SERVERS),

@@ -21,7 +21,7 @@ from sglang_moe_patches.lab.predict import config, forward, model_report
 
 MB = 1e6
 TOKENS = 16384
-BRIEF = {
+SHORT_TEXTS = {
     model_report.OWN_WORKSPACE: "the vendor's workspace",
     model_report.UNMEASURED: "family not measured",
     "one scale for each row": "scales of rows not measured",
@@ -174,7 +174,7 @@ def _remarks(found: dict[str, Any]) -> str:
         remarks.append("nothing acts")
     for line in found["unknown"]:
         if line not in model_report.ALWAYS_UNKNOWN:
-            remarks.append(next((brief for words, brief in BRIEF.items() if words in line), line))
+            remarks.append(next((brief for words, brief in SHORT_TEXTS.items() if words in line), line))
     return "; ".join(remarks)
 
 

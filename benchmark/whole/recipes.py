@@ -30,7 +30,7 @@ SIZED, LEFT_ALONE, REASON = "sized", "given fraction left alone", "a reason"
 DOES_NOT_START = "does not start: its weights leave no memory"
 HOPPER = ("H100", "H200", "H20")
 IN_LAYERS = {"output-buffer", "deferred-shared-experts", "moe-workspace", "cutedsl-sizing", "mori-input-truncation"}
-LITTLE = 0.05
+SMALL_SAVING = 0.05
 """Fraction of the stock peak memory. A recipe that saves at most this fraction counts as saving little."""
 Key = tuple[models.Sizes, int]
 
@@ -124,7 +124,7 @@ def on_hopper(results: list[output.Result]) -> str:
             found.append(answer)
     idle = sum(not IN_LAYERS & {*answer["acts"]} for answer in found)
     predicted = [answer["peaks"] for answer in found if answer["peaks"]]
-    little = sum(patched >= stock * (1 - LITTLE) for stock, patched in predicted)
+    little = sum(patched >= stock * (1 - SMALL_SAVING) for stock, patched in predicted)
     outcomes = [outcome(answer) for answer in found]
     packed = sum("fp4-weights" in answer["acts"] for answer in found)
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
@@ -132,9 +132,9 @@ def on_hopper(results: list[output.Result]) -> str:
         f"- **Few Hopper recipes gain much inside their MoE layers.** We asked `doctor` about {len(found)} [published "
         f"recipes](docs/commands/models.md) for Hopper. In {idle} of them no change acts inside MoE layers. "
         f"For {len(predicted)} the peak memory of a forward pass can be predicted, and {little} of these save at most "
-        f"{100 * LITTLE:.0f} %. A larger KV cache helps more recipes: `SGLANG_MOE_PATCHES_KV_SIZING=auto` can grow the "
-        f"KV cache of {sized}. Another {left_alone} set `--mem-fraction-static`, so they need `always`. `fp4-weights` "
-        f"makes the weights of {packed} smaller."
+        f"{100 * SMALL_SAVING:.0f} %. A larger KV cache helps more recipes: `SGLANG_MOE_PATCHES_KV_SIZING=auto` can "
+        f"grow the KV cache of {sized}. Another {left_alone} set `--mem-fraction-static`, so they need `always`. "
+        f"`fp4-weights` makes the weights of {packed} smaller."
     )
 
 

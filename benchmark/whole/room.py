@@ -31,7 +31,8 @@ GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 ADMITTED = re.compile(r"([\d,]+) requests run at once")
 LAID_OUT_AT_ONCE = ("gpt-oss-120b", "gpt-oss-120b-30-layers")
 """Results that were measured before fp4-weights laid out MXFP4 experts in parts. Loading left less memory for their KV
-cache, so that it cannot be compared with today's prediction. Their need can."""
+cache, so their KV cache size cannot be compared with today's prediction. The memory of their forward passes and CUDA
+graphs can be compared."""
 FACTS = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "arguments")
 """Fields of a result that decide how much memory its servers need."""
 

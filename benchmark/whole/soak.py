@@ -56,13 +56,13 @@ MAX_GROWTH_FRACTION = 0.02
 """Limit on :func:`unexplained_growth`, as a fraction of the memory that forward passes reserved in the first half of
 the time.
 """
-LEAVE, ABORT = 0.08, 0.08
+CLOSED_FRACTION, ABORTED_FRACTION = 0.08, 0.08
 """Fraction of the requests whose client closes the connection, and fraction of the requests that are aborted by id."""
-SHARE = 0.3
+PREFIXED_FRACTION = 0.3
 """Fraction of the requests that begin with the shared prefix."""
 FLUSH_EVERY, UPDATE_EVERY = 2, 4
 """Number of rounds from one flush to the next, and from one weight update to the next."""
-FATAL = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
+FATAL_TEXT = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
 """Matches a text in a server's log that counts as an error."""
 START_S, TIMEOUT_S = 400.0, 300.0
 """Timeouts of a server's start and of a request, in seconds."""
@@ -104,9 +104,9 @@ def draw_requests(seed: int, round_: int, client: int, longest: int, most_new: i
             f"{seed}-{round_}-{client}-{number}-",
             tokens,
             new_tokens,
-            prefix=tokens // 2 if shares < SHARE else 0,
-            closes_after_s=after if fate < LEAVE else None,
-            aborts_after_s=after if LEAVE <= fate < LEAVE + ABORT else None,
+            prefix=tokens // 2 if shares < PREFIXED_FRACTION else 0,
+            closes_after_s=after if fate < CLOSED_FRACTION else None,
+            aborts_after_s=after if CLOSED_FRACTION <= fate < CLOSED_FRACTION + ABORTED_FRACTION else None,
         )
         number += 1
 
@@ -368,7 +368,7 @@ class ServerRun:
         record.forwards = len(acted)
         record.columns = sum(bool(forward.slices) for forward in acted)
         record.dead_inputs = sum(bool(forward.outputs or forward.scratch) for forward in acted)
-        fatal = Counter(match[0] for match in map(FATAL.search, self.server.log_text().splitlines()) if match)
+        fatal = Counter(match[0] for match in map(FATAL_TEXT.search, self.server.log_text().splitlines()) if match)
         others = [error for error in record.errors if not error.startswith("log: ")]
         record.errors = others + [f"log: {message} ({count} times)" for message, count in fatal.items()]
 

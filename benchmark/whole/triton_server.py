@@ -33,9 +33,9 @@ from sglang_moe_patches.core.machine import has_gpu
 
 MB = 1e6
 SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
-WARM_UP = 2
+WARM_UP_ROUNDS = 2
 """Number of first rounds of each server that are not recorded."""
-SHORT = 48
+SHORT_PROMPT_TOKENS = 48
 """Number of tokens of a prompt in the measurement of decode steps. A forward pass of one token would count as a decode.
 """
 
@@ -91,16 +91,16 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     answers: dict[str, list[Any]] = {name: [] for name in setups}
     with servers.run_servers(setups, at_once=True) as running:
         print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
-        rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
+        rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP_ROUNDS + options.rounds)]
         for round_, names in rounds:
             for name in names:
-                ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
+                ids = servers.prompt(options.tokens, round_ % (WARM_UP_ROUNDS + 2))
                 answers[name].append(servers.generate(running[name], ids, options.new_tokens))
         # The batches come after all single prompts. Otherwise the memory that a batch leaves allocated would count in
         # the figures of the prompts.
         for round_, names in rounds:
             for name in names:
-                time_request(running[name], [SHORT] * options.batch, options.new_tokens, round_)
+                time_request(running[name], [SHORT_PROMPT_TOKENS] * options.batch, options.new_tokens, round_)
         lines_of = {name: forwards.read(setup.forwards_file(name)) for name in running}
         mixed: dict[str, list[float]] = {name: [] for name in running}
         for round_, names in rounds if options.mixed else []:
@@ -119,7 +119,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             raise SystemExit(f"triton_server: only ranks {sorted(ranks)} of {options.tp} recorded forward passes")
         by_rank = [[line for line in ranks[rank] if line.tokens == options.tokens] for rank in sorted(ranks)]
         first = by_rank[0][0]
-        by_rank = [prefills[WARM_UP:] for prefills in by_rank]
+        by_rank = [prefills[WARM_UP_ROUNDS:] for prefills in by_rank]
         lines, whole = ranks[0], by_rank[0]
         decode = [line for line in lines if line.decode and line.tokens == 1]
         batch = [line for line in lines if line.decode and line.tokens == options.batch]
@@ -137,7 +137,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "slices": whole[-1].slices,
             "outputs": whole[-1].outputs,
             "scratch": whole[-1].scratch,
-            "mixed_s": [round(seconds, 3) for seconds in mixed[name][WARM_UP:]],
+            "mixed_s": [round(seconds, 3) for seconds in mixed[name][WARM_UP_ROUNDS:]],
         }
 
     stock, *others = (figures(name) for name in setups)

@@ -50,8 +50,8 @@ class Keeper:
         if isinstance(tensor, torch.Tensor):
             self.tensors.append((tensor, tensor.clone()))
 
-    def intact(self) -> list[bool]:
-        """Return for each kept tensor whether its values are unchanged."""
+    def are_intact(self) -> list[bool]:
+        """Return a boolean for each kept tensor: whether its values are unchanged."""
         return [torch.equal(tensor, before) for tensor, before in self.tensors]
 
 

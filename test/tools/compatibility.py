@@ -55,7 +55,7 @@ def installed(release: str) -> Iterator[Path]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def doctor(release: str, place: Path) -> dict[str, Any]:
+def run_doctor(release: str, place: Path) -> dict[str, Any]:
     """Run doctor on the release that is installed in ``place``.
 
     :returns: the release's torch version, model families and changes.
@@ -67,12 +67,12 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
     found = json.loads(asked.stdout)
     return {
         "torch": found["torch"].split("+")[0],
-        **families(release, place),
+        **scan_families(release, place),
         "changes": {change["name"]: list(change["engine"].values()) for change in found["changes"]},
     }
 
 
-def families(release: str, place: Path) -> dict[str, Any]:
+def scan_families(release: str, place: Path) -> dict[str, Any]:
     """Scan the model families of the release that is installed in ``place``.
 
     :returns: output of ``family_scan.py``: for each model family, the reason why its layers cannot offer their dead
@@ -85,7 +85,7 @@ def families(release: str, place: Path) -> dict[str, Any]:
     return json.loads(scanned.stdout)
 
 
-def outcome(summary: str) -> str:
+def shorten_summary(summary: str) -> str:
     """Shorten pytest's summary to the form ``11 passed · 1 skipped``, without the time, deselected tests and warnings.
 
     :param summary: last line of pytest's output. If the process was killed, this line is no summary.
@@ -110,7 +110,7 @@ def run_tests(release: str, place: Path) -> str:
     )
     if tested.returncode:
         print(tested.stdout[-6000:], tested.stderr[-6000:], f"exit code {tested.returncode}", file=sys.stderr)
-    return outcome(tested.stdout.strip().rpartition("\n")[2])
+    return shorten_summary(tested.stdout.strip().rpartition("\n")[2])
 
 
 def describe_differences(release: str, found: dict[str, Any]) -> list[str]:
@@ -152,7 +152,7 @@ def read_test_all(logs: Path, earlier: dict[str, Any]) -> dict[str, Any]:
             text = log.read_text() if log.exists() else ""
             if summaries := re.findall(r"^=+ .* in [\d.]+s.*=+$", text, re.MULTILINE):
                 ended, day = True, date.fromtimestamp(log.stat().st_mtime)
-                runs[release][part] = {"date": day.isoformat(), "outcome": outcome(summaries[-1])}
+                runs[release][part] = {"date": day.isoformat(), "outcome": shorten_summary(summaries[-1])}
     if not ended:
         sys.exit(f"no log in {logs} has a summary of pytest's; run `make test-all` first")
     return {release: runs[release] for release in sorted(runs, key=releases.ALL.index)}
@@ -182,20 +182,20 @@ def main() -> None:
         with installed(release) as place:
             print(f"SGLang {release}: running doctor{'' if options.doctor else ' and tests'}", flush=True)
             tests = found[release]["tests"] if options.doctor else run_tests(release, place)
-            found[release] = {**doctor(release, place), "tests": tests}
+            found[release] = {**run_doctor(release, place), "tests": tests}
         found = {name: found[name] for name in releases.ALL if name in found}
         save(pages.FOUND, found)
     for release in wanted:
         print("\n".join(describe_differences(release, found)))
     print("Pages written: " + (", ".join(pages.write()) or "none, all were up to date") + ". Check git diff.")
-    if failed := [release for release in wanted if not passed(found[release]["tests"])]:
+    if failed := [release for release in wanted if not has_passed(found[release]["tests"])]:
         sys.exit(f"tests failed on SGLang {', '.join(failed)}; their last lines are above")
 
 
-def passed(tests: str) -> bool:
+def has_passed(tests: str) -> bool:
     """Return whether some tests passed and no test failed.
 
-    :param tests: result of :func:`outcome`.
+    :param tests: result of :func:`shorten_summary`.
     """
     return "passed" in tests and not re.search("failed|error", tests)
 

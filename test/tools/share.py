@@ -7,9 +7,9 @@ import os
 ALL_CASES = "ALL_CASES"
 
 
-def cases(everything: int) -> int:
-    """Return the number of cases to run: all of them if ``ALL_CASES`` is set, as in `make test-all`, otherwise a
-    quarter.
+def case_count(everything: int) -> int:
+    """Return the number of random cases that a test runs: all cases if ``ALL_CASES`` is set, as in `make test-all`,
+    otherwise a quarter of them.
 
     The cases are the same in each run.
 

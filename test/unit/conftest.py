@@ -25,7 +25,7 @@ EVERY_RELEASE = (
 )
 """Test files that run on every engine release. They inspect functions of the engine or FlashInfer, or compile with
 the release's torch. In other files the mark ``every_release`` is on the module or on single tests."""
-ONCE = ("test_the_triton_kernels_work_in_the_interpreter",)
+DEFAULT_RELEASE_ONLY = ("test_the_triton_kernels_work_in_the_interpreter",)
 """Tests in the files of ``EVERY_RELEASE`` that run only on the default release. They take half a minute, and run only
 this package's own kernels.
 """
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name in EVERY_RELEASE and item.name not in ONCE:
+        if item.path.name in EVERY_RELEASE and item.name not in DEFAULT_RELEASE_ONLY:
             item.add_marker(pytest.mark.every_release)
 
 

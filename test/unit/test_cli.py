@@ -68,19 +68,20 @@ def check_refusal(result, *words, code=2):
 
 
 @pytest.fixture
-def regress_of(tmp_path, model, data):
-    """Function that runs ``regress`` with five questions, further options and the server's arguments.
+def run_regress(tmp_path, model, data):
+    """Return a function that runs ``regress`` with five questions. Its arguments are further options, and the server's
+    arguments.
 
     ``TMP`` in the value of an option stands for a folder that contains a file named ``file``.
     """
     (tmp_path / "file").touch()
 
-    def run_regress(more=None, *server):
+    def run_command(more=None, *server):
         options = {"--model": model, "--data-path": data, "--num-questions": "5", **(more or {})}
         given = [word.replace("TMP", str(tmp_path)) for pair in options.items() for word in pair]
         return run("regress", *given, *(["--", *server] if server else []))
 
-    return run_regress
+    return run_command
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,13 @@ def regress_of(tmp_path, model, data):
         ({"--output": "TMP/file/below"}, ["TMP/file is a file", "--output"]),
     ],
 )
-def test_a_bad_value_is_named(regress_of, tmp_path, more, words):
-    check_refusal(regress_of(more), *(word.replace("TMP", str(tmp_path)) for word in words))
+def test_a_bad_value_is_named(run_regress, tmp_path, more, words):
+    check_refusal(run_regress(more), *(word.replace("TMP", str(tmp_path)) for word in words))
 
 
-def test_a_folder_that_cannot_be_written_is_named_before_a_server_starts(regress_of, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_named_before_a_server_starts(run_regress, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    check_refusal(regress_of({"--output": "TMP/new"}), f"{tmp_path} cannot be written")
+    check_refusal(run_regress({"--output": "TMP/new"}), f"{tmp_path} cannot be written")
 
 
 @pytest.mark.parametrize(
@@ -146,17 +147,17 @@ def test_a_criterion_that_needs_too_many_questions_is_refused_before_a_server_st
     )  # all questions suffice, because identical answers are required
 
 
-def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch):
+def test_a_machine_without_a_gpu_is_refused_in_one_line(run_regress, monkeypatch):
     monkeypatch.setattr(regress, "has_gpu", lambda: False)
-    check_refusal(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--device")
+    check_refusal(run_regress({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--device")
 
 
-def test_a_port_that_is_in_use_is_refused(regress_of):
+def test_a_port_that_is_in_use_is_refused(run_regress):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        check_refusal(regress_of({"--port": port}), f"port {port} is in use")
+        check_refusal(run_regress({"--port": port}), f"port {port} is in use")
 
 
 @pytest.mark.parametrize(
@@ -182,10 +183,10 @@ def test_a_port_that_is_in_use_is_refused(regress_of):
         (["--host=0.0.0.0"], ["--host", "127.0.0.1"]),
     ],
 )
-def test_server_arguments_that_regress_cannot_serve_are_refused_at_once(regress_of, tmp_path, arguments, words):
+def test_server_arguments_that_regress_cannot_serve_are_refused_at_once(run_regress, tmp_path, arguments, words):
     (tmp_path / "server.yaml").write_text("tp: 2\nhost: 0.0.0.0\nssl_keyfile: key.pem\n")
     given = [str(tmp_path / "server.yaml") if argument == "CONFIG" else argument for argument in arguments]
-    result = regress_of({"--port": "1"}, *given)
+    result = run_regress({"--port": "1"}, *given)
     check_refusal(result, *words)
     assert "secret" not in result.stderr
 
@@ -198,9 +199,8 @@ def test_server_arguments_that_regress_can_serve_are_not_refused(given):
 
 
 def test_a_setting_in_a_config_file_is_ignored_if_the_command_sets_it_itself(tmp_path):
-    """The engine prefers its command line to its ``--config`` file. ``Refusal.ours`` means that ``regress`` itself sets
-    the argument on the command line.
-    """
+    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. It ignores an argument in the
+    file that it sets itself on the command line (``Refusal.ours``), because the engine prefers the command line."""
     file = tmp_path / "server.yaml"
     file.write_text("seed: 1\nport: 30000\n")
     given = ["--config", str(file)]
@@ -298,9 +298,9 @@ def test_a_gpu_without_a_model_has_no_effect_and_doctor_says_so(monkeypatch):
         ("SGLANG_MOE_PATCHES", "nonsense", "SGLANG_MOE_PATCHES: "),
     ],
 )
-def test_a_variable_with_which_no_patched_server_starts_is_refused(regress_of, monkeypatch, variable, value, said):
+def test_a_variable_with_which_no_patched_server_starts_is_refused(run_regress, monkeypatch, variable, value, said):
     monkeypatch.setenv(variable, value)
-    check_refusal(regress_of(), said)
+    check_refusal(run_regress(), said)
 
 
 def test_an_unexpected_exception_ends_with_exit_code_2(model, data, monkeypatch, capsys):
@@ -407,7 +407,8 @@ def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without
 
 
 def test_doctor_probes_the_selected_changes_alone_and_exits_with_1_if_one_is_unsupported(tmp_path):
-    """Every module of the engine seems to be missing. ``test_compatibility.py`` runs doctor on the engine as it is."""
+    """In this test, ``doctor`` finds no module of the engine, so the selected change is unsupported.
+    ``test_compatibility.py`` runs ``doctor`` on the unchanged engine."""
     sabotage = tmp_path / "sitecustomize.py"
     sabotage.write_text("from sglang_moe_patches.core import engine\nengine.has_module = lambda name: False\n")
     done = command("doctor", "--json", PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES="output-buffer")
@@ -442,10 +443,9 @@ fork, so that the engine is imported only once."""
 
 @pytest.mark.every_release
 def test_doctor_says_what_a_server_of_this_environment_says():
-    """``doctor`` reports two statuses of a change. One is the status on a server in this environment. The other,
-    under the key ``engine``, is the status on this engine release with any environment. ``SGLANG_PLUGINS`` may leave
-    out this package's plugin.
-    """
+    """``doctor`` reports two statuses of a change. One is the status on a server in this environment. The other, under
+    the key ``engine``, is the status on this engine release, whatever the environment. If ``SGLANG_PLUGINS`` leaves out
+    this package's plugin, only the first status is *not selected*."""
     names = ["mori-input-truncation", "cutedsl-sizing"]
     here = ["not needed here", "as the engine has it"]
     expected = {"": here, "another": ["not selected", "not selected"], "another, moe_patches": here}

@@ -22,7 +22,7 @@ FLOORS = (
 )
 """Floors of the package from the bottom up, each with its modules and subpackages. A module may import from its own and
 from lower floors. The engine imports ``plugin``, and the user runs ``cli``."""
-ROOMS = (
+LAB_FLOORS = (
     {"without_gpu", "observers"},
     {"predict", "servers"},
     {"regress"},
@@ -67,7 +67,7 @@ def floor(module: str) -> tuple[int, int]:
     number = next(number for number, names in enumerate(FLOORS) if wing in names)
     if wing != "lab" or not rest:
         return number, 0
-    return number, next(number for number, names in enumerate(ROOMS) if rest.split(".")[0] in names)
+    return number, next(number for number, names in enumerate(LAB_FLOORS) if rest.split(".")[0] in names)
 
 
 def find_forbidden_imports(found: Imports) -> list[str]:
@@ -82,20 +82,21 @@ def find_forbidden_imports(found: Imports) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, set[str]]:
+def package_imports() -> dict[str, set[str]]:
+    """Return the imports of this package, by module."""
     return imports(ROOT / "python" / PACKAGE)
 
 
-def test_every_module_has_a_floor(found: Imports) -> None:
-    assert {module.split(".")[0] for module in found} == set().union(*FLOORS)
+def test_every_module_has_a_floor(package_imports: Imports) -> None:
+    assert {module.split(".")[0] for module in package_imports} == set().union(*FLOORS)
 
 
-def test_no_import_goes_up_a_floor(found: Imports) -> None:
-    assert find_forbidden_imports(found) == []
+def test_no_import_goes_up_a_floor(package_imports: Imports) -> None:
+    assert find_forbidden_imports(package_imports) == []
 
 
-def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
-    TopologicalSorter(found).prepare()  # its error names the circle
+def test_no_files_import_each_other_in_a_circle(package_imports: Imports) -> None:
+    TopologicalSorter(package_imports).prepare()  # its error names the circle
 
 
 def test_upward_and_circular_imports_are_found(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, forward_limits
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
 from sglang_moe_patches.core.patch import Status, probe
-from share import cases
+from share import case_count
 
 pytestmark = pytest.mark.every_release
 
-CASES = cases(2_000)
+CASES = case_count(2_000)
 VOCABULARY = 64
 
 

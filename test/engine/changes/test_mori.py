@@ -27,13 +27,13 @@ from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.core.patch import Status, probe
-from share import cases
+from share import case_count
 
 pytestmark = pytest.mark.every_release
 
 RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, PER_RANK = 4, 8, 2, 128, 8, 16
 BUFFER = RANKS * PER_RANK
-CASES = cases(2_000)
+CASES = case_count(2_000)
 here = threading.local()
 
 

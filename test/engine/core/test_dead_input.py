@@ -252,7 +252,7 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
             engine.generate(model, PROMPTS[:1], 0)
         if hook is not None:
             hook.remove()
-        return keeper.intact()
+        return keeper.are_intact()
 
     stock = intact()
     assert len(stock) in (3, 4)

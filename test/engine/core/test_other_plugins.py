@@ -291,7 +291,7 @@ def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, che
         foreign_patch = functools.partial(hook_with, keep)
         with another_plugin(foreign_patch, (owner, method)), installed(change) if change else without_buffer():
             answers.append(engine.generate(engine.load(path), PROMPTS, 1))
-        intact.append(keeper.intact())
+        intact.append(keeper.are_intact())
     assert any(intact[0])
     assert intact[0] == intact[1]
     assert torch.equal(answers[0][1], answers[1][1])

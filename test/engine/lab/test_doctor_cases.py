@@ -85,11 +85,11 @@ def loading_result(name: str, server: str) -> dict[str, Any]:
 
 
 def loads_only_with_fp4_weights(tokens: int, error: float) -> Callable[[Report], None]:
-    """Return a check of gpt-oss-120b on one H100: the stock server runs out of memory while it loads, and the patched
-    one starts with about so many KV tokens.
+    """Return a function that checks gpt-oss-120b on one H100. The stock server runs out of memory while it loads. The
+    patched server starts.
 
-    :param tokens: KV tokens that were measured.
-    :param error: largest relative error of the KV tokens that doctor predicts.
+    :param tokens: measured KV cache size of the patched server, in tokens.
+    :param error: largest relative error of the KV cache size that doctor predicts.
     """
 
     def check(report: Report) -> None:
@@ -143,8 +143,8 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
 
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
     """Return a function that checks the range of fractions with which a server starts. The smallest fraction is just
-    large enough for the weights. The largest fraction leaves the measured need free, plus a margin and an error of one
-    fifth."""
+    large enough for the weights. The largest fraction leaves three amounts free: the measured memory of forward passes
+    and CUDA graphs, a fifth of it for the prediction's error, and a margin."""
 
     def check(report: Report) -> None:
         for found in report["room"].values():

@@ -46,7 +46,7 @@ def test_doctor_and_the_engine_agree_about_every_recipe():
     assert len(servers) > 80
     if RELEASE != DEFAULT:
         servers = [server for server in servers if server["gpu"] in ("h200", "b200")]
-        servers = servers[:: len(servers) // share.cases(len(servers))]
+        servers = servers[:: len(servers) // share.case_count(len(servers))]
         assert len({server["gpu"] for server in servers}) == 2
     answers = doctor_answers.call_for_servers(servers, "engine_resolution:compare")
     assert [(recipe, reports) for recipe, reports in answers if not is_consistent(recipe, **reports)] == []

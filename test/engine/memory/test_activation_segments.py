@@ -21,7 +21,7 @@ from sglang_moe_patches.memory.activation_segments import eligibility, switch
 
 pytestmark = pytest.mark.every_release
 
-WRITES = """
+RECORDING_PLUGIN = """
 import functools, json, os, types
 import wrapt
 
@@ -66,12 +66,12 @@ def watch(module):
 """
 
 
-def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
-    """Start a server, send one request and stop the server.
+def record_server(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
+    """Start a server with the recording plugin, send one request and stop the server.
 
     :returns: for each process of the server, the recorded settings and calls in their order; and the server's log.
     """
-    plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
+    plugins.write_module(tmp_path / "plugin", "writes_down", RECORDING_PLUGIN)
     written = tmp_path / "turned"
     patched = make_server(
         "patched",
@@ -98,7 +98,7 @@ def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tup
 @pytest.mark.long("a server's start")
 @pytest.mark.skipif(RELEASE not in (DEFAULT, releases.ALL[-1]), reason="its seam is that of the default release")
 def test_segments_are_switched_after_the_start_and_before_the_first_request(checkpoint, tmp_path: Path):
-    (what,), log = turned(checkpoint, tmp_path)
+    (what,), log = record_server(checkpoint, tmp_path)
     assert what.count(switch.ON) == 1
     assert what.index("__init__") < what.index(switch.ON)
     assert "forward" in what[what.index(switch.ON) :]
@@ -111,7 +111,7 @@ def test_segments_are_switched_after_the_start_and_before_the_first_request(chec
 def test_two_ranks_make_the_same_decision_about_segments(checkpoint, tmp_path: Path, fails_on: str):
     """If both ranks can switch to expandable segments, both ranks switch. If the second rank cannot, both ranks keep
     ordinary segments."""
-    ranks, log = turned(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
+    ranks, log = record_server(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
     assert len(ranks) == 2
     set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
     assert [each[-1] for each in set_] == [switch.OFF if fails_on else switch.ON] * 2

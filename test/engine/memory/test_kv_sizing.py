@@ -238,7 +238,7 @@ def remove_argument(server: Server, argument: str) -> None:
     del server._arguments[place : place + 2]
 
 
-def info(running: Server) -> dict[str, Any]:
+def server_info(running: Server) -> dict[str, Any]:
     return httpx.get(f"{running.url}/get_server_info", timeout=PATIENCE).raise_for_status().json()
 
 
@@ -247,13 +247,13 @@ def log_lines(running: Server) -> list[str]:
     return [line.partition(LOG_PREFIX)[2] for line in running.log_text().splitlines() if LOG_PREFIX in line]
 
 
-def samples(metrics: str) -> list[list[str]]:
+def metric_samples(metrics: str) -> list[list[str]]:
     """Return the name and value of each metric, without the label that contains the process."""
     lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
     return [line.rsplit(" ", 1) for line in lines]
 
 
-UNALIKE = re.compile(
+VARYING_NAMES = re.compile(
     r"port$|launch_command|ts_tic|timestamp|created|modified_at|seconds|throughput|(startup|load_weights)_time"
     r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
     r"|_cuda_graph_config_locked"
@@ -263,19 +263,19 @@ and the fifth sum over decode steps), the free memory of the machine, the number
 the order of a set."""
 
 
-def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
+def plain_values(name: str, value: Any) -> Iterator[tuple[str, object]]:
     """Yield the path and the value of each plain value within a JSON value."""
     nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if nested is None:
         yield name, value
     else:
         for key, each in nested:
-            yield from leaves(f"{name} {key}", each)
+            yield from plain_values(f"{name} {key}", each)
 
 
-def everything(running: Server) -> dict[str, object]:
-    """Return the answers of all GET endpoints of a server, and its metrics. Values that match :data:`UNALIKE` are left
-    out."""
+def reported_values(running: Server) -> dict[str, object]:
+    """Return the answers of all GET endpoints of a server, and its metrics. Values whose names match
+    :data:`VARYING_NAMES` are left out."""
     once = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept may be closed under a slow answer
     with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True, limits=once) as client:
         endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
@@ -285,19 +285,22 @@ def everything(running: Server) -> dict[str, object]:
             if "get" in methods and "post" not in methods and "{" not in path:
                 answer = client.get(path)
                 is_json = "json" in answer.headers.get("content-type", "")
-                found |= leaves(path, {"status": answer.status_code, "says": answer.json() if is_json else answer.text})
-        found |= samples(client.get("/metrics").raise_for_status().text)
-    return {name: value for name, value in found.items() if not UNALIKE.search(name)}
+                found |= plain_values(
+                    path, {"status": answer.status_code, "says": answer.json() if is_json else answer.text}
+                )
+        found |= metric_samples(client.get("/metrics").raise_for_status().text)
+    return {name: value for name, value in found.items() if not VARYING_NAMES.search(name)}
 
 
 LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
 
 
 @pytest.fixture(scope="module")
-def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
-    """Return the results of servers that must equal stock: answers, reported values, and log lines of kv-sizing. The
-    key is the server's name. One of the servers rehearses. A limit of the user prevents its KV cache from growing."""
-    place = folder / "alike"
+def equal_servers(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
+    """Run a stock server and servers that must equal it. Return the answers, the reported values and kv-sizing's log
+    lines of each server, by its name. One of the servers rehearses, but a limit of the user prevents its KV cache from
+    growing."""
+    place = folder / "equal"
     place.mkdir()
     variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
     if RELEASE == DEFAULT:  # one release is enough: kv-sizing does not run
@@ -311,23 +314,23 @@ def alike(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
     ]
     with start_servers(*servers):
         return {
-            each.name: SimpleNamespace(answers=answered, tells=everything(each), log_lines=log_lines(each))
+            each.name: SimpleNamespace(answers=answered, tells=reported_values(each), log_lines=log_lines(each))
             for each, answered in zip(servers, ask_servers(*servers), strict=True)
         }
 
 
 @pytest.mark.every_release
-def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(alike):
+def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(equal_servers):
     """During a rehearsal, the user's limits are lifted, because they would reject most of its requests. After the
     rehearsal, the limits are in force again."""
-    stock = alike["stock"]
+    stock = equal_servers["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
-    for name, other in alike.items():
+    for name, other in equal_servers.items():
         assert other.answers == stock.answers
         ours = {metric for metric in other.tells if metric.startswith(serving.PREFIX)}
         assert bool(ours) == bool(other.log_lines) == (name == "rehearsed")
         assert {metric: value for metric, value in other.tells.items() if metric not in ours} == stock.tells
-    told = alike["rehearsed"].log_lines
+    told = equal_servers["rehearsed"].log_lines
     assert any(line.startswith("rehearsed in ") and "not reached" not in line for line in told)
     assert "KV cache kept at 2,000 tokens; " in told[-1]
     assert "--max-total-tokens 2,000 is used" in told[-1]
@@ -335,7 +338,7 @@ def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_r
 
 def tokens(running: Server) -> int:
     """Return the KV cache size in tokens, after a check that the launcher and all schedulers report the same size."""
-    told = info(running)
+    told = server_info(running)
     (found,) = {told["max_total_num_tokens"], *capacities(running)}
     return int(found)
 
@@ -343,7 +346,7 @@ def tokens(running: Server) -> int:
 def capacities(running: Server) -> set[int]:
     """Return the KV cache sizes that the schedulers report, in tokens. (The launcher always reports the size at the
     server's start.)"""
-    return {int(each["memory_usage"]["token_capacity"]) for each in info(running)["internal_states"]}
+    return {int(each["memory_usage"]["token_capacity"]) for each in server_info(running)["internal_states"]}
 
 
 def number(text: str) -> int:
@@ -404,12 +407,12 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
         now, rule, _ = logged_size(grown)
         assert tokens(grown) == now > 3 * len(LONG[0]) > rule > 320
         assert not any("not reached" in line for line in log_lines(grown))
-        left = [line for line in scan.read_text().splitlines() if not STAYS.search(line)]
+        left = [line for line in scan.read_text().splitlines() if not HARMLESS_PATHS.search(line)]
         assert left == []
         assert re.fullmatch(r"(maps\n)+(tunes\n)+(maps\n)+", tunes.read_text())
         assert ask_servers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
         assert answers_at_once(grown, LONG) == expected[2:]
-        shown = dict(samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
+        shown = dict(metric_samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
         numbers = {name.split("{")[0]: float(value) for name, value in shown.items()}
         assert numbers[serving.TOKENS] == numbers["sglang:max_total_num_tokens"] == now
         assert (numbers[serving.BY_RULE], numbers[serving.GIVEN_BACK]) == (rule, 0)
@@ -481,7 +484,7 @@ def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
     }
 
 
-STAYS = re.compile(
+HARMLESS_PATHS = re.compile(
     # Size of the address space, and from 0.5.14 on the inputs of an eager forward pass.
     r"_kvcache|kv_pool|kvcache|server_args|ServerArgs|_eager_registry"
     # Free tokens in a scheduler's last periodic report, which may be older than the KV cache's growth.
@@ -490,8 +493,8 @@ STAYS = re.compile(
     # equal any number.
     r"|scheduler\.(can_run_list\[|adder\..*chunked_req\.)"
 )
-"""Pattern for the paths of attributes that may keep the KV cache size by the engine's rule, because no code uses the
-attribute as the size."""
+"""Pattern for attribute paths that the test ignores. After the KV cache has grown, these attributes may still have its
+old size (the size by the engine's rule). No code uses them as the size."""
 
 
 @DEFAULT_ENGINE_ONLY
@@ -723,11 +726,11 @@ def test_known_pools_are_classes_of_the_engine():
     assert pools.hybrid_kind(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == pools.WINDOWS
 
 
-SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
+VISION_CONFIG = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
 
 
 @pytest.mark.every_release
-@pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
+@pytest.mark.parametrize(("vision", "factor"), [(VISION_CONFIG, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
 def test_the_image_allowance_equals_the_memory_that_the_rule_reserves(vision, factor: float, monkeypatch):
     config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
     assert engine_rule.image_factor(config) == pytest.approx(factor, abs=1e-4)
@@ -780,10 +783,10 @@ def test_a_server_for_images_keeps_the_image_allowance_free_and_answers_as_stock
 
 # Once a request has found no free sliding window, 0.5.11 admits no request until another one has ended. With fewer
 # windows the KV cache would not grow.
-FEW_WINDOWS = "0.1" if RELEASE == "0.5.11" else "0.01"
+SMALL_WINDOW_RATIO = "0.1" if RELEASE == "0.5.11" else "0.01"
 KINDS = {
     # The pool has room for few tokens of sliding windows, so that they limit the number and the length of requests.
-    "windows": ["--max-running-requests", "40", "--swa-full-tokens-ratio", FEW_WINDOWS],
+    "windows": ["--max-running-requests", "40", "--swa-full-tokens-ratio", SMALL_WINDOW_RATIO],
     # The number of states that have room limits the number of requests.
     "states": ["--max-running-requests", "64"],
 }
@@ -798,7 +801,7 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
     running = sized_server("grown", checkpoint(family="qwen3-moe"), place, *KINDS[kind], POOLS=kind.split()[0])
     with start_servers(running):
         assert ask_servers(running, prompts=PROMPTS) == ask_servers(running, prompts=PROMPTS)
-        now = info(running)["max_total_num_tokens"]
+        now = server_info(running)["max_total_num_tokens"]
     ((told, rule, _),) = logged_sizes(running)
     assert now == told > rule
     assert not any("not reached" in each for each in log_lines(running))

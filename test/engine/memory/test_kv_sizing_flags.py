@@ -30,14 +30,16 @@ from test_kv_sizing import (
 )
 
 CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DEBUG_MEMORY_POOL": "1"}
-"""Let the engine count free, cached and running tokens in every turn. A server whose counts do not add up ends."""
+"""Variables with which the engine counts free, cached and running tokens in every turn of its event loop. A server
+whose counts do not add up ends."""
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-"""Run the engine's Triton kernels on the CPU: the hash of a sampling seed, and up to 0.5.13 the allocation of pages."""
+"""Variable that lets two of the engine's Triton kernels run on the CPU: the hash of a sampling seed, and up to 0.5.13
+the allocation of pages."""
 ONE_A_TURN = {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}
-"""Let a scheduler read one request in each turn of its event loop."""
+"""Variable with which a scheduler reads only one request in each turn of its event loop."""
 FREE = {"CACHE": "2000000", "GAIN": "150000000"}
-"""Bytes that the engine's rule leaves to the KV cache, and bytes by which it grows. ``LONG`` needs more than the
-rule's tokens."""
+"""Settings of the driver's stand-in: bytes that the engine's rule leaves to the KV cache, and bytes by which kv-sizing
+enlarges it. The prompts ``LONG`` need more tokens than the rule gives."""
 NEW_TOKENS = 8
 
 

@@ -43,22 +43,22 @@ def scheduler_of(kind: str, page: int, eagle: bool = False, *, disable: bool = F
     return SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=allocator)
 
 
-def key(tokens: list[int]) -> Any:
+def make_key(tokens: list[int]) -> Any:
     kind = seen.module(MEM_CACHE + "radix_cache").RadixKey
     wants_array = "array" in str(kind.__init__.__annotations__["token_ids"])
     return kind(array("q", tokens) if wants_array else tokens, None)
 
 
-def found(scheduler: Any, prompt: list[int]) -> int:
-    """Return the number of tokens of a prompt that the prefix cache has."""
+def cached_prefix_tokens(scheduler: Any, prompt: list[int]) -> int:
+    """Return how many tokens at the beginning of a prompt are in the prefix cache."""
     match = scheduler.tree_cache.match_prefix(
-        seen.module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=key(prompt))
+        seen.module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=make_key(prompt))
     )
     return match.device_prefix_len if hasattr(match, "device_prefix_len") else len(match.device_indices)
 
 
-def held(scheduler: Any) -> int:
-    """Return the number of tokens in the prefix cache, after a check that free and cached tokens add up to all tokens.
+def checked_cache_tokens(scheduler: Any) -> int:
+    """Return the number of tokens in the prefix cache. First check that free and cached tokens add up to all tokens.
     The engine uses the same check to find leaks."""
     tree, free = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator.available_size()
     kept = tree.evictable_size() + tree.protected_size()
@@ -87,7 +87,7 @@ def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs(kind, pa
         assert plant(scheduler, phases.shared_prefix(phase.shared, limits))
         shared, fresh = max(phase.prompts, key=sum)
         longest = phases.shared_prefix(shared, limits) + phases.Tokens("behind", 1000).some(fresh)
-        had, rest = found(scheduler, longest), len(longest) - found(scheduler, longest)
+        had, rest = cached_prefix_tokens(scheduler, longest), len(longest) - cached_prefix_tokens(scheduler, longest)
         if each is PhaseKind.BEHIND_PREFIX:
             assert had >= phase.bound.longest_prefix > limits.input_tokens // 2
             assert rest >= phase.bound.tokens == limits.chunk
@@ -96,7 +96,7 @@ def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs(kind, pa
             assert limits.chunk >= phase.bound.requests * rest >= phase.bound.tokens
         else:
             assert 0 <= rest - fresh <= page + eagle
-    held(scheduler)
+    checked_cache_tokens(scheduler)
 
 
 @pytest.mark.every_release
@@ -111,20 +111,20 @@ def test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached(kind, pag
     taken = []
     for tokens in others:
         assert plant(scheduler, tokens)
-        assert found(scheduler, [*tokens, 1]) == (len(tokens) - eagle) // page * page
-        taken.append(held(scheduler))
+        assert cached_prefix_tokens(scheduler, [*tokens, 1]) == (len(tokens) - eagle) // page * page
+        taken.append(checked_cache_tokens(scheduler))
     assert taken[3] == taken[2] == whole + taken[0] - (1000 - eagle) // page * page
     # If there is no room, planting evicts other prefixes. This prefix needs all but 1,000 tokens of the cache.
     rest = phases.Tokens("rest", 1000).some(SIZE - 1000)
     assert plant(scheduler, rest)
-    assert found(scheduler, [*rest, 1]) == (len(rest) - eagle) // page * page
-    held(scheduler)
+    assert cached_prefix_tokens(scheduler, [*rest, 1]) == (len(rest) - eagle) // page * page
+    checked_cache_tokens(scheduler)
     assert not plant(scheduler, phases.Tokens("too long", 1000).some(SIZE + 2 * page))
-    held(scheduler)
+    checked_cache_tokens(scheduler)
     # Empty the cache and the allocator as a flush of the engine does.
     scheduler.tree_cache.reset()
     scheduler.token_to_kv_pool_allocator.clear()
-    assert (held(scheduler), found(scheduler, prefix)) == (0, 0)
+    assert (checked_cache_tokens(scheduler), cached_prefix_tokens(scheduler, prefix)) == (0, 0)
     assert scheduler.token_to_kv_pool_allocator.available_size() == SIZE
 
 
@@ -139,7 +139,7 @@ def test_a_planted_prefix_has_its_own_slots(kind):
     for count in (1000, 3000):
         assert plant(scheduler, prefix[:count])
     scheduler.tree_cache.evict(seen.module(MEM_CACHE + "base_prefix_cache").EvictParams(num_tokens=3000))
-    assert found(scheduler, prefix) == 0
+    assert cached_prefix_tokens(scheduler, prefix) == 0
     free = allocator.alloc(allocator.available_size())
     assert sorted([*free.tolist(), *in_use.tolist()]) == list(range(1, SIZE + 1))
 

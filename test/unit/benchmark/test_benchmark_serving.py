@@ -174,7 +174,7 @@ def test_kv_sizing_is_always_on_with_a_given_fraction(monkeypatch, tmp_path):
     assert serving.variables("grown", parsed, tmp_path)[serving.KV_SIZING.name] == "always"
 
 
-def measured(*, grew: bool = False, **more):
+def server_figures(*, grew: bool = False, **more):
     """Return a server's figures as ``serving.serve`` returns them. ``grew``: kv-sizing has enlarged its KV cache."""
     loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
     started = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
@@ -190,21 +190,25 @@ FULL = {"answered": 3, "retractions": 1, "lowest_free": None, "out_of_memory": F
     [
         pytest.param(serving.Failed("no KV cache"), "grown", id="not measured"),
         pytest.param(
-            measured(overfill=FULL | {"out_of_memory": True}), "grown (overfilled: out of memory)", id="out of memory"
+            server_figures(overfill=FULL | {"out_of_memory": True}),
+            "grown (overfilled: out of memory)",
+            id="out of memory",
         ),
         pytest.param(
-            measured(penalized=FULL | {"errors": ["no answer"]}), "grown (with penalties: no answer)", id="no answer"
+            server_figures(penalized=FULL | {"errors": ["no answer"]}),
+            "grown (with penalties: no answer)",
+            id="no answer",
         ),
         pytest.param(
-            measured(taken=FULL | {"given_back": 0}),
+            server_figures(taken=FULL | {"given_back": 0}),
             "grown (memory taken: the server freed no KV cache)",
             id="no KV cache freed",
         ),
-        pytest.param(measured(overfill=FULL, taken=FULL | {"given_back": 9}), "", id="survives"),
+        pytest.param(server_figures(overfill=FULL, taken=FULL | {"given_back": 9}), "", id="survives"),
     ],
 )
 def test_a_failed_server_is_named_and_the_figures_of_other_servers_are_kept(grown, failure, tmp_path, monkeypatch):
-    servers = {"stock": measured(), "grown": grown, "grown-again": measured(grew=True)}
+    servers = {"stock": server_figures(), "grown": grown, "grown-again": server_figures(grew=True)}
 
     def serve(name, options, work, model):
         if name == "grown-again":  # the figures of the first server are already written
@@ -242,19 +246,19 @@ def table_of(requests: int = 0, **servers) -> str:
     ],
 )
 def test_the_table_marks_a_server_that_kept_the_size_of_the_rule(name, grew, label):
-    assert f"| m | {label} | " in table_of(**{name: measured(grew=grew)})
+    assert f"| m | {label} | " in table_of(**{name: server_figures(grew=grew)})
 
 
 def test_the_table_has_the_limit_of_concurrent_requests():
-    assert ", at most 5 requests at once |" in table_of(5, grown=measured(grew=True))
-    assert "at once" not in table_of(0, grown=measured(grew=True))  # 0: the engine's own limit
+    assert ", at most 5 requests at once |" in table_of(5, grown=server_figures(grew=True))
+    assert "at once" not in table_of(0, grown=server_figures(grew=True))  # 0: the engine's own limit
 
 
 def test_further_loads_have_rows_of_their_own():
     taken = FULL | {"answers": ["a", "c"], "tokens": 4, "given_back": 2_000_000, "lowest_free": 7_000_000}
     ended = FULL | {"errors": ["the grown server ended with exit code -9", "no answer"]}
     loads = {"overfill": FULL | {"out_of_memory": True}, "penalized": ended, "taken": taken}
-    table = table_of(grown=measured(grew=True, answers=["a", "b"], **loads))
+    table = table_of(grown=server_figures(grew=True, answers=["a", "b"], **loads))
     assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines() if "m, grown" in line] == [
         ["overfilled", "3", "out of memory", "", ""],
         ["with penalties", "3", "the server ended", "", ""],

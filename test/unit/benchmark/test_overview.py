@@ -19,7 +19,7 @@ PATCHED = {
 SWEPT = [{"prompts": 2, "total_throughput": 40.0, "median_tpot_ms": 15.0}]
 LOAD = {"prompts": 4, "input": [200, 400], "output": 100}
 NAMES = list(ROWS)[:3]
-OLDER = {f"serving/{name}": output.load(f"serving/{name}") for name in headlines.LAUNCHED}
+OLDER_RESULTS = {f"serving/{name}": output.load(f"serving/{name}") for name in headlines.LAUNCHED}
 """Results of the older table, loaded before a test replaces the folder of results."""
 
 
@@ -115,7 +115,7 @@ def test_a_chart_without_figures_is_left_out(stock, patched, missing, store):
 
 
 def test_without_first_starts_the_older_table_remains_and_their_charts_are_left_out(tmp_path, monkeypatch):
-    load = OLDER.__getitem__
+    load = OLDER_RESULTS.__getitem__
     monkeypatch.setattr(output, "RESULTS", tmp_path)
     assert overview.make_launched(load) == headlines.launched(load)
     assert overview.make_readme_chart(load) == ""
@@ -126,7 +126,7 @@ def test_without_first_starts_the_older_table_remains_and_their_charts_are_left_
 
 def test_with_first_starts_the_older_table_moves_to_the_earlier_measurements(store):
     store("a")
-    assert headlines.launched_table(OLDER.__getitem__) in overview.make_older_table(OLDER.__getitem__)
+    assert headlines.launched_table(OLDER_RESULTS.__getitem__) in overview.make_older_table(OLDER_RESULTS.__getitem__)
 
 
 def test_each_rehearsed_phase_counts_once():

@@ -26,7 +26,7 @@ def draw_problems(count: int, *, test: bool, seed: int = 3) -> list[problems.Pro
     return list(islice(problems.problems(seed, test=test), count))
 
 
-def without_words(text: str) -> str:
+def mask_words(text: str) -> str:
     """Replace the words that a template fills in (names, things, pronouns) with underscores."""
     return re.sub(r"[A-Za-z]+", lambda word: "_" if word[0] in WORDS else word[0], text)
 
@@ -44,13 +44,13 @@ def test_every_step_is_correct_and_the_last_result_is_the_answer():
             assert 1 <= int(result) <= 9999
         assert lines[-1] == f"#### {steps[-1][-1]}"
         assert "{" not in problem.question + problem.answer
-        questions.add(re.sub(r"\d+", "_", without_words(problem.question)))
+        questions.add(re.sub(r"\d+", "_", mask_words(problem.question)))
     assert len(questions) == len(problems.TEMPLATES) >= 25
 
 
 def test_no_test_problem_is_a_training_problem_with_other_names():
     training, testing = (
-        {without_words(problem.question) for problem in draw_problems(count, test=test)}
+        {mask_words(problem.question) for problem in draw_problems(count, test=test)}
         for count, test in ((6000, False), (300, True))
     )
     assert not training & testing
@@ -108,17 +108,18 @@ def test_the_repositorys_questions_are_those_of_the_generator():
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def shipped_weights():
+    """Return the tensors of this repository's checkpoint of the tiny model."""
     from safetensors.torch import load_file
 
     return load_file(str(SHIPPED / export.MODEL / "model.safetensors"))
 
 
-def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped):
+def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped_weights):
     anything = torch.ones(1, train.SPEC.hidden)
     made = quantize_experts(train.SPEC, export.shipped_bf16(SHIPPED), lambda layer, expert: anything)
-    assert set(made) == set(shipped)
-    for name, tensor in shipped.items():
+    assert set(made) == set(shipped_weights)
+    for name, tensor in shipped_weights.items():
         assert made[name].dtype == tensor.dtype
         if not name.endswith(".input_scale"):
             assert torch.equal(made[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
@@ -126,13 +127,13 @@ def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped):
 
 
 @pytest.mark.product
-def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped):
+def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped_weights):
     """A new calibration must give nearly the same scales. Exactly equal scales are not expected, because processors
     round sums of products differently.
     """
     made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
-    for name in (name for name in shipped if name.endswith(".input_scale")):
-        torch.testing.assert_close(made[name], shipped[name], rtol=1e-4, atol=0)
+    for name in (name for name in shipped_weights if name.endswith(".input_scale")):
+        torch.testing.assert_close(made[name], shipped_weights[name], rtol=1e-4, atol=0)
 
 
 def test_verdicts_in_the_result_follow_from_its_counts_by_the_current_rule():

@@ -30,9 +30,9 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
 from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
 from sglang_moe_patches.core.patch import Plan, Skip, Status, check_environment, plan_for
-from share import cases
+from share import case_count
 
-CASES = cases(5_000)
+CASES = case_count(5_000)
 
 
 class Dispatched(NamedTuple):

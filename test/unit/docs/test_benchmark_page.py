@@ -62,8 +62,8 @@ def copied_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def one_page(copied_results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy also a page. Only two plots are rendered."""
+def page_and_plots(copied_results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the results and one page, and render only two of the plots."""
     page = "docs/benchmarks/overheads-and-checks.md"
     shutil.copy(DOCS / "benchmarks/overheads-and-checks.md", copied_results / page)
     plots = {name: render.PLOTS[name] for name in ("mori-rows.svg", "weight-shuffle.svg")}
@@ -72,25 +72,25 @@ def one_page(copied_results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copied_results
 
 
-def outdated() -> list[str]:
+def outdated_files() -> list[str]:
     return [path.name for path in render.find_outdated()]
 
 
-def test_an_outdated_result_page_or_plot_is_reported(one_page: Path):
+def test_an_outdated_result_page_or_plot_is_reported(page_and_plots: Path):
     result, page = (
-        one_page / "results/mori-rows/rows.json",
-        one_page / "docs/benchmarks/overheads-and-checks.md",
+        page_and_plots / "results/mori-rows/rows.json",
+        page_and_plots / "docs/benchmarks/overheads-and-checks.md",
     )
     before, rows = result.read_text(), json.loads(result.read_text())
     case = next(case for case in rows["figures"]["cases"] if (case["ep"], case["batch"]) == (8, 32))
     case["received"] *= 2
     result.write_text(json.dumps(rows))
-    assert outdated() == ["overheads-and-checks.md", "mori-rows.svg"]
+    assert outdated_files() == ["overheads-and-checks.md", "mori-rows.svg"]
 
     result.write_text(before)
     page.write_text(page.read_text(encoding="utf-8").replace("| 2,750 |", "| 2,570 |"), encoding="utf-8")
     (render.IMAGES / "weight-shuffle.svg").unlink()
-    assert outdated() == ["overheads-and-checks.md", "weight-shuffle.svg"]
+    assert outdated_files() == ["overheads-and-checks.md", "weight-shuffle.svg"]
 
 
 def store_first_start(name: str, commit: str) -> None:
@@ -122,7 +122,7 @@ def test_first_starts_of_one_commit_change_the_pages_and_those_of_two_commits_ar
         store_first_start(name, "a")
     for image in render.IMAGES.iterdir():
         image.unlink()
-    assert set(outdated()) == {"README.md", overview.README_CHART, *overview.CHARTS}
+    assert set(outdated_files()) == {"README.md", overview.README_CHART, *overview.CHARTS}
     changed = render.page((copied_results / "docs/benchmarks/README.md").read_text())
     assert all(f"(../images/{name})" in changed for name in overview.CHARTS)
     assert f"(docs/images/{overview.README_CHART})" in render.page((copied_results / "README.md").read_text())

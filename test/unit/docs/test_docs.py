@@ -84,8 +84,9 @@ def test_generated_parts_of_pages_are_up_to_date(name: str):
     assert equality.is_same_text(page, pages.render(page)), "run `make pages`"
 
 
-def found(*told: tuple[str, str]) -> dict[str, dict]:
-    return {str(number): {"changes": {"x": list(it)}} for number, it in enumerate(told, 1)}
+def records_of(*statuses: tuple[str, str]) -> dict[str, dict]:
+    """Return the records of several releases. Each record has the status and the reason of a single change, ``x``."""
+    return {str(number): {"changes": {"x": list(it)}} for number, it in enumerate(statuses, 1)}
 
 
 @pytest.mark.parametrize(
@@ -99,4 +100,4 @@ def found(*told: tuple[str, str]) -> dict[str, dict]:
     ],
 )
 def test_the_page_states_the_status_of_a_change_by_release(statuses: str, words: str):
-    assert pages.describe_status("x", found(*((status, "") for status in statuses))) == words
+    assert pages.describe_status("x", records_of(*((status, "") for status in statuses))) == words

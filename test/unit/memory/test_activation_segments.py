@@ -57,7 +57,8 @@ def arguments(**more):
     return SimpleNamespace(**{"device": "cuda", **off, **more})
 
 
-def reason(setting=None, environ=None, pytorch=TESTED, **more):
+def skip_reason(setting=None, environ=None, pytorch=TESTED, **more):
+    """Return why the change is skipped on a server with these settings; ``None`` if it is not skipped."""
     found = skip(setting, environ or {}, pytorch, arguments(**more))
     return found and found.reason
 
@@ -65,8 +66,8 @@ def reason(setting=None, environ=None, pytorch=TESTED, **more):
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
 def test_each_feature_is_detected_from_its_argument_and_named_in_the_reason(feature):
     has = {feature.argument: VALUES.get(feature.argument, (False, True))[1]}
-    assert str(feature) in str(reason(**has))
-    assert bool(reason(True, **has)) is bool(feature.reason), (
+    assert str(feature) in str(skip_reason(**has))
+    assert bool(skip_reason(True, **has)) is bool(feature.reason), (
         "features that share memory rule the change out, even with on"
     )
 
@@ -101,8 +102,8 @@ UNTESTED = f"{{}} has not been tested with expandable segments on a GPU; {NAME}=
     ids=str,
 )
 def test_reasons_why_a_server_is_not_switched(more, by_default, on):
-    assert (reason(None, **more), reason(True, **more)) == (by_default, on)
-    assert reason(False, **more) == f"{NAME} is off"
+    assert (skip_reason(None, **more), skip_reason(True, **more)) == (by_default, on)
+    assert skip_reason(False, **more) == f"{NAME} is off"
 
 
 @pytest.fixture
@@ -218,8 +219,8 @@ def test_a_failing_allocator_setting_is_logged_and_not_repeated(caplog):
 
 @given(st.lists(st.sampled_from(["suspend", "resume", "turn_on", "turn_off"]), max_size=30))
 def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
-    """The switch is on between ``turn_on`` and ``turn_off``, except while it is suspended. Before the first ``turn_on``
-    it changes no setting of the allocator."""
+    """Between ``turn_on`` and ``turn_off``, expandable segments are on, except while the switch is suspended. Before
+    the first ``turn_on``, the switch changes no setting of the allocator."""
     settings = Settings()
     made, wanted, holding = switch.Switch(settings), False, 0
     for number, step in enumerate(steps):

@@ -146,14 +146,16 @@ def install(process: ModelProcess) -> None:
 
 
 @pytest.fixture
-def unobserved(monkeypatch, tmp_path):
+def model_process(monkeypatch, tmp_path):
+    """Model process with stand-ins for the engine and its kernels. No observer is installed in it."""
     return ModelProcess(monkeypatch, tmp_path)
 
 
 @pytest.fixture
-def process(unobserved):
-    install(unobserved)
-    return unobserved
+def process(model_process):
+    """Model process in which the observer is installed."""
+    install(model_process)
+    return model_process
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -253,11 +255,11 @@ def test_cutedsls_output_is_observed_inside_and_outside_of_its_wrapper(process, 
     assert figures.kernel_buffer_bytes == (3 * 4 * 4 if in_wrapper else None)
 
 
-def test_a_process_without_flashinfer_is_observed(unobserved, monkeypatch):
+def test_a_process_without_flashinfer_is_observed(model_process, monkeypatch):
     for name in ("flashinfer", "flashinfer.fused_moe"):
         monkeypatch.setitem(sys.modules, name, None)
-    install(unobserved)
-    found = unobserved.forward(5)
+    install(model_process)
+    found = model_process.forward(5)
     figures = found.memory
     assert (figures.forwards, figures.tokens, found.failure) == (1, 5, "")
     assert figures.moe_layers is figures.output_buffers is figures.live_at_kernel_bytes is None
@@ -280,10 +282,10 @@ def test_the_server_goes_on_after_an_error_in_any_step_of_observing(process, mon
     assert found.changes == (APPLIED,)
 
 
-def test_an_engine_that_cannot_be_observed_starts(unobserved, monkeypatch):
+def test_an_engine_that_cannot_be_observed_starts(model_process, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.model_runner", SimpleNamespace())
-    install(unobserved)
-    found = collect(unobserved.folder)
+    install(model_process)
+    found = collect(model_process.folder)
     assert "ImportError" in found.failure
     assert found.changes == (APPLIED,)
 

@@ -12,19 +12,20 @@ from sglang_moe_patches.lab.predict import forward
 from sglang_moe_patches.lab.predict.forward import Acting, Runner
 from whole import peak_memory
 
-WITHIN = 0.01
+MAX_RELATIVE_ERROR = 0.01
 #: Bytes by which the measured memory of a runner may differ from the prediction. The formulas do not count the sorted
 #: expert ids and their padding, which took up to this much.
-SMALL = 1.5e6
+UNCOUNTED_BYTES = 1.5e6
 #: Releases in which the engine has no output buffer. Stock servers of later releases free attention's inputs early.
-WITHOUT_BUFFER = ("0.5.11", "0.5.12", "0.5.12.post1")
+RELEASES_WITHOUT_BUFFER = ("0.5.11", "0.5.12", "0.5.12.post1")
 
 #: Folders of results with the measured memory of a forward pass or of a runner.
-WITH_MEMORY = ("peak-memory", "triton-server", "moe-workspace", "moe-workspace-marlin")
+COMPARED_FOLDERS = ("peak-memory", "triton-server", "moe-workspace", "moe-workspace-marlin")
 #: The other folders of results, each with the reason why it has no measurement of a forward pass's memory.
-WITHOUT = {
+OTHER_FOLDERS = {
     "cutedsl-memory": "computed by FlashInfer's own wrapper, nothing was measured",
     "engine-suite": "outcomes of SGLang's own tests",
+    "first-starts": "tokens a second, and what was left of a GPU's memory",
     "launcher-cost": "times",
     "mori-rows": "rows and times",
     "mutations": "answers",
@@ -40,7 +41,7 @@ WITHOUT = {
     "weight-shuffle": "loading, not a forward",
 }
 #: Results whose patched servers are not compared. The value is the reason.
-EXCEPT = {
+UNCOMPARED_RESULTS = {
     "triton-server/moe-workspace-eager": "patched: columns before the dead input was their memory",
     "triton-server/moe-workspace-graphs": "patched: the same",
     "triton-server/moe-workspace-h100": "patched: the same",
@@ -51,27 +52,33 @@ def results(benchmark: str) -> list[str]:
     return sorted(f"{benchmark}/{path.stem}" for path in (output.RESULTS / benchmark).glob("*.json"))
 
 
-def near(measured: float, least: float = 0) -> object:
-    return pytest.approx(measured, rel=WITHIN, abs=least)
+def approximately(measured: float, least: float = 0) -> object:
+    return pytest.approx(measured, rel=MAX_RELATIVE_ERROR, abs=least)
 
 
 def test_every_result_is_compared_or_has_a_reason_for_not_being_compared():
     benchmarks = {path.name for path in output.RESULTS.iterdir() if path.is_dir()}
-    assert benchmarks == {*WITH_MEMORY, *WITHOUT, "models", "recipes", "room"}  # the last three are predictions
-    assert all((output.RESULTS / f"{name}.json").exists() for name in EXCEPT)
+    assert benchmarks == {
+        *COMPARED_FOLDERS,
+        *OTHER_FOLDERS,
+        "models",
+        "recipes",
+        "room",
+    }  # the last three are predictions
+    assert all((output.RESULTS / f"{name}.json").exists() for name in UNCOMPARED_RESULTS)
 
 
 @pytest.mark.parametrize("name", results("peak-memory"))
 def test_predicted_memory_of_a_forward_pass_agrees_with_the_measurement(name):
     result = output.load(name)
     found = result["figures"]
-    assert result["conditions"]["engine"] in WITHOUT_BUFFER
+    assert result["conditions"]["engine"] in RELEASES_WITHOUT_BUFFER
     for server, figures in found["memory"].items():
         predicted = peak_memory.predict_result(result, server)
         # On 0.5.11 a prefill did not free attention's buffer of the decode before it.
         released_bytes = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0
-        assert predicted.bytes_before_runner + released_bytes == near(figures["live_at_kernel_bytes"]), server
-        assert predicted.peak + released_bytes == near(figures["peak_forward_bytes"]), server
+        assert predicted.bytes_before_runner + released_bytes == approximately(figures["live_at_kernel_bytes"]), server
+        assert predicted.peak + released_bytes == approximately(figures["peak_forward_bytes"]), server
 
 
 @pytest.mark.parametrize("name", results("triton-server"))
@@ -81,12 +88,12 @@ def test_predicted_peak_of_a_whole_server_agrees_with_the_measurement(name):
     option = dict(zip(words, [*words[1:], ""], strict=True))
     share = MODELS[option.get("--model", "kimi-k2.5")].shard(int(option.get("--shard", 4)))
     model = fuse_like_engine(share, "triton")
-    newer = result["conditions"]["engine"] not in WITHOUT_BUFFER and model.q_lora_rank is not None
+    newer = result["conditions"]["engine"] not in RELEASES_WITHOUT_BUFFER and model.q_lora_rank is not None
     stock = Acting(inputs_dropped=newer)
     for server, figures in result["figures"].items():
         # activation-segments changes no tensor of a forward pass.
         patched = server.startswith("patched") and option.get("--changes") != "activation-segments"
-        if patched and name in EXCEPT:
+        if patched and name in UNCOMPARED_RESULTS:
             continue
         slices = figures["slices"][0] if figures["slices"] else 1
         predicted = forward.predict(
@@ -98,7 +105,7 @@ def test_predicted_peak_of_a_whole_server_agrees_with_the_measurement(name):
             graphs="--graphs" in words,
             float_logits=newer,
         )
-        assert predicted.peak == near(figures["peak"]), server
+        assert predicted.peak == approximately(figures["peak"]), server
 
 
 def cells_of(benchmark):
@@ -107,8 +114,9 @@ def cells_of(benchmark):
 
 @pytest.mark.parametrize("name", [*cells_of("moe-workspace"), *cells_of("moe-workspace-marlin")])
 def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypatch):
-    """Each runner ran outside a server, and summed in slices of the measured width. Marlin had a dead input in some
-    measurements, Triton never had a dead input. Marlin's scales have the group size of the measured weights.
+    """The measured runners ran outside a server. Patched runners added up the experts' outputs in column slices of the
+    measured width. In some measurements, Marlin wrote its output into a dead input. Triton never did. The prediction
+    for Marlin uses the measured layer's bytes per weight, which depend on the group size of its scales.
 
     DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. The tuned configuration for this GPU pads rows, and takes up to
     45 MB more.
@@ -127,8 +135,8 @@ def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypa
         runs, offered = Runner(runner, quantization), runner == "marlin" and cell.get("offered", False)
         stock = forward.runner_bytes(runs, rank, cell["tokens"], rank.hidden, dead_input=False)
         patched = forward.runner_bytes(runs, rank, cell["tokens"], cell["width"] or rank.hidden, dead_input=offered)
-        assert stock == near(cell["stock_peak"], SMALL), cell
-        assert patched == near(cell["peak"], SMALL), cell
+        assert stock == approximately(cell["stock_peak"], UNCOUNTED_BYTES), cell
+        assert patched == approximately(cell["peak"], UNCOUNTED_BYTES), cell
 
 
 @pytest.mark.parametrize(
@@ -174,8 +182,9 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 
 
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
-    """Qwen3-235B at TP=4: the quantized input of the second GEMM takes one byte for each of its 384 columns. Float32
-    scales come in addition. FP8 in blocks has one scale for 128 columns, the other kind has one scale for each row."""
+    """In Qwen3-235B at TP=4, the input of the second GEMM has 384 columns for each token and each of its experts. The
+    quantized input takes one byte per column. Float32 scales come in addition: one scale for 128 columns if FP8 is in
+    blocks, otherwise one scale for each row."""
     plain, blocks, by_rows = (
         forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting())
         for quantization in (None, forward.BLOCKS, "rows")

@@ -15,7 +15,9 @@ from sglang_moe_patches.lab.predict import engine_query, unused_imports
 
 
 @pytest.fixture
-def left_out(monkeypatch):
+def replaced_packages(monkeypatch):
+    """Replace the installed package ``xmlrpc`` by a stand-in during the test. The list of packages to replace also
+    names a package that is not installed."""
     monkeypatch.setattr(unused_imports, "UNUSED", ("xmlrpc", "no_such_package"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     before = dict(sys.modules)
@@ -27,7 +29,7 @@ def left_out(monkeypatch):
     sys.modules.update(before)
 
 
-def test_a_replaced_package_has_every_attribute_and_a_missing_package_stays_missing(left_out):
+def test_a_replaced_package_has_every_attribute_and_a_missing_package_stays_missing(replaced_packages):
     module: Any = importlib.import_module("xmlrpc.anything")
     decorate = module.decorate
     mine = type("Mine", (module.Base,), {"__annotations__": {"field": module.Anything | None}}, option=1)

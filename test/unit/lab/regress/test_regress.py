@@ -27,7 +27,7 @@ from sglang_moe_patches.lab.servers.interrupts import SIGNALS
 from sglang_moe_patches.lab.servers.server import Server
 
 STANDIN = ROOT / "test/standins/engine_for_regress"
-FAMILY = 6
+PROCESS_COUNT = 6
 """Number of processes while a server runs: ``regress``, supervisor, server, worker, daemon and resource tracker."""
 QUESTIONS = 100
 """Number of questions in a run. If no answer differs, 99 questions suffice for the verdict *no worse*."""
@@ -56,7 +56,7 @@ class Regression:
         return [*self.arguments, *more, "--", "--device", "cpu"]
 
     def environment(self, *faults: str) -> dict[str, str]:
-        """Environment variables of the command.
+        """Return the environment variables of the command.
 
         :param faults: names of the faults that the stand-in simulates.
         """
@@ -82,7 +82,7 @@ class Regression:
         return [process for process in found if process.pid != os.getpid()]
 
     @contextmanager
-    def no_process_left(self) -> Iterator[None]:
+    def check_no_process_left(self) -> Iterator[None]:
         """Context manager. After the block, check that no process of the command is still running."""
         yield
         left = self.processes()
@@ -128,7 +128,7 @@ class Regression:
 def regression(tmp_path):
     regression = Regression(tmp_path)
     tempfile.tempdir = None  # Python then reads TMPDIR again when it needs a temporary folder
-    with regression.no_process_left():
+    with regression.check_no_process_left():
         yield regression
     tempfile.tempdir = None
     shutil.rmtree(regression.temporary)
@@ -197,7 +197,7 @@ def start_until(stage: str, regression: Regression) -> subprocess.Popen[str]:
     if stage == "evaluating":
         wait_until(lambda: regression.has_event("evaluating"), process)
     else:
-        wait_until(lambda: len(regression.processes()) == FAMILY, process)
+        wait_until(lambda: len(regression.processes()) == PROCESS_COUNT, process)
     return process
 
 
@@ -234,7 +234,7 @@ def test_a_server_that_ignores_sigterm_is_ended_and_leaves_nothing(regression, t
         assert all(path.exists() for path in regression.server_files())
         # One process of the server has a session of its own, and its parent has ended.
         assert len({os.getsid(process.pid) for process in regression.processes()}) == 2
-        assert len(regression.processes()) == FAMILY - 1
+        assert len(regression.processes()) == PROCESS_COUNT - 1
     assert not regression.has_event("asked-to-end-patched")
     regression.check_nothing_left(servers=1)
 

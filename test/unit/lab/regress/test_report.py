@@ -37,11 +37,11 @@ def run(name: str, count: int = 20, right: int = 18, **changes) -> Run:
     return Run(name=name, **{**values, **changes})
 
 
-def identical(**changes) -> Comparison:
+def compare_identical_answers(**changes) -> Comparison:
     return compare(run("stock", **changes), run("patched", **changes), require_identical=True)
 
 
-def one_difference(text: str = HOSTILE, question: str = "q3", tokens: tuple[int, ...] = (3, 99)) -> Comparison:
+def compare_one_difference(text: str = HOSTILE, question: str = "q3", tokens: tuple[int, ...] = (3, 99)) -> Comparison:
     stock, patched = (
         dataclasses.replace(one, answers=tuple(dataclasses.replace(a, question=question) for a in one.answers))
         for one in (run("stock"), run("patched"))
@@ -78,13 +78,13 @@ class Page(HTMLParser):
         self.text += data
 
 
-def terminal(comparison: Comparison) -> str:
+def render_table(comparison: Comparison) -> str:
     text = io.StringIO()
     report.print_table(comparison, Console(file=text, width=120))
     return text.getvalue()
 
 
-def line_with(table: str, label: str) -> str:
+def find_line(table: str, label: str) -> str:
     return next(text for text in table.splitlines() if label in text)
 
 
@@ -94,7 +94,7 @@ observer does not observe this runner's kernels."""
 
 
 def test_the_table_has_every_figure():
-    table = terminal(identical())
+    table = render_table(compare_identical_answers())
     for label, stock, patched in (
         ("Accuracy", "90.0 % (18 of 20)", "90.0 % (18 of 20)"),
         ("Input throughput", "1,234.5 token/s", "1,234.5 token/s"),
@@ -107,23 +107,23 @@ def test_the_table_has_every_figure():
         ("Answers with a different text", "0 of 20", ""),
         ("Token for token identical", "yes", ""),
     ):
-        text = line_with(table, label)
+        text = find_line(table, label)
         assert stock in text
         assert patched in text.replace(stock, "", 1)
 
 
 def test_verdict_and_reasons_stand_below_the_table():
-    table = terminal(identical())
+    table = render_table(compare_identical_answers())
     assert "All 20 answers are identical, 40 % less activation memory." in table
     assert "Every answer of the patched server equals the stock server's answer, token for token." in table
     assert "deferred-shared-experts: native (the engine has it)" in table
-    table = terminal(one_difference())
+    table = render_table(compare_one_difference())
     assert "Patched is WORSE than stock." in table
     assert "1 of 20 answers differs although identical answers were required." in table
-    assert "no, 1 of 20 differ" in line_with(table, "Token for token identical")
+    assert "no, 1 of 20 differ" in find_line(table, "Token for token identical")
 
 
-def too_few_right(**changes) -> Comparison:
+def compare_too_few_right(**changes) -> Comparison:
     """Return a comparison of two servers that gave 4 right answers each. This is too few to show a significant drop.
     Answers need not be identical."""
     stock = run("stock", **{"right": 4, **changes})
@@ -131,20 +131,20 @@ def too_few_right(**changes) -> Comparison:
 
 
 def test_a_run_that_cannot_show_a_drop_says_so_and_what_to_change():
-    table = terminal(too_few_right())
+    table = render_table(compare_too_few_right())
     assert "INCONCLUSIVE: this run could not have detected a drop." in table
     assert "no worse" not in table
-    assert "not known (4 of 20 right)" in line_with(table, "Upper bound of the drop")
-    assert report.explain_inconclusive(too_few_right()) == (
+    assert "not known (4 of 20 right)" in find_line(table, "Upper bound of the drop")
+    assert report.explain_inconclusive(compare_too_few_right()) == (
         "the stock server answers only 4 of 20 questions correctly, too few to show a drop of more than 3 points at "
         "--alpha 0.05; ask more questions (--num-questions), or use a model that can answer them, or require identical "
         "answers (--require-identical --parallel 1)"
     )
-    assert "ask at least 99 (--num-questions)" in report.explain_inconclusive(too_few_right(count=90, right=90))
-    assert '<header class="open">' in report.render_html(too_few_right())
+    assert "ask at least 99 (--num-questions)" in report.explain_inconclusive(compare_too_few_right(count=90, right=90))
+    assert '<header class="open">' in report.render_html(compare_too_few_right())
 
 
-def with_losses(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
+def compare_with_losses(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
     """Return a comparison of two servers that answered ``count`` questions. Of these, ``losses`` questions were
     answered correctly only by the stock server, and ``gains`` questions only by the patched server. All other answers
     are right."""
@@ -159,7 +159,7 @@ def with_losses(losses: int, gains: int, count: int = 200, **settings) -> Compar
 
 
 def test_an_inconclusive_run_says_how_many_questions_are_needed():
-    found = with_losses(5, 4)
+    found = compare_with_losses(5, 4)
     assert report.verdict(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
     reason = report.explain_inconclusive(found)
     assert reason.startswith("5 lost and 4 gained of 200 questions are compatible with a drop of 3.")
@@ -167,11 +167,12 @@ def test_an_inconclusive_run_says_how_many_questions_are_needed():
         f"more than --max-drop 3; ask about {found.questions_needed} questions (--num-questions): with such results 80"
     )
     assert advice in reason
-    assert "more than the 1,319 of GSM8K" in report.explain_inconclusive(with_losses(4, 4, 400, max_drop=1.0))
-    assert "with such results will not help" in report.explain_inconclusive(with_losses(4, 0, 120))
-    assert f"{found.largest_drop:.1f} points" in line_with(terminal(found), "Upper bound of the drop")
+    assert "more than the 1,319 of GSM8K" in report.explain_inconclusive(compare_with_losses(4, 4, 400, max_drop=1.0))
+    assert "with such results will not help" in report.explain_inconclusive(compare_with_losses(4, 0, 120))
+    assert f"{found.largest_drop:.1f} points" in find_line(render_table(found), "Upper bound of the drop")
     assert (
-        report.verdict(with_losses(1, 1, 600, max_drop=2.0)) == "Patched is no worse than stock by more than 2 points"
+        report.verdict(compare_with_losses(1, 1, 600, max_drop=2.0))
+        == "Patched is no worse than stock by more than 2 points"
     )
 
 
@@ -195,7 +196,7 @@ NO_SAVING = "not measured, or no saving"
     ("found", "less", "memory"),
     [
         pytest.param(
-            identical(right=0),
+            compare_identical_answers(right=0),
             ", 40 % less activation memory",
             "1,358.4 MB stock, 819.5 MB patched, live when the MoE kernel starts",
             id="live",
@@ -206,7 +207,7 @@ NO_SAVING = "not measured, or no saving"
             "1,000.0 MB stock, 400.0 MB patched, at the peak of one forward pass",
             id="peak",
         ),
-        pytest.param(identical(memory=None), "", NO_SAVING, id="not measured"),
+        pytest.param(compare_identical_answers(memory=None), "", NO_SAVING, id="not measured"),
         pytest.param(
             compare_memory(peak_forward_bytes=(1000, 996)), "", NO_SAVING, id="saves less than half a per cent"
         ),
@@ -232,26 +233,32 @@ def test_headline_and_overview_state_what_was_compared_and_the_result(found, les
 
 
 def test_figures_that_were_not_measured_are_left_out_or_marked():
-    assert "MoE output buffers" not in terminal(identical(memory=None))
-    assert "Peak memory" not in terminal(identical())
+    assert "MoE output buffers" not in render_table(compare_identical_answers(memory=None))
+    assert "Peak memory" not in render_table(compare_identical_answers())
     without_patched_memory = compare(run("stock"), run("patched", memory=None), require_identical=True)
-    assert "not measured" in line_with(terminal(without_patched_memory), "MoE output buffers")
+    assert "not measured" in find_line(render_table(without_patched_memory), "MoE output buffers")
     assert "Activation memory" not in report.render_html(without_patched_memory)
 
 
 def test_a_gpu_run_without_observed_kernels_shows_only_allocator_figures():
-    table, page = terminal(identical(memory=GPU)), report.render_html(identical(memory=GPU))
+    table, page = (
+        render_table(compare_identical_answers(memory=GPU)),
+        report.render_html(compare_identical_answers(memory=GPU)),
+    )
     for label, figure in (
         ("Peak memory of one forward pass", "3,027.7 MB"),
         ("Tokens in the largest forward pass", "16,384"),
         ("Reserved by PyTorch's allocator", "5,000.0 MB"),
         ("Allocator slack", "2,000.0 MB"),
     ):
-        assert line_with(table, label).count(figure) == 2
+        assert find_line(table, label).count(figure) == 2
     for label in ("MoE output buffers", "Activations alive when", "MoE layers", "Workspaces of"):
         assert label not in table
     assert "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran" in page
-    assert [title for title, _ in report._bars(identical(memory=GPU))] == ["Accuracy", "Activation memory"]
+    assert [title for title, _ in report._bars(compare_identical_answers(memory=GPU))] == [
+        "Accuracy",
+        "Activation memory",
+    ]
 
 
 def test_bars_are_proportional_to_their_figures():
@@ -273,7 +280,7 @@ def test_saved_memory_is_shown_in_tokens_of_kv_cache():
 
     comparison = compare_memories(memory(3_028_000_000), memory(1_168_000_000))
     # The saved 1.86 GB, at 70,272 bytes for each KV token.
-    assert "26,468" in line_with(terminal(comparison), "KV tokens that fit into the saved memory")
+    assert "26,468" in find_line(render_table(comparison), "KV tokens that fit into the saved memory")
     assert "SGLANG_MOE_PATCHES_KV_SIZING=auto" in "".join(report.notes(comparison))
     for stock, patched in (
         (memory(1_168_000_000), memory(3_028_000_000)),  # nothing saved
@@ -285,14 +292,14 @@ def test_saved_memory_is_shown_in_tokens_of_kv_cache():
         (memory(None), memory(None)),
         (memory(3_028_000_000), None),
     ):
-        assert "KV tokens" not in terminal(compare_memories(stock, patched))
+        assert "KV tokens" not in render_table(compare_memories(stock, patched))
         assert "mem-fraction-static" not in "".join(report.notes(compare_memories(stock, patched)))
 
 
 def test_a_failed_observer_is_reported():
-    comparison = identical(not_observed="observing failed: KeyError: 'output'")
+    comparison = compare_identical_answers(not_observed="observing failed: KeyError: 'output'")
     sentence = "The stock server's figures are incomplete: observing failed: KeyError: 'output'."
-    assert sentence in " ".join(terminal(comparison).split())
+    assert sentence in " ".join(render_table(comparison).split())
     assert sentence in report.notes(comparison)
 
 
@@ -311,7 +318,14 @@ def test_bytes_are_formatted_in_decimal_units(value, text):
 
 
 @pytest.mark.parametrize(
-    "comparison", [identical(), one_difference(), identical(memory=None), identical(count=1, right=0), too_few_right()]
+    "comparison",
+    [
+        compare_identical_answers(),
+        compare_one_difference(),
+        compare_identical_answers(memory=None),
+        compare_identical_answers(count=1, right=0),
+        compare_too_few_right(),
+    ],
 )
 def test_the_page_is_complete_and_loads_nothing(comparison):
     html = report.render_html(comparison)
@@ -324,7 +338,7 @@ def test_the_page_is_complete_and_loads_nothing(comparison):
 
 
 def test_sections_can_be_inserted_into_a_written_report(tmp_path):
-    path = report.write(identical(), tmp_path)
+    path = report.write(compare_identical_answers(), tmp_path)
     insert(
         path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>", "bars": "<b>KV bar</b>"}
     )
@@ -339,17 +353,19 @@ def test_sections_can_be_inserted_into_a_written_report(tmp_path):
 
 
 def test_hostile_text_is_shown_but_not_executed():
-    html = report.render_html(one_difference(text=HOSTILE, question=HOSTILE))
+    html = report.render_html(compare_one_difference(text=HOSTILE, question=HOSTILE))
     assert "<script" not in html
     assert "<img" not in html
     assert HOSTILE in Page(html).text
-    hostile = identical(changes=((HOSTILE, HOSTILE, HOSTILE),), command=(HOSTILE,), engine=HOSTILE)
+    hostile = compare_identical_answers(changes=((HOSTILE, HOSTILE, HOSTILE),), command=(HOSTILE,), engine=HOSTILE)
     assert "<script" not in report.render_html(hostile)
-    assert "[bold]reason[/oops]" in terminal(identical(changes=(("x", "unsupported", "[bold]reason[/oops]"),)))
+    assert "[bold]reason[/oops]" in render_table(
+        compare_identical_answers(changes=(("x", "unsupported", "[bold]reason[/oops]"),))
+    )
 
 
 def test_the_page_shows_differences_commands_and_statuses():
-    text = Page(report.render_html(one_difference(text="so, 43"))).text
+    text = Page(report.render_html(compare_one_difference(text="so, 43"))).text
     for part in (
         "Question 4, from token 2 on",
         "so 3",
@@ -360,11 +376,11 @@ def test_the_page_shows_differences_commands_and_statuses():
         assert part in text
     assert text.count("--model-path 'a b'") == 2
     assert text.count("the engine has it") == 2
-    assert "from token" not in Page(report.render_html(identical())).text
+    assert "from token" not in Page(report.render_html(compare_identical_answers())).text
 
 
 def test_different_tokens_with_the_same_text_are_marked():
-    text = Page(report.render_html(one_difference(text="so 3", tokens=(3,)))).text
+    text = Page(report.render_html(compare_one_difference(text="so 3", tokens=(3,)))).text
     assert "same text, other tokens" in text
     assert "end of the answer" in text
 
@@ -384,12 +400,16 @@ CUDA = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
 @pytest.mark.parametrize(
     ("comparison", "present", "absent"),
     [
-        (identical(), "5 questions lost and none gained: 25.0 percentage points", "accuracy says nothing"),
-        (identical(), "interval of the drop in accuracy ends below", "Memory was not measured"),
-        (identical(right=2), "accuracy says nothing", "percentage points"),
-        (identical(), "no GPU was used", "Neither"),
-        (identical(memory=CUDA), "Peak memory of one forward pass: memory that", "no GPU was used"),
-        (identical(memory=None), "Memory was not measured", "Neither"),
+        (
+            compare_identical_answers(),
+            "5 questions lost and none gained: 25.0 percentage points",
+            "accuracy says nothing",
+        ),
+        (compare_identical_answers(), "interval of the drop in accuracy ends below", "Memory was not measured"),
+        (compare_identical_answers(right=2), "accuracy says nothing", "percentage points"),
+        (compare_identical_answers(), "no GPU was used", "Neither"),
+        (compare_identical_answers(memory=CUDA), "Peak memory of one forward pass: memory that", "no GPU was used"),
+        (compare_identical_answers(memory=None), "Memory was not measured", "Neither"),
     ],
 )
 def test_notes_state_the_limits_of_the_run(comparison, present, absent):
@@ -399,7 +419,7 @@ def test_notes_state_the_limits_of_the_run(comparison, present, absent):
 
 
 def test_the_written_report_has_the_comparison(tmp_path):
-    comparison = one_difference(text="a lone \ud800 surrogate")
+    comparison = compare_one_difference(text="a lone \ud800 surrogate")
     path = report.write(comparison, tmp_path / "deep" / "report")
     assert path == tmp_path / "deep" / "report" / "report.html"
     assert "WORSE" in path.read_text(encoding="utf-8")
@@ -407,13 +427,13 @@ def test_the_written_report_has_the_comparison(tmp_path):
     assert data == json.loads(json.dumps(comparison.to_dict()))
     assert data["runs"]["stock"]["answers"][3]["tokens"] == [3, 4]
     assert sorted(p.name for p in path.parent.iterdir()) == ["report.html", "report.json"]
-    report.write(identical(), path.parent)
+    report.write(compare_identical_answers(), path.parent)
     assert "All 20 answers are identical" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("at", ["render_html", "write_bytes"])
 def test_an_interrupted_write_leaves_the_earlier_report(tmp_path, monkeypatch, at):
-    report.write(identical(), tmp_path)
+    report.write(compare_identical_answers(), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     write_bytes = Path.write_bytes
 
@@ -430,5 +450,5 @@ def test_an_interrupted_write_leaves_the_earlier_report(tmp_path, monkeypatch, a
     else:
         monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(KeyboardInterrupt):
-        report.write(one_difference(), tmp_path)
+        report.write(compare_one_difference(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -12,9 +12,9 @@ from sglang_moe_patches.memory.kv_sizing import engine_objects, rehearsal
 
 
 @pytest.fixture(autouse=True)
-def metrics_that_count(monkeypatch):
-    """Restore the methods of Prometheus metrics after each test. A rehearsal replaces them until it ends, and some
-    tests end no rehearsal."""
+def restore_metrics(monkeypatch):
+    """Restore the methods of Prometheus metrics after each test. A rehearsal replaces these methods until it ends, and
+    some tests do not end their rehearsal."""
     for name, methods in engine_objects.METRICS.items():
         kind = getattr(prometheus_client, name)
         for method in methods:

@@ -19,8 +19,8 @@ class Server:
     """Stand-in for a scheduler. It answers every request after one forward pass, which has the largest size in its
     phase.
 
-    :param refuses: names of phases whose forward passes stay small.
-    :param loses: names of phases whose requests are never answered.
+    :param small_phases: names of phases whose forward passes stay small.
+    :param lost_phases: names of phases whose requests are never answered.
     :param only: the only kind of phases to run; ``None`` to run all kinds.
     :param left_s: function that returns the remaining seconds for further phases.
     :param plants: whether the radix cache accepts a planted prefix; ``None`` if the server cannot plant prefixes.
@@ -29,9 +29,23 @@ class Server:
     """
 
     def __init__(
-        self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, fits=lambda estimate: True, **changed
+        self,
+        small_phases=(),
+        lost_phases=(),
+        only=None,
+        left_s=lambda: 1e9,
+        plants=None,
+        fits=lambda estimate: True,
+        **changed,
     ):
-        self.put, self.short, self.planted, self.aborts, self.refuses, self.loses = [], [], [], 0, refuses, loses
+        self.put, self.short, self.planted, self.aborts, self.small_phases, self.lost_phases = (
+            [],
+            [],
+            [],
+            0,
+            small_phases,
+            lost_phases,
+        )
         self.plants, limits = plants, replace(LIMITS, **changed, plants=plants is not None)
 
         def derive(limits):
@@ -76,8 +90,8 @@ class Server:
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
             small = Batch(phase.bound.modes[0], tokens=1, requests=1)
-            self.driver.record_forward(small if phase.name in self.refuses else largest_batch(phase))
-        self.answer([each for each in requests if each.phase.name not in self.loses])
+            self.driver.record_forward(small if phase.name in self.small_phases else largest_batch(phase))
+        self.answer([each for each in requests if each.phase.name not in self.lost_phases])
 
     def answer(self, requests):
         for each in requests:
@@ -95,9 +109,9 @@ class Server:
     ],
 )
 def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
-    """After a decode without a graph, some of its tensors stay allocated until the next batch replaces them. Therefore
-    a short request follows the decode. The driver sends the short request only after all requests of the decode have
-    left the batch."""
+    """After a decode without a CUDA graph, some of the decode's tensors stay allocated until the next batch replaces
+    them. The driver therefore sends a short request after the decode, once all requests of the decode have left the
+    batch."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
@@ -109,8 +123,8 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
-    """If a phase began earlier, the engine would merge its requests into the previous batch, which still has the
-    tensors of its penalties."""
+    """If a phase began earlier, the engine would add its requests to the batch of the previous phase. This batch still
+    has the tensors of the previous phase's penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, then) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -121,7 +135,7 @@ def test_a_phase_begins_when_the_phase_before_has_ended():
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
 def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
     """If two prompts began with the same token by chance, the radix cache would already have this token. The forward
-    pass would then be smaller than planned. The vocabulary of the second case has hardly more tokens than there are
+    pass would then be smaller than planned. In the first case, the vocabulary has hardly more tokens than there are
     prompts."""
     server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
     server.run()
@@ -190,15 +204,16 @@ def test_all_prompts_of_many_lengths_are_answered_even_if_one_meets_the_bound():
 
 
 def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
-    server = Server(refuses=("prefill chunk",))
+    server = Server(small_phases=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
     assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
-    assert Server(loses=("prefill chunk",)).run().is_over  # the driver does not wait for lost answers
+    assert Server(lost_phases=("prefill chunk",)).run().is_over  # the driver does not wait for lost answers
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
-    """With speculation, waiting requests are aborted, too. Running requests are not aborted with speculation."""
+    """If the server admits no request of a phase, the driver aborts the waiting requests. It does so also with
+    speculation, although it never aborts running requests with speculation."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
@@ -252,8 +267,9 @@ def test_a_prefix_is_planted_before_the_requests_that_begin_with_it(kind):
 
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
-    """To compute the prefix instead could take minutes. The phase is tried once more, because slots of the KV cache may
-    become free later."""
+    """If the radix cache cannot take a planted prefix, the driver does not send the requests of the phase. To compute
+    the prefix instead could take minutes. The driver tries to plant it once more, because slots of the KV cache may
+    become free."""
     server = Server(only=kind, plants=False)
     driver = server.run()
     assert (server.put, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)

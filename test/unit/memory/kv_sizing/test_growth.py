@@ -1,5 +1,6 @@
 """Tests of the decision on the KV cache size. Some tests call functions without an engine, and some start two simulated
-ranks. The engine's *rule* is the engine's own computation of the size from ``--mem-fraction-static``."""
+ranks. The engine's *rule* is the engine's own computation of the size from ``--mem-fraction-static``. A rank's *need*
+is the memory that it uses beside weights and KV cache, as measured or estimated by a rehearsal."""
 
 from __future__ import annotations
 
@@ -82,14 +83,14 @@ def log_everything(caplog):
 class Pools:
     """Stand-in for a rank's KV cache pools. Each token takes 1 MB.
 
-    :param maps: exception that :meth:`map` raises; ``None`` if there is enough memory.
+    :param map_error: exception that :meth:`map` raises; ``None`` if there is enough memory.
     """
 
     page = 1
 
-    def __init__(self, maps):
+    def __init__(self, map_error):
         self.first = self.counts = TokenCounts(RULE)
-        self.top, self.backed, self._maps = TokenCounts(TOP), RULE, maps
+        self.top, self.backed, self._map_error = TokenCounts(TOP), RULE, map_error
 
     def counts_for(self, tokens):
         return TokenCounts(tokens)
@@ -101,8 +102,8 @@ class Pools:
         return min(TOP, int(budget // 1_000_000))
 
     def map(self, counts):
-        if self._maps is not None:
-            raise self._maps
+        if self._map_error is not None:
+            raise self._map_error
         self.counts, self.backed = counts, counts.tokens
 
     def unmap_from(self, counts):
@@ -133,19 +134,27 @@ class Rehearsal:
 class Ranks:
     """Two ranks whose rehearsals have begun.
 
-    :param maps: exception that rank 1 raises when it maps memory; ``None`` if there is enough memory.
-    :param silent: topics on which rank 1 publishes nothing.
-    :param refused: number of tokens that an object of the engine does not accept.
-    :param again: whether a phase has become larger after the first rehearsal, so that a second one follows.
+    :param map_error: exception that rank 1 raises when it maps memory; ``None`` if there is enough memory.
+    :param silent_topics: topics on which rank 1 publishes nothing.
+    :param refused_tokens: number of tokens that an object of the engine does not accept.
+    :param rehearses_twice: whether a phase has become larger after the first rehearsal, so that a second one follows.
     :param limits: limits of the forward passes.
     """
 
-    def __init__(self, monkeypatch, maps=None, silent=(), refused=0, again=False, limits=SMALL_LIMITS):
-        self.again = ["a phase"] if again else []
+    def __init__(
+        self,
+        monkeypatch,
+        map_error=None,
+        silent_topics=(),
+        refused_tokens=0,
+        rehearses_twice=False,
+        limits=SMALL_LIMITS,
+    ):
+        self.larger_phases = ["a phase"] if rehearses_twice else []
         self.published: dict[tuple[str, int], object] = {}
         self.serving: list[start.ServerStart] = []
         self.set_tokens: tuple[list[int], list[int]] = ([], [])
-        self.pools = [Pools(None), Pools(maps)]
+        self.pools = [Pools(None), Pools(map_error)]
         facts = SimpleNamespace(fixed_bytes=0, hybrid="")
         for owner, name, value in (
             (start, "arguments_of", lambda arguments: {}),
@@ -158,12 +167,12 @@ class Ranks:
             (start.ServerStart, "_serve", lambda one: self.serving.append(one)),
             (start.token_count, "resize_allocator", lambda allocator, counts: None),
             (start.token_count, "set_token_count", self._set_token_count),
-            (start.phases, "derive_second_pass", lambda *given: list(self.again)),
+            (start.phases, "derive_second_pass", lambda *given: list(self.larger_phases)),
         ):
             monkeypatch.setattr(owner, name, value)
-        self._refused, self.starts = refused, list[Any]()
+        self._refused, self.starts = refused_tokens, list[Any]()
         for rank in range(2):
-            monkeypatch.setattr(start.ranks, "Board", lambda secret, rank=rank: self._board(rank, silent))
+            monkeypatch.setattr(start.ranks, "Board", lambda secret, rank=rank: self._board(rank, silent_topics))
             orders = SimpleNamespace(open=lambda: None, close=lambda: None)
             monkeypatch.setattr(start.ranks, "Orders", lambda *given, orders=orders, **more: orders)
             pools: Any = self.pools[rank]
@@ -184,9 +193,9 @@ class Ranks:
             raise TypeError("frozen")
         self.set_tokens[scheduler.rank].append(counts.tokens)
 
-    def _board(self, rank, silent):
+    def _board(self, rank, silent_topics):
         def publish(topic, told):
-            if not (rank and topic.split()[0] in silent):
+            if not (rank and topic.split()[0] in silent_topics):
                 self.published[topic, rank] = told
 
         def collect(topic, kind):
@@ -232,11 +241,16 @@ class Ranks:
         ({}, (500, 300), 1300, "KV cache grown from 1,000 to 1,300 tokens; 2,000 MB stay free"),
         ({}, (500, -400), 600, "KV cache shrunk from 1,000 to 600 tokens"),
         ({}, (99_000, 99_000), TOP, "KV cache grown from 1,000 to 9,000 tokens"),  # all addresses
-        ({"maps": RuntimeError("nothing is left")}, (500, 500), RULE, "a rank had no memory to map: nothing is left"),
-        ({"maps": MemoryError()}, (500, 500), RULE, "a rank had no memory to map: MemoryError"),
-        ({"silent": ("mapped",)}, (500, 500), RULE, "not every rank has reported that it mapped memory"),
-        ({"silent": ("measured",)}, (500, 500), RULE, "not every rank has reported its need"),
-        ({"refused": 1500}, (500, 500), RULE, "an object of the engine does not accept the size: frozen"),
+        (
+            {"map_error": RuntimeError("nothing is left")},
+            (500, 500),
+            RULE,
+            "a rank had no memory to map: nothing is left",
+        ),
+        ({"map_error": MemoryError()}, (500, 500), RULE, "a rank had no memory to map: MemoryError"),
+        ({"silent_topics": ("mapped",)}, (500, 500), RULE, "not every rank has reported that it mapped memory"),
+        ({"silent_topics": ("measured",)}, (500, 500), RULE, "not every rank has reported its need"),
+        ({"refused_tokens": 1500}, (500, 500), RULE, "an object of the engine does not accept the size: frozen"),
     ],
     ids=str,
 )
@@ -258,10 +272,10 @@ def test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction(mon
 
 
 def test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks(monkeypatch, caplog):
-    ranks = Ranks(monkeypatch, again=True)
+    ranks = Ranks(monkeypatch, rehearses_twice=True)
     ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
     assert (ranks.tokens(), ranks.serving) == ((1500,) * 3, [])
-    ranks.again = []
+    ranks.larger_phases = []
     ranks.measure(-100, 7, phases={"a": 3_000_000, "b": 9_000_000}, seconds={"b": 2.0})
     assert (ranks.tokens(), len(ranks.serving)) == ((1400,) * 3, 2)
     assert "largest forward passes: b 9 MB, a 5 MB" in caplog.text
@@ -270,7 +284,7 @@ def test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks(
 def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeypatch, caplog):
     """A later rehearsal runs only the phases that have become larger. The slack that PyTorch's allocator had in the
     earlier rehearsal must still count, although the allocator frees it between the two rehearsals."""
-    ranks = Ranks(monkeypatch, again=True)
+    ranks = Ranks(monkeypatch, rehearses_twice=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
     needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
@@ -283,12 +297,12 @@ def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeyp
 
 def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
     """Rank 1 gets the same limit even if it could not begin its last rehearsal, or has no memory to grow."""
-    ranks, limited = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS), []
+    ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
         assert (one.more["bytes_per_token"], one.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
     monkeypatch.setattr(start.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
-    ranks.again, ranks.starts[1]._limits, ranks.pools[1]._maps = [], None, RuntimeError("nothing is left")
+    ranks.larger_phases, ranks.starts[1]._limits, ranks.pools[1]._map_error = [], None, RuntimeError("nothing is left")
     ranks.measure(900, 900, fewer_requests=512)
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
@@ -309,7 +323,7 @@ AGAIN = "rehearses again with 256 requests at once: with more, too little memory
 def test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_small(
     spare_mb, seen, begins_again, monkeypatch, caplog
 ):
-    ranks = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS)
+    ranks = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS)
     monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: None)
     ranks.measure(*spare_mb, **{"restart_requests": 256} | seen)
     whole = [not one.ended and one.derive == start.phases.derive_phases for one in ranks.rehearsals()]
@@ -320,7 +334,7 @@ def test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_s
 def test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
     """The first rehearsal's measurements, made with more requests, no longer count. The server later admits only the
     smaller number of requests."""
-    ranks, limited = Ranks(monkeypatch, again=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
+    ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
     monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
     ranks.measure(-1, 700, restart_requests=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
     few = {"slack": 4_000_000, "phases": {"b": 3_000_000}, "seconds": {"b": 1.0}}
@@ -382,7 +396,7 @@ def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
 def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
     """The failed rehearsal did not measure the need with the larger KV cache, so the KV cache cannot keep the larger
     size."""
-    ranks = Ranks(monkeypatch, again=True)
+    ranks = Ranks(monkeypatch, rehearses_twice=True)
     ranks.measure(500, 500)
     ranks.measure(500, 500, failure="AssertionError: a forward pass")
     assert ranks.tokens() == (RULE,) * 3
@@ -463,7 +477,7 @@ def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
 
 
 def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
-    ranks = Ranks(monkeypatch, again=True)
+    ranks = Ranks(monkeypatch, rehearses_twice=True)
     ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED}, expected=MARGIN + 200_000_000)
     assert ranks.tokens() == (200,) * 3
     ranks.measure(1500, 1500)
@@ -473,8 +487,8 @@ def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
 def test_rank_0_ends_a_rehearsal_that_it_does_not_drive(monkeypatch):
     """Rank 0 fails to begin its second rehearsal, so it sends no requests. Without an order of rank 0, the rehearsal of
     rank 1 would never end."""
-    ranks = Ranks(monkeypatch, again=True)
-    monkeypatch.setattr(Rehearsal, "begin", lambda one: divided_by_zero() if one.leads else None)
+    ranks = Ranks(monkeypatch, rehearses_twice=True)
+    monkeypatch.setattr(Rehearsal, "begin", lambda one: divide_by_zero() if one.leads else None)
     for one, spare in zip(ranks.starts, (500, 500), strict=True):
         one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000))
     for _ in range(2):  # rank 0 handles the measured need, then the mapped memory
@@ -487,14 +501,14 @@ def test_rank_0_ends_a_rehearsal_that_it_does_not_drive(monkeypatch):
     assert len(ranks.serving) == 2
 
 
-def divided_by_zero():
+def divide_by_zero():
     return 1 / 0
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
-    """Some forward passes did not run, so their need is not known. For them, a gigabyte stays free in addition to the
-    margin."""
-    ranks = Ranks(monkeypatch, again=True)
+    """If a rehearsal ends early, some forward passes have not run, so their need is not known. One GB then stays free
+    for them, in addition to the margin."""
+    ranks = Ranks(monkeypatch, rehearses_twice=True)
     for tokens in (900, 800, 700):
         assert ranks.serving == []
         ranks.measure(900, 900, stopped=True, missed={"a phase": PhaseKind.MIXED})

@@ -81,8 +81,8 @@ def keys_of(store):
     ],
 )
 def test_a_key_that_another_process_writes_has_no_effect(forge, store):
-    """The other process writes a forged value under two kinds of keys. The real keys depend on a secret. The other keys
-    are those that a process without the secret could guess."""
+    """Another process writes forged values into the store, under the real keys of rank 1 and under keys that it could
+    guess. (Real keys depend on a secret.) The ranks ignore these values."""
     first = board(store, 0)
     first.publish("a", "told")
     (value_key, value), (flag_key, flag) = keys_of(store)
@@ -190,9 +190,9 @@ def test_a_server_of_one_rank_uses_no_store(store, monkeypatch):
     assert (alone.collect("a", str), alone.is_raised("low")) == (["told"], True)
 
 
-def gathered(rank, folder, results):
+def gather_in_process(rank, folder, results):
     """Run one of two ranks in its own process. The rank gathers values through a Gloo group, as in the engine, and puts
-    the values into ``results``."""
+    the gathered values into ``results``."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD, rank_in_group=rank)
     state = SimpleNamespace(get_world_group=lambda: group)
@@ -208,7 +208,7 @@ GATHERED = tuple[str, TokenCounts]
 def test_ranks_gather_values_and_share_a_secret(tmp_path):
     processes = torch.multiprocessing.get_context("fork")
     results = processes.Queue()
-    children = [processes.Process(target=gathered, args=(rank, tmp_path, results)) for rank in range(2)]
+    children = [processes.Process(target=gather_in_process, args=(rank, tmp_path, results)) for rank in range(2)]
     for child in children:
         child.start()
     found = {rank: rest for rank, *rest in (results.get(timeout=60) for _ in children)}
@@ -317,9 +317,10 @@ def test_users_requests_wait_while_rank_0_broadcasts():
 
 
 @pytest.fixture
-def machines_of(store, monkeypatch):
-    """Return a function that simulates ranks on several machines. The ranks ask whether all machines take part, and the
-    function returns the set of the answers that they get. Its arguments say for each rank whether the rank asks."""
+def ask_all_machines(store, monkeypatch):
+    """Return a function that simulates one rank on each machine. The ranks ask whether all machines take part in
+    kv-sizing. The arguments say for each rank whether it asks: a rank that does not ask takes no part. The function
+    returns the set of all answers, with "RuntimeError" for an error."""
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):
@@ -329,24 +330,24 @@ def machines_of(store, monkeypatch):
         except RuntimeError:
             return "RuntimeError"
 
-    def found(*asks):
+    def ask_ranks(*asks):
         store.ranks = len(asks)
         with ThreadPoolExecutor() as pool:
             return set(pool.map(ask, (rank for rank, each in enumerate(asks) if each)))
 
-    return found
+    return ask_ranks
 
 
 @pytest.mark.parametrize(
     ("asks", "together"),
     [((True, True, True), True), ((True, True, False), False), ((False, True, True), False)],
 )
-def test_all_machines_take_part_or_no_machine_does(asks, together, machines_of, monkeypatch):
+def test_all_machines_take_part_or_no_machine_does(asks, together, ask_all_machines, monkeypatch):
     if together:  # all ranks ask, so none has to wait for the timeout
         monkeypatch.setattr(ranks, "WAIT_S", 60.0)
-    assert machines_of(*asks) == {together}
+    assert ask_all_machines(*asks) == {together}
     if not together:
-        assert machines_of(True, True, True) == {together}  # ranks that ask later get the same decision
+        assert ask_all_machines(True, True, True) == {together}  # ranks that ask later get the same decision
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_all_machines_take_part_or_no_machine_does(asks, together, machines_of, 
         ({"2 takes part": ""}, (True, True, False), "RuntimeError"),
     ],
 )
-def test_forged_answers_of_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, found, store, machines_of):
+def test_forged_answers_of_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, found, store, ask_all_machines):
     for name, value in foreign.items():
         store.made.set(f"{ranks._KEY}{name}", value)
-    assert machines_of(*asks) == {found}
+    assert ask_all_machines(*asks) == {found}

@@ -226,7 +226,7 @@ def no_answer_between_forwards(scheduler):
     return no_answer(scheduler) if before == scheduler.forwards else Memory(9 * GB)
 
 
-def divided_by_zero(*given):
+def divide_by_zero(*given):
     return 1 / 0
 
 
@@ -235,7 +235,7 @@ def divided_by_zero(*given):
     [
         (Scheduler, "read", no_answer, "RuntimeError: no answer"),
         (Scheduler, "read", no_answer_between_forwards, "RuntimeError: no answer"),
-        (rehearsal, "batch_facts", divided_by_zero, "ZeroDivisionError: division by zero"),
+        (rehearsal, "batch_facts", divide_by_zero, "ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_failing_gpu_driver_ends_the_rehearsal_but_not_the_server(
@@ -246,7 +246,7 @@ def test_a_failing_gpu_driver_ends_the_rehearsal_but_not_the_server(
 
 
 def test_a_store_without_an_answer_and_an_unflushed_cache_fail_the_rehearsal(scheduler):
-    assert rehearse(scheduler(), low=divided_by_zero).failure == "ZeroDivisionError: division by zero"
+    assert rehearse(scheduler(), low=divide_by_zero).failure == "ZeroDivisionError: division by zero"
     assert rehearse(scheduler(flushes=False)).failure == "requests were left"
 
 

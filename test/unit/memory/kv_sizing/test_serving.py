@@ -1,5 +1,5 @@
-"""Tests of a running server whose KV cache was sized. If GPU memory becomes short, the server unmaps the end of the KV
-cache (the *tail*). The server also limits the number of concurrent requests."""
+"""Tests of a running server whose KV cache was sized. If GPU memory becomes short, rank 0 sends all ranks an *order* to
+unmap the end of the KV cache (the *tail*). The server also limits the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def request(prompt, new, computed=0):
     )
 
 
-BESIDE = 9
+EXTRA_TOKENS = 9
 """Number of KV cache tokens that a request takes in addition to its prompt and its new tokens. The engine admits a
 request only if one more token is free."""
 
@@ -93,14 +93,17 @@ class Flags(set):
     raise_flag = set.add
     is_raised = set.__contains__
 
-    def said(self, what):
-        return [flag for flag in self if flag.startswith(what)]
+    def raised(self, prefix):
+        return [flag for flag in self if flag.startswith(prefix)]
 
 
 @pytest.fixture
 def make_rank(monkeypatch):
-    """Return a function that makes ranks of one server. The KV cache has 10,000 tokens. The argument ``free`` is the
-    free memory of the rank's GPU."""
+    """Return a function that makes ranks of one server, whose KV cache has 10,000 tokens.
+
+    The argument ``free`` is the free memory of the rank's GPU. ``leads`` says whether the rank is rank 0. Other
+    arguments become attributes of the rank's scheduler.
+    """
     board = Flags()
 
     def tell(scheduler, counts, longest_request):
@@ -118,7 +121,7 @@ def make_rank(monkeypatch):
         made.scheduler, made.allocator = engine, allocator
         memory = FreeMemory(lambda: Memory(free=made.free), 2 * GB, lambda: next(clock))
         shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=made.orders.append)
-        made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, extra_tokens=BESIDE)
+        made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, extra_tokens=EXTRA_TOKENS)
         return made
 
     monkeypatch.setattr(serving.token_count, "set_token_count", tell)
@@ -241,7 +244,7 @@ def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
     assert caplog.text.count("the server goes on: no driver") == 1
 
 
-def not_said():
+def raise_not_implemented():
     raise NotImplementedError
 
 
@@ -256,7 +259,7 @@ def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable
         "full_evictable_size": lambda: 0,
     }  # methods of the engine's radix caches
     if cache == "beside states":
-        says = {"evictable_size": not_said, "full_evictable_size": lambda: evictable}
+        says = {"evictable_size": raise_not_implemented, "full_evictable_size": lambda: evictable}
     vars(made.scheduler.tree_cache).update(says)
     made.allocator.free_pages = made.allocator.free_pages[8400:9800]
     obey_order(Retire(8500), made)
@@ -296,7 +299,8 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
     ids=str,
 )
 def test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request(scheduler, ordered, make_rank, caplog):
-    """If the KV cache cannot shrink enough, the log says once that memory stays short."""
+    """In each case, the KV cache keeps so much room that it cannot free all missing memory. The log then says once that
+    memory is short."""
     made = make_rank(0, **scheduler)
     made.one.run_turn()
     assert made.orders == ordered
@@ -320,12 +324,12 @@ def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(sch
     obey_order(first.orders[0], first, other)
     assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8490))
     other.one.run_turn()
-    assert not other.board.said(serving.SHORT_REPORT)  # the order is not finished, because a request holds its slots
+    assert not other.board.raised(serving.SHORT_REPORT)  # the order is not finished, because a request holds its slots
     vars(other.scheduler).update(dict.fromkeys(scheduler))
     other.one.run_turn()
     assert other.pools.counts.tokens == 8500
     other.one.run_turn()
-    assert other.board.said(serving.SHORT_REPORT)
+    assert other.board.raised(serving.SHORT_REPORT)
 
 
 def session_of(name):
@@ -409,7 +413,8 @@ def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
 
 
 def test_a_failing_gpu_driver_ends_only_the_watch_of_free_memory(make_rank, caplog):
-    """The rank stops watching its free memory. It still executes orders, like the other ranks."""
+    """If the GPU driver fails, the rank stops reading its free memory. It still executes rank 0's orders, because all
+    ranks must have the same KV cache size."""
     made = make_rank(9 * GB)
     del made.free
     made.one.run_turn()
@@ -657,8 +662,8 @@ def test_fewer_requests_are_admitted_to_a_penalized_batch(sampling, scheduler):
 
 
 def test_the_limit_follows_the_batch_that_the_requests_join(scheduler):
-    """A pipeline has several batches. Engine releases after 0.5.13 pass the batch to ``get_new_batch_prefill`` as an
-    argument."""
+    """A pipeline has several batches. The limit depends on the batch that the new requests join. Engine releases after
+    0.5.13 pass this batch to ``get_new_batch_prefill`` as an argument."""
     scheduler.running_batch = batch_of(Request(), need_min_p_sampling=True)
     other = batch_of(Request())
     assert scheduler.get_new_batch_prefill(other) is other
@@ -725,4 +730,4 @@ def test_each_beam_of_a_request_keeps_its_own_new_tokens(make_rank):
     made = make_rank(0, waiting_queue=[request(1000, 250)])
     made.scheduler.waiting_queue[0].beam_group = SimpleNamespace(beam_width=30)
     made.one.run_turn()
-    assert made.orders == [Retire(1000 + 30 * 250 + BESIDE + 1)]
+    assert made.orders == [Retire(1000 + 30 * 250 + EXTRA_TOKENS + 1)]
