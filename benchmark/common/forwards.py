@@ -22,7 +22,7 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace import COLUMNS
 from sglang_moe_patches.core.dead_input import counts
 from sglang_moe_patches.core.patch import Count, Patcher
-from sglang_moe_patches.lab.observers.counting import LAYER, Tally, acts_of
+from sglang_moe_patches.lab.observers.counting import LAYER, Tally, select_acts
 from sglang_moe_patches.lab.observers.events import Acts, parse_acts
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
@@ -57,7 +57,7 @@ class Forward:
     @property
     def slices(self) -> list[int]:
         """Number of column slices of each [tokens, top-k, hidden] tensor that was cut."""
-        return [act.most for act in acts_of(self.acted, COLUMNS.name) for _ in range(act.times)]
+        return [act.most for act in select_acts(self.acted, COLUMNS.name) for _ in range(act.times)]
 
     @property
     def outputs(self) -> int:
@@ -70,7 +70,7 @@ class Forward:
         return self._times(counts.AS_SCRATCH)
 
     def _times(self, count: Count) -> int:
-        return sum(act.times for act in acts_of(self.acted, count.name))
+        return sum(act.times for act in select_acts(self.acted, count.name))
 
     @property
     def is_untouched(self) -> bool:

@@ -22,8 +22,8 @@ from typing import Any
 
 from sglang_moe_patches.lab.servers.server import Server, ServerFailed
 from sglang_moe_patches.memory.kv_sizing.phases import (
-    PENALIZED,
-    SAMPLED,
+    PENALIZED_SAMPLING,
+    SAMPLING,
     Limits,
     ServerFacts,
     Tokens,
@@ -111,12 +111,14 @@ def send_penalized(server: Server, info: Mapping[str, Any], vocabulary: int, req
     Penalties need memory in proportion to the vocabulary. Results as in :func:`overfill`.
     """
     load, tokens = _Load(Client(server.url), info, vocabulary, True), Tokens("penalized", vocabulary)
-    prompts = [tokens.some(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
+    prompts = [tokens.draw(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
     never = threading.Event()
     return _outcome(
         server,
         load,
-        lambda log: load.send(prompts, PENALIZED_NEW_TOKENS, never, sampling=PENALIZED, timeout_s=END_TIMEOUT_S),
+        lambda log: load.send(
+            prompts, PENALIZED_NEW_TOKENS, never, sampling=PENALIZED_SAMPLING, timeout_s=END_TIMEOUT_S
+        ),
     )
 
 
@@ -157,7 +159,7 @@ def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], N
 
     try:
         drive(log)
-        load.send([Tokens("after", load.limits.vocabulary).some(8)], 4, threading.Event())
+        load.send([Tokens("after", load.limits.vocabulary).draw(8)], 4, threading.Event())
     except ServerFailed as error:
         load.errors.insert(0, str(error).partition(". ")[0])
     return {
@@ -179,7 +181,7 @@ def filling_requests(limits: Limits) -> tuple[int, int, int]:
 
     :returns: number of requests, tokens of each prompt, new tokens of each request.
     """
-    chunk = limits.largest
+    chunk = limits.largest_prefill_tokens
     several = max(MIN_FILLING_REQUESTS, -(-limits.cache_tokens * 5 // (limits.input_tokens * 4)))
     count = max(1, min(limits.requests, several))
     prompt = int(PROMPT_FRACTION * limits.cache_tokens / count)
@@ -208,7 +210,7 @@ class _Load:
         self.answered = self.aborted = 0
         self.errors: list[str] = []
         half = max(1, limits.input_tokens // 2)
-        self._prefixes = [Tokens(f"overfill {n}", limits.vocabulary).some(half) for n in range(SHARED_PREFIXES)]
+        self._prefixes = [Tokens(f"overfill {n}", limits.vocabulary).draw(half) for n in range(SHARED_PREFIXES)]
         self._lock = threading.Lock()
 
     def run(
@@ -245,11 +247,11 @@ class _Load:
         if not self.may_abort:
             new_tokens = min(new_tokens, self.max_new_tokens)
         tokens = Tokens("fill", self.limits.vocabulary)
-        for length in growing_lengths(self.limits.largest):
+        for length in growing_lengths(self.limits.largest_prefill_tokens):
             if not stop.is_set():
-                self.send([tokens.some(length) for _ in range(self.ranks)], 1, stop)
+                self.send([tokens.draw(length) for _ in range(self.ranks)], 1, stop)
         while not stop.is_set():
-            self.send([tokens.some(prompt) for _ in range(count * self.ranks)], new_tokens, stop)
+            self.send([tokens.draw(prompt) for _ in range(count * self.ranks)], new_tokens, stop)
 
     def send_random_requests(self, number: int, stop: threading.Event) -> None:
         """Send requests of random lengths, one after the other. Half of the prompts begin with a shared prefix."""
@@ -257,11 +259,11 @@ class _Load:
         while not stop.is_set():
             prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
             prefix = prefix[: random_length(draw, len(prefix))]
-            prompt = prefix + tokens.some(random_length(draw, self.limits.input_tokens // 2 - 1))
+            prompt = prefix + tokens.draw(random_length(draw, self.limits.input_tokens // 2 - 1))
             new_tokens = min(random_length(draw, self.max_new_tokens), self.limits.input_tokens - len(prompt))
             closes_early = draw.random() < ABORTED_FRACTION and self.may_abort
             timeout_s = 0.05 + 2 * draw.random() if closes_early else None
-            sampling = PENALIZED if draw.random() < PENALIZED_FRACTION else SAMPLED
+            sampling = PENALIZED_SAMPLING if draw.random() < PENALIZED_FRACTION else SAMPLING
             self.send([prompt], max(new_tokens, 1), stop, timeout_s, sampling)
 
     def send(
@@ -270,7 +272,7 @@ class _Load:
         new_tokens: int,
         stop: threading.Event,
         timeout_s: float | None = None,
-        sampling: Mapping[str, Any] = SAMPLED,
+        sampling: Mapping[str, Any] = SAMPLING,
     ) -> None:
         """Send prompts in one request, and count the answers or the error.
 

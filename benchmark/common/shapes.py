@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang_moe_patches.lab.predict.forward import Acting
+from sglang_moe_patches.lab.predict.forward import MemoryEffects
 from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 
 __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "Rank"]
@@ -30,14 +30,14 @@ def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model
     return fuse(model) if fusion and fusible and runner == "triton" else model
 
 
-def every_change(model: Model, columns: int | None = None) -> Acting:
+def every_change(model: Model, columns: int | None = None) -> MemoryEffects:
     """Return the changes that act in a patched server. The model's family must be one whose layers offer their dead
     input to the MoE runner.
 
     :param columns: columns of a slice in the Triton or Marlin runner; ``None``: the runner's tensor is not cut.
     """
     latent = model.q_lora_rank is not None
-    return Acting(latent, latent and bool(model.shared_experts), True, columns)
+    return MemoryEffects(latent, latent and bool(model.shared_experts), True, columns)
 
 
 _DEEPSEEK_V3 = Model("deepseek-ai/DeepSeek-V3", 61, 3, 7168, 256, 8, 2048, 1, 18432, 128, 128, (8, 4), 1536)

@@ -75,7 +75,7 @@ def predict(
     :param width: columns of a slice; ``None``: the width that moe-workspace's rule chooses today.
     """
     model = fuse_like_engine(served.model, served.runner, fusion=fusion)
-    layout, acting = Layout(tp=tp), prediction.Acting()
+    layout, acting = Layout(tp=tp), prediction.MemoryEffects()
     if server == "patched":
         acting = every_change(model)
         if served.runner in ("triton", "marlin"):
@@ -86,7 +86,7 @@ def predict(
 
 
 def choose_width(
-    served: weights.ServedModel, rank: Rank, tokens: int, acting: prediction.Acting, moe_workspace_mb: int | None
+    served: weights.ServedModel, rank: Rank, tokens: int, acting: prediction.MemoryEffects, moe_workspace_mb: int | None
 ) -> int:
     """Return the slice width, in columns, that moe-workspace's rule chooses today, with untuned tiles for Triton."""
     max_bytes = None if moe_workspace_mb is None else moe_workspace_mb * 10**6

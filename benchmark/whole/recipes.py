@@ -58,7 +58,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     if "refused" in found:
         return found
     sizing = next(change for change in found["changes"] if change["name"] == "kv-sizing")
-    is_left_alone = sizing["reason"].endswith(eligibility.given_reason("auto"))
+    is_left_alone = sizing["reason"].endswith(eligibility.kept_fraction_reason("auto"))
     return {
         "server": found["server"],
         # The source is left out, because it is a temporary folder.

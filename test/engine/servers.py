@@ -33,7 +33,7 @@ from sglang_moe_patches.core.patch import (
 )
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
-from sglang_moe_patches.lab.observers.counting import acts_of
+from sglang_moe_patches.lab.observers.counting import select_acts
 from sglang_moe_patches.lab.servers.server import Server, free_port
 from sglang_moe_patches.registry import CHANGES
 from sglang_moe_reference import environment
@@ -170,7 +170,7 @@ def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTE
     """
     assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     inputs = (counts.OFFERED, counts.AS_OUTPUT)
-    offered, taken = ({act.layer for act in acts_of(patched.acted, count.name)} for count in inputs)
+    offered, taken = ({act.layer for act in select_acts(patched.acted, count.name)} for count in inputs)
     assert offered == set(patched.acted.layers) - {
         0
     }  # the input of the first layer becomes the residual, so it is not dead
@@ -209,8 +209,8 @@ def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> N
     )  # otherwise the engine itself takes the offered buffer
     outputs = {OUTPUT_IN_DEAD_INPUT: counts.AS_OUTPUT if is_ours else counts.OFFERED}
     for effect, count in {**COUNTS_BY_EFFECT, **outputs}.items():
-        assert (effect in said) == bool(acts_of(ran.acted, count.name)), (effect, said, ran.acted)
-    shuffled = acts_of(ran.acted, fp4_weights.CHANGE.counts[0].name)
+        assert (effect in said) == bool(select_acts(ran.acted, count.name)), (effect, said, ran.acted)
+    shuffled = select_acts(ran.acted, fp4_weights.CHANGE.counts[0].name)
     assert rows["fp4-weights"]["acts"] == bool(shuffled), rows["fp4-weights"]
     assert report["fit"]["token_bytes"] == pytest.approx(ran.memory.cache_token_bytes, rel=0.001)
 

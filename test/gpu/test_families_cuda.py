@@ -117,7 +117,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
         "distinct": stock[1].unique().numel(),
         "in_place": getattr(_experts(engine.runner.model).moe_runner_config, "inplace", False),
         "peak": [round(one[2] / 1e6, 1) for one in (stock, patched)],
-        "acted": counting.sentences(statuses, tally.acted),
+        "acted": counting.describe_actions(statuses, tally.acted),
     }
 
 

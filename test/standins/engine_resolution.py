@@ -77,7 +77,7 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
         return {"skipped": skip.reason}
     hooks.ranks.is_rank_0 = lambda: True  # there are no process groups
     hooks.ranks.all_gather = lambda value, kind: [value]
-    hooks.engine_rule.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(
+    hooks.engine_rule.measure_launch_memory = lambda maker, arguments, before_gib: LaunchMemory(
         fraction=0.8, free_before_load=100 << 30
     )
     process = hooks.SchedulerHooks()

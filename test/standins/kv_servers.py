@@ -173,7 +173,7 @@ class OneRank:
 
     def begin(self):
         self.orders.open()
-        self.orders.read_instead, self.orders.on_turn = self.run.poll, self.run.look_at_turn
+        self.orders.read_instead, self.orders.on_turn = self.run.poll, self.run.read_turn_memory
         self.run.begin()
 
     def end(self):

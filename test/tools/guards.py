@@ -262,7 +262,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_the_weight_format_follows_from_the_engines_quantization_class": [('if layer.get("mxfp4"):', "if False:")],
         "test_fp4_weights_acts_by_format_and_runner": [
-            ("if server.runner not in LAID_OUT[server.format]:", "if False:")
+            ("if server.runner not in LAYOUT_RUNNERS[server.format]:", "if False:")
         ],
         "test_a_variable_that_this_server_does_not_read_is_named": [('if row["status"] == Status.NOT_NEEDED', "")],
         "test_effects_in_the_report_follow_the_changes_decisions": [
@@ -303,7 +303,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("= first, top, page, first", "= first, top, page, top")
         ],
         "test_free_rows_of_the_request_table_contain_no_unmapped_slot": [
-            ("            _forget_slots(table)\n", "            pass\n"),
+            ("            _reset_free_rows(table)\n", "            pass\n"),
             ("[0, *map(int, table.free_slots)]", "range(len(rows))"),
         ],
         "test_tokens_with_window_give_the_windows_at_least_the_wanted_tokens": [
@@ -498,7 +498,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_slots_of_streaming_sessions_are_never_freed": [
             ("        return 2 * largest + held\n", "        return 2 * largest\n"),
-            ("needed = longest + whole_pages(held.values(), page)", "needed = longest"),
+            ("needed = longest + round_up_to_pages(held.values(), page)", "needed = longest"),
             ("max(tokens, held.get(session.session_id, 0))", "held.get(session.session_id, 0)"),
             ('getattr(record, "kv", record)', "record"),
         ],
@@ -537,8 +537,8 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "memory/kv_sizing/load_driver.py": {
         "test_the_radix_cache_finds_only_the_intended_prefix_in_prompts": [
             (
-                "return [next(self._first_tokens), *tokens.some(length - 1)] if length else []",
-                "return tokens.some(length)",
+                "return [next(self._first_tokens), *tokens.draw(length - 1)] if length else []",
+                "return tokens.draw(length)",
             )
         ],
         "test_the_next_smaller_request_limit_is_known_wherever_a_rehearsal_ends": [
@@ -566,7 +566,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("phase.bound.modes == DECODES and not phase.bound.graph:", "phase.bound.modes == DECODES:"),
             ("yield from self._replace_last_decode(phase)", "pass"),
             ("while not self._is_idle:  # else", "while False:  # else"),
-            ('name="", sampling=SAMPLED, output', 'name="", output'),
+            ('name="", sampling=SAMPLING, output', 'name="", output'),
         ],
         "test_a_phase_whose_prefix_was_not_planted_is_not_computed": [
             ("            if not self._is_planted:", "            if False:")
@@ -607,7 +607,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal": [('*("forward_ct", ', "*(")],
         "test_counters_are_restored": [("self._undo.append(partial(setattr, owner, name, copy(value)))", "pass")],
         "test_metrics_and_the_queue_limit_are_off_during_a_rehearsal": [
-            ('RECORDING = ("enable_metrics", ', "RECORDING = ("),
+            ('METRIC_SWITCHES = ("enable_metrics", ', "METRIC_SWITCHES = ("),
             ('self._set_until_end(self.scheduler, "max_queued_requests", None)', "pass"),
         ],
     },

@@ -30,7 +30,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """
     if machine.has_gpu():
         return {}
-    stub = stub_libcuda(machine.cache_folder(environ))
+    stub = build_stub_libcuda(machine.cache_folder(environ))
     paths = [str(stub.parent), *filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))]
     return {
         "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths)),
@@ -38,7 +38,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def stub_libcuda(folder: Path) -> Path:
+def build_stub_libcuda(folder: Path) -> Path:
     """Build a stub ``libcuda.so.1``, unless it already exists. All of its functions return 100
     (``CUDA_ERROR_NO_DEVICE``).
 

@@ -468,7 +468,7 @@ def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher)
     tally = counting.Tally([count for counts in counting.active_counts(applied).values() for count in counts])
     tally.install(patcher)
     run(bf16("qwen3-moe"), *TRITON_CHANGES["all"])
-    assert counting.sentences(applied, tally.acted) == [
+    assert counting.describe_actions(applied, tally.acted) == [
         "output-buffer: offered the dead input in 3 of 4 MoE layers",
         "deferred-shared-experts: did nothing",
         "moe-workspace: ran in columns in 4 of 4 MoE layers, up to 2 slices; "

@@ -96,7 +96,7 @@ def test_a_broken_patch_is_called_worse(engine, stock_for_mutations, name, patch
     print(name, f"{100 * mutated.accuracy:.0f} %", found.p_worse, len(found.differing))
     assert found.exit_code == 1
     assert found.differing
-    assert f"{len(found.differing)} of {MUTATION_QUESTIONS} answers differ" in " ".join(report.summary(found))
+    assert f"{len(found.differing)} of {MUTATION_QUESTIONS} answers differ" in " ".join(report.make_summary(found))
 
 
 @pytest.mark.every_release

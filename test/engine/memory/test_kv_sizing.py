@@ -127,13 +127,13 @@ def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompt
 def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
     if not seen.has_module("sglang.srt.model_executor.cuda_graph_config"):
         assert "cuda_graph_max_bs" in arguments()
-        assert phases._asked_to_capture({"cuda_graph_max_bs": 48}) == 48
+        assert phases._read_capture_limit({"cuda_graph_max_bs": 48}) == 48
         return
     graphs = seen.module("sglang.srt.model_executor.cuda_graph_config")
     for backend, largest in ((graphs.Backend.FULL, 48), (graphs.Backend.DISABLED, 0)):
         config = graphs.CudaGraphConfig(decode=graphs.PhaseConfig(backend=backend, max_bs=48))
         for told in (config, asdict(config)):  # as in the server, and as in its report
-            assert phases._asked_to_capture({"cuda_graph_config": told}) == largest
+            assert phases._read_capture_limit({"cuda_graph_config": told}) == largest
 
 
 NEVER_SHOWN = {

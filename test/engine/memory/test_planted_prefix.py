@@ -86,7 +86,7 @@ def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs(kind, pa
         phase = driven[each]
         assert plant(scheduler, phases.shared_prefix(phase.shared, limits))
         shared, fresh = max(phase.prompts, key=sum)
-        longest = phases.shared_prefix(shared, limits) + phases.Tokens("behind", 1000).some(fresh)
+        longest = phases.shared_prefix(shared, limits) + phases.Tokens("behind", 1000).draw(fresh)
         had, rest = cached_prefix_tokens(scheduler, longest), len(longest) - cached_prefix_tokens(scheduler, longest)
         if each is PhaseKind.BEHIND_PREFIX:
             assert had >= phase.bound.longest_prefix > limits.input_tokens // 2
@@ -107,7 +107,7 @@ def test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached(kind, pag
     whole = (len(prefix) - eagle) // page * page
     # Plant another prompt with the same beginning, then a part of the prefix, the whole prefix, and the whole prefix
     # again.
-    others = [prefix[:1000] + phases.Tokens("other", 1000).some(300), prefix[:3000], prefix, prefix]
+    others = [prefix[:1000] + phases.Tokens("other", 1000).draw(300), prefix[:3000], prefix, prefix]
     taken = []
     for tokens in others:
         assert plant(scheduler, tokens)
@@ -115,11 +115,11 @@ def test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached(kind, pag
         taken.append(checked_cache_tokens(scheduler))
     assert taken[3] == taken[2] == whole + taken[0] - (1000 - eagle) // page * page
     # If there is no room, planting evicts other prefixes. This prefix needs all but 1,000 tokens of the cache.
-    rest = phases.Tokens("rest", 1000).some(SIZE - 1000)
+    rest = phases.Tokens("rest", 1000).draw(SIZE - 1000)
     assert plant(scheduler, rest)
     assert cached_prefix_tokens(scheduler, [*rest, 1]) == (len(rest) - eagle) // page * page
     checked_cache_tokens(scheduler)
-    assert not plant(scheduler, phases.Tokens("too long", 1000).some(SIZE + 2 * page))
+    assert not plant(scheduler, phases.Tokens("too long", 1000).draw(SIZE + 2 * page))
     checked_cache_tokens(scheduler)
     # Empty the cache and the allocator as a flush of the engine does.
     scheduler.tree_cache.reset()

@@ -14,7 +14,7 @@ from sglang_moe_reference import environment
 
 def test_the_users_own_processor_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    monkeypatch.setattr(without_gpu, "stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
+    monkeypatch.setattr(without_gpu, "build_stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
     assert environment.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # the next higher level has AMX
     settings = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3", "TORCHDYNAMO_DISABLE": "0"}
     assert environment.variables(settings).items() >= settings.items()
@@ -31,10 +31,13 @@ def test_a_missing_libnuma_is_named_and_the_stub_has_only_driver_functions(tmp_p
     monkeypatch.setattr(without_gpu, "_can_load", lambda library: has_libnuma)
     if not has_libnuma:
         with pytest.raises(without_gpu.UnusableEnvironment, match=r"load libnuma\.so\.1; install libnuma1"):
-            without_gpu.stub_libcuda(tmp_path)
+            without_gpu.build_stub_libcuda(tmp_path)
         return
     symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", without_gpu.stub_libcuda(tmp_path)], capture_output=True, text=True, check=True
+        ["nm", "-D", "--defined-only", without_gpu.build_stub_libcuda(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "cuInit" in symbols.stdout
     assert "cublas" not in symbols.stdout

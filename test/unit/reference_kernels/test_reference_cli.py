@@ -93,7 +93,7 @@ def test_regress_compares_servers_on_the_reference_kernels(tmp_path, monkeypatch
     seen: dict[str, Any] = {}
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(environment.without_gpu, "stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
+    monkeypatch.setattr(environment.without_gpu, "build_stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
 
     def compare(subject, evaluation, criterion, **others):
         seen.update(subject=subject, criterion=criterion, **others)

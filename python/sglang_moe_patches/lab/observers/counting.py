@@ -170,7 +170,7 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
 # --- Sentences for a report -------------------------------------------------------------------------------------------
 
 
-def sentences(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
+def describe_actions(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
     """Return one sentence for each active change: its actions, or the reason why it did nothing. The list is empty if
     nothing was observed."""
     if not (acted.layers or acted.acts):
@@ -179,14 +179,14 @@ def sentences(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
 
 
 def _describe_change(counts: Iterable[Count], acted: Acts) -> str:
-    parts = [_describe_count(count, acts, acted) for count in counts if (acts := acts_of(acted, count.name))]
+    parts = [_describe_count(count, acts, acted) for count in counts if (acts := select_acts(acted, count.name))]
     if parts:
         return "; ".join(parts)
     reasons = [count.skip_reason(*acted.largest) for count in counts] if acted.largest else []
     return f"did nothing{next((f': {reason}' for reason in reasons if reason), '')}"
 
 
-def acts_of(acted: Acts, name: str) -> list[Act]:
+def select_acts(acted: Acts, name: str) -> list[Act]:
     """Return the acts of one count, sorted by layer.
 
     :param name: name of the :class:`~sglang_moe_patches.core.patch.Count`.

@@ -51,8 +51,8 @@ class Observer:
         self.tokens = 0
         """Tokens of the current forward pass."""
         self.is_measuring = False
-        """Whether the memory of the current forward pass is recorded. It is if no earlier forward pass had more
-        tokens."""
+        """Whether the memory of the current forward pass is recorded. It is recorded if no earlier forward pass had
+        more tokens."""
         self.kernels = 0
         """Number of MoE kernels that the current forward pass has started."""
         self.buffers = 0
@@ -122,7 +122,8 @@ class Observer:
             self.live = max(self.live, allocated - self.allocated_before)
 
     def start_layer(self, layer: Any) -> None:
-        """Observe the start of a MoE layer. A runner without an observed kernel counts as one kernel.
+        """Observe the start of a MoE layer. The layer counts as one kernel, unless its runner's kernels are observed
+        themselves (TRT-LLM and CuteDSL).
 
         :param layer: the engine's ``FusedMoE``.
         """

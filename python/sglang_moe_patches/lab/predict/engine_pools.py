@@ -130,7 +130,9 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
-        launch = engine_rule.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
+        launch = engine_rule.measure_launch_memory(
+            maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB
+        )
         fit = replace(fit, token_bytes=engine_rule.bytes_per_token(maker), images=launch.images)
         try:
             config = _resolve_pools(maker, fit, fit.memory - fit.loaded)

@@ -188,7 +188,7 @@ def main() -> None:
     if asked["leave_out_unused"]:
         unused_imports.replace_packages()
     try:
-        answer = _answer(asked["arguments"], find_gpu(asked["gpu"]), asked["language_model"], asked["top_k"])
+        answer = _answer_query(asked["arguments"], find_gpu(asked["gpu"]), asked["language_model"], asked["top_k"])
     except ModelRefused as error:
         answer = {"model_refused": str(error)}
     except (Refused, WrongValue) as error:
@@ -301,7 +301,7 @@ def _add_near_options(refusal: str) -> str:
     return refusal
 
 
-def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) -> dict[str, Any]:
+def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) -> dict[str, Any]:
     claim_gpu(gpu)
     from sglang_moe_patches.core.dead_input import probe
 
@@ -322,7 +322,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     try:
         # The engine may have no class for the language model alone. This does not mean that it refuses the whole model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
-            model, config = _build(server_args, view, gpu)
+            model, config = _build_model(server_args, view, gpu)
             stages = engine_pools.stage_bounds(view.pp_size, config.hf_text_config.num_hidden_layers)
         (by_stage, own_draft), layer = _count_weight_bytes(model, stages), _describe_layer(model)
         # The stage with the most weights has the least free memory. All stages get as many KV cache tokens as this
@@ -407,14 +407,14 @@ _TOO_SMALL = "the layer's input has only the rank's own tokens, too few for the 
 
 
 def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:
-    """Remove effects from a change's decision that need a dead input, if no dead input of this server is usable.
+    """Remove those effects from a change's decision that need a dead input, if this server has no usable dead input.
 
     A *dead input* is the memory of a layer's input, which no code reads any more. Changes can write into it.
 
     :param decision: fields of the change's decision. This function edits the dictionary.
     :param traced: whether prefills run in piecewise graphs.
-    :param ranks: ranks of data-parallel attention. The layer's input has the tokens of one rank, and the activation has
-        the tokens of all ranks.
+    :param ranks: number of ranks of data-parallel attention. The layer's input has the tokens of one rank, and the
+        activation has the tokens of all ranks.
     :param inner: columns of the activations of all experts to which a token is routed, together.
     :param hidden: columns of the layer's input.
     """
@@ -543,7 +543,7 @@ def _ask_pools(
     return engine_pools.ask(runner, fit, sizes=sizes)
 
 
-def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
+def _build_model(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
     """Build the model's first layers with fake tensors, as the engine builds them on rank 0.
 
     :returns: the model with these layers, and the engine's ``ModelConfig`` with all layers.
@@ -832,8 +832,11 @@ def _has_float_logits() -> bool:
 
 
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
-    """Return each change's plan for this server. The changes that decide only after the layers were built are also
-    applied."""
+    """Install the changes that have a ``decide`` function, and return the plan of every change for this server.
+
+    The engine then builds the model with the installed changes, and ``decide`` inspects it. The other changes are only
+    planned.
+    """
     selected = patch.selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {

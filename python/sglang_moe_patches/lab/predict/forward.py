@@ -29,7 +29,7 @@ from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 FP8_GROUP = 128
 BLOCKS = "fp8"
 """Name of FP8 quantization with one scale for each block of 128 x 128 weights."""
-SCALED = {BLOCKS: FP8_GROUP, "rows": None}
+SCALE_COLUMNS = {BLOCKS: FP8_GROUP, "rows": None}
 """Number of columns of a GEMM's input that share a scale. The key is the kind of 8-bit quantization. ``None`` means
 that all columns of a row share a scale."""
 NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
@@ -55,22 +55,22 @@ PARTS = {
 MOE = "the routed experts"
 RUNNERS = ("triton", "marlin", *runners.TRTLLM[:2])
 """MoE runners whose memory this module can predict, by their names for ``--moe-runner-backend``."""
-ROUTES_IN_FLOAT = ("glm4-moe", "minimax-m2")
+FLOAT_ROUTER_FAMILIES = ("glm4-moe", "minimax-m2")
 """Model families whose routers compute in float32 (``models/glm4_moe.py``, ``models/minimax_m2.py``)."""
 
 
 @dataclass(frozen=True)
-class Acting:
-    """Effects of the changes on the memory of a forward pass. A stock server up to 0.5.12.post1 has none of these
-    effects.
+class MemoryEffects:
+    """Effects on the memory of a forward pass. They come from the changes, or from the engine itself. The defaults are
+    those of a stock server up to 0.5.12.post1.
 
     :param inputs_dropped: whether attention's inputs are freed when attention ends (output-buffer; the engine itself
         from 0.5.13 on).
-    :param shared_last: whether shared experts run after the routed ones (deferred-shared-experts).
+    :param shared_last: whether shared experts run after the routed experts (deferred-shared-experts).
     :param dead_input: whether the runner writes its output, or its activation, into the layer's *dead input*: memory of
         an input that no code reads any more.
-    :param columns: columns of a slice in which Triton or Marlin sums the top-k (moe-workspace); ``None`` if it does not
-        use slices.
+    :param columns: columns of a slice in which Triton or Marlin sums the top-k (moe-workspace); ``None`` if the runner
+        does not use slices.
     :param out_of_place: whether the engine itself keeps Triton from writing over its input, because shared experts read
         the input at the same time.
     """
@@ -118,7 +118,8 @@ class Runner:
     """MoE runner: the engine's implementation of the routed experts.
 
     :param name: one of ``RUNNERS``.
-    :param quantization: quantization of the inputs of Triton's GEMMs: ``None`` (bfloat16), or a key of ``SCALED``.
+    :param quantization: quantization of the inputs of Triton's GEMMs: ``None`` (bfloat16), or a key of
+        ``SCALE_COLUMNS``.
     :param workspace: bytes that a TRT-LLM kernel takes while it runs.
     :param input_bytes: bytes of an element of a TRT-LLM kernel's input.
     :param copies_output: whether the engine copies the TRT-LLM kernel's output into another tensor.
@@ -136,7 +137,7 @@ def predict(
     layout: Layout,
     runner: Runner,
     tokens: int,
-    acting: Acting,
+    acting: MemoryEffects,
     *,
     graphs: bool = False,
     float_logits: bool = False,
@@ -165,7 +166,7 @@ def predict(
     rank = model.per_rank(layout)
     hidden = 2 * tokens * model.hidden
     count = 3 + (bool(model.shared_experts) and not acting.shared_last)
-    in_float = model.family in ROUTES_IN_FLOAT
+    in_float = model.family in FLOAT_ROUTER_FAMILIES
     logits = (4 if in_float or float_logits else 2) * tokens * model.experts
     kv_latent = model.latent.kv_rank + model.latent.rotary
     latents = 2 * tokens * (model.q_lora_rank + kv_latent) if model.q_lora_rank is not None else 0
@@ -225,10 +226,10 @@ def runner_bytes(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_in
 
     def quantized_bytes(rows: int, size: int) -> int:
         """Return the bytes of a GEMM's quantized input: one byte for each element, and the float32 scales
-        (:data:`SCALED`)."""
+        (:data:`SCALE_COLUMNS`)."""
         if runner.quantization is None:
             return 0
-        return rows * (size + 4 * -(-size // (SCALED[runner.quantization] or size)))
+        return rows * (size + 4 * -(-size // (SCALE_COLUMNS[runner.quantization] or size)))
 
     first, given = 2 * activation + quantized_bytes(tokens, size), quantized_bytes(rows, inner)
     own = 0 if dead_input and rank.top_k * inner <= size else activation

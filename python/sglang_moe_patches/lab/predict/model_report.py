@@ -32,10 +32,10 @@ from sglang_moe_patches.lab.predict import config, forward, room
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.lab.predict.engine_query import CannotAsk, ask, chunk_tokens, find_gpu
-from sglang_moe_patches.lab.predict.forward import Acting, Prediction
+from sglang_moe_patches.lab.predict.forward import MemoryEffects, Prediction
 from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
-from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, given_reason
+from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, kept_fraction_reason
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
 from sglang_moe_patches.registry import CHANGES
 
@@ -80,21 +80,24 @@ class Server:
     copies_output: bool = False
 
 
-def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, Decision]) -> tuple[Acting, Acting]:
-    """Return the effects on the memory of a forward pass in a stock server, and the effects in a patched server.
+def derive_effects(
+    server: Server, shared_experts: bool, decided: Mapping[str, Decision]
+) -> tuple[MemoryEffects, MemoryEffects]:
+    """Return the effects on the memory of a forward pass: in a stock server (the engine's own effects), and in a
+    patched server (these effects and the changes' effects).
 
     :param shared_experts: whether the layers have shared experts that run separately from the routed experts.
     :param decided: decision of each applied change. The key is the change's name.
     """
     natively, trtllm = server.family == DEEPSEEK and server.engine_drops, server.runner in runners.TRTLLM
     effects = {effect for decision in decided.values() for effect in decision.effects}
-    stock = Acting(
+    stock = MemoryEffects(
         inputs_dropped=natively,
         shared_last=natively and trtllm and shared_experts,
         dead_input=natively and trtllm and server.format == NVFP4,
         out_of_place=server.runner == "triton" and not server.in_place and SHARED_LAST not in effects,
     )
-    patched = Acting(
+    patched = MemoryEffects(
         inputs_dropped=stock.inputs_dropped or INPUTS_DROPPED in effects,
         shared_last=stock.shared_last or SHARED_LAST in effects,
         dead_input=stock.dead_input
@@ -150,11 +153,11 @@ def describe_fp4_weights(
         return row
     if server.format == UNKNOWN_FORMAT:
         return row | {"acts": None, "reason": NOT_BUILT}
-    if server.format not in LAID_OUT:
+    if server.format not in LAYOUT_RUNNERS:
         return row | {"reason": f"the experts' weights are {server.format}"}
     if server.runner is None:
         return row | {"acts": None, "reason": "not known: the runner of the experts is not known"}
-    if server.runner not in LAID_OUT[server.format]:
+    if server.runner not in LAYOUT_RUNNERS[server.format]:
         return row | {"reason": f"it does not lay out {server.format} experts for {server.runner}"}
     does = ["lays out the experts with less memory"]
     if stock and fit:
@@ -166,15 +169,15 @@ def describe_fp4_weights(
     return row | {"acts": True, "does": "; ".join(does)}
 
 
-LAID_OUT = {
+LAYOUT_RUNNERS = {
     NVFP4: (*runners.TRTLLM, *MARLIN),
     "MXFP4": (TRITON_KERNELS, *MARLIN),
 }
-"""Runners for which fp4-weights changes the layout of experts. The key is the format of the weights."""
+"""Runners for which fp4-weights changes the layout of the experts' weights. The key is the format of the weights."""
 
 WOULD_SIZE = "it would size this server"
-"""End of the reason why kv-sizing does nothing. This end is used if only kv-sizing's environment variable is
-missing."""
+"""Last words of kv-sizing's reason if only its environment variable is missing: the server does not use kv-sizing, but
+could."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
@@ -185,7 +188,7 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
-    reason = answer["skip_reason"] or (given_reason(mode) if mode and given else "")
+    reason = answer["skip_reason"] or (kept_fraction_reason(mode) if mode and given else "")
     if reason:
         source = "the given --mem-fraction-static" if given else "the engine's fraction"
         return row | {"reason": f"{source} {'is used' if mode else 'would be used'} because {reason}"}
@@ -210,7 +213,7 @@ INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **for
 
 
 def predict(
-    sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
+    sizes: ModelSizes, server: Server, acts: tuple[MemoryEffects, MemoryEffects]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
     """Predict the memory of a prefill chunk, stock and patched, and list the parts that are not known.
 
@@ -224,7 +227,7 @@ def predict(
         return None, [f"not predicted: {why}"]
     if sizes.residual:
         return None, [f"not predicted: {sizes.residual}"]
-    if server.quantization not in (None, *forward.SCALED):
+    if server.quantization not in (None, *forward.SCALE_COLUMNS):
         return None, [f"not predicted: the quantized inputs of {server.format}"]
     if server.layout.dp > 1:
         return None, ["not predicted: data-parallel attention"]
@@ -406,7 +409,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> di
     if server.all_to_all:
         both, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
     else:
-        acts = derive_acting(server, bool(model.shared_experts), decided)
+        acts = derive_effects(server, bool(model.shared_experts), decided)
         both, why = predict(sizes, server, acts)
     graphs = asked.get("prefill_graphs")
     if both and graphs and asked.get("prefills_in_graphs", True) and server.tokens <= graphs[1]:
@@ -458,7 +461,7 @@ def predict_rooms(
     if not asked.get("fit"):
         return {}
     found = {}
-    for name, key, forward_pass in zip(("stock", "patched"), FITS, both or (None, None), strict=True):
+    for name, key, forward_pass in zip(("stock", "patched"), FIT_KEYS, both or (None, None), strict=True):
         fit = _read_fit(asked, key)
         assert fit is not None
         patched = name == "patched"
@@ -476,13 +479,17 @@ def predict_rooms(
     return found
 
 
-FITS = "stock_fit", "fit"
-"""Keys of the engine query's answer that contain the fit of the stock server, and the fit of the patched server."""
+FIT_KEYS = "stock_fit", "fit"
+"""Keys of the engine query's answer: the memory of the stock server, and the memory of the patched server. The values
+are descriptions of :class:`.engine_pools.Fit`."""
 
 
 def _read_fit(asked: Mapping[str, Any], key: str) -> Fit | None:
-    """Read a server's fit from the engine's answers. The argument is a key of :data:`FITS`; ``None`` if there is no
-    fit."""
+    """Read the memory of the stock or the patched server from the engine's answers. Return ``None`` if they do not have
+    it.
+
+    :param key: a key of :data:`FIT_KEYS`.
+    """
     found = asked.get(key) or asked.get("fit")
     names = {each.name for each in fields(Fit)}
     return Fit(**{name: value for name, value in found.items() if name in names}) if found else None
@@ -502,7 +509,9 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
         raise ValueError(f"{sizes.residual}: not predicted")
     # A data-parallel rank runs attention on its own tokens alone, and runs the experts on the tokens of all ranks.
     layout, tokens = replace(server.layout, dp=1), server.tokens * server.layout.dp
-    return forward.predict(sizes.model, layout, forward.Runner("triton"), tokens, Acting(), graphs=server.graphs).peak
+    return forward.predict(
+        sizes.model, layout, forward.Runner("triton"), tokens, MemoryEffects(), graphs=server.graphs
+    ).peak
 
 
 def _sizes_of_need(

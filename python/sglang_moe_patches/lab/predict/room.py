@@ -292,7 +292,8 @@ class Room:
 
     @property
     def short_of(self) -> list[str]:
-        """Names of the kinds of forward passes, or of the situations, in which the server runs out of memory."""
+        """Shortages of memory: names of the kinds of forward passes, or of the other situations, in which the server
+        runs out of memory."""
         if self.need is None or not self.fit.starts:
             return []
         if self.free < self.need.graphs:

@@ -86,7 +86,7 @@ def _describe_intermediate(sizes: Mapping[str, Any]) -> str:
     return f"{published}" if published == padded else f"{published}, padded to {padded}"
 
 
-def gigabytes(size: float) -> str:
+def format_gigabytes(size: float) -> str:
     """Format a number of bytes as GB, without the unit."""
     return f"{size / 1e9:,.1f}"
 
@@ -108,7 +108,9 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
         return f"{verdict}."
 
     def both(key: str) -> str:
-        sizes = [gigabytes(rooms[name]["need"]["total"] if key == "need" else rooms[name][key]) for name in SERVERS]
+        sizes = [
+            format_gigabytes(rooms[name]["need"]["total"] if key == "need" else rooms[name][key]) for name in SERVERS
+        ]
         return f"{sizes[0]} GB" if sizes[0] == sizes[1] else f"{sizes[0]} GB stock, {sizes[1]} GB patched"
 
     numbers = f"Room beside weights and KV cache: {both('free')}"
@@ -145,27 +147,27 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
     if found["verdict"] == room.LITTLE_ROOM:
         return f"starts, but little room: expect out-of-memory in {places}"
     source = "given" if fit["given"] else "engine's"
-    weights = f"{gigabytes(fit['weights'])} GB of weights"
+    weights = f"{format_gigabytes(fit['weights'])} GB of weights"
     if fit["loading"]:
-        weights += f" and about {gigabytes(fit['loading'])} GB left over after loading them"
+        weights += f" and about {format_gigabytes(fit['loading'])} GB left over after loading them"
     if not fit["loads"] and fit["layout"]:
-        least, memory = gigabytes(fit["least_memory"]), gigabytes(fit["memory"])
+        least, memory = format_gigabytes(fit["least_memory"]), format_gigabytes(fit["memory"])
         return (
             f"does not start: it runs out of memory while loading, which takes about {least} GB at its peak, and "
             f"{memory} GB are free on each GPU"
         )
     if found["short_of"]:
-        room_left, graphs = gigabytes(found["free"]), gigabytes(found["need"]["graphs"])
+        room_left, graphs = format_gigabytes(found["free"]), format_gigabytes(found["need"]["graphs"])
         return (
             f"does not start: the {source} --mem-fraction-static {fit['fraction']:.3f} leaves {room_left} GB beside "
             f"weights and KV cache, and {places} takes about {graphs} GB"
         )
     if fit["starts"]:
         return f"does not start: beside {weights} there is no room for the need and a KV cache"
-    free = f"{gigabytes(fit['memory'])} GB are free on each GPU"
+    free = f"{format_gigabytes(fit['memory'])} GB are free on each GPU"
     if (least := fit["least_fraction"]) is None:
         return f"does not start: {weights}, and {free}"
-    allowed = gigabytes(fit["memory"] * fit["fraction"])
+    allowed = format_gigabytes(fit["memory"] * fit["fraction"])
     fraction = f"the {source} --mem-fraction-static {fit['fraction']:.3f} allows {allowed} GB"
     if least > fit["fraction"] or not fit["refusal"]:
         return f"does not start: {weights}, and {fraction}; it takes at least {least:.2f}"
@@ -194,7 +196,7 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     stock, patched = (report["room"][name] for name in SERVERS)
 
     def row(title: str, first: int, second: int) -> tuple[str, str, str]:
-        return title, gigabytes(first), gigabytes(second)
+        return title, format_gigabytes(first), format_gigabytes(second)
 
     rows = [row("free before the weights", stock["memory"], patched["memory"])]
     rows.append(row("weights", stock["weights"], patched["weights"]))

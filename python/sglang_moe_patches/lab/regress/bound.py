@@ -35,12 +35,12 @@ differently, so a model's answers differ even at temperature 0."""
 POWER = 0.8
 """Probability that a run with :func:`questions_for` questions leads to the verdict "no worse", if both servers are
 equally good."""
-GRID = 160
+GRID_RATES = 160
 """Number of rates of gains over which the p-value is maximized. The rates lie closer together near zero."""
 MIN_PROBABILITY = 1e-12
 """Smallest probability of a number of gains that is examined. Tables whose number of gains is less probable count as
 favourable."""
-TIE = 1e-9
+TIE_TOLERANCE = 1e-9
 """Largest difference between two scores that count as equal."""
 
 
@@ -154,7 +154,7 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
     least, most = np.full_like(gains, -1), questions - gains
     while (least < most).any():
         middle = (least + most + 1) // 2
-        enough = _scores(questions, middle, gains, drop) >= score - TIE
+        enough = _scores(questions, middle, gains, drop) >= score - TIE_TOLERANCE
         least, most = np.where(enough, middle, least), np.where(enough, most, middle - 1)
     return least
 
@@ -184,7 +184,7 @@ def _max_probability(questions: int, score: float, drop: float) -> float:
     """Largest probability, over all rates of gains, of a table with at least ``score`` if the drop is ``drop``."""
     import numpy as np
 
-    rates = (1 - drop) / 2 * (np.arange(GRID) / GRID) ** 2
+    rates = (1 - drop) / 2 * (np.arange(GRID_RATES) / GRID_RATES) ** 2
     return float(_table_probability(questions, _max_losses(questions, score, drop), rates + drop, rates).max())
 
 

@@ -139,8 +139,8 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether the patched server is significantly worse. With ``require_identical``, also whether an answer
-        differs."""
+        """Whether the patched server is significantly worse. With ``require_identical``, a single differing answer also
+        counts as worse."""
         return bool(self.reasons)
 
     @cached_property
@@ -193,7 +193,7 @@ class Comparison:
 
     @property
     def accuracy_can_tell(self) -> bool:
-        """Whether the stock server is accurate enough for a comparison.
+        """Whether the accuracy can tell a worse server: the stock server is accurate enough for a comparison.
 
         It is accurate enough if a patched server without any correct answer would be significantly worse, by more than
         ``max_drop``.

@@ -18,7 +18,7 @@ from sglang_moe_patches.lab.regress import bound, gsm8k, report
 from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison, Run, compare, min_losses
 from sglang_moe_patches.lab.regress.gsm8k import Evaluation
 from sglang_moe_patches.lab.servers import gpu, interrupts, refusals
-from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
+from sglang_moe_patches.lab.servers.folders import logs_in, save_files, scratch
 from sglang_moe_patches.lab.servers.server import ServerFailed, show_progress, show_starting
 from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
 from sglang_moe_patches.lab.servers.supervisor import StillRunning
@@ -158,11 +158,11 @@ def run(
         except BaseException as error:
             answers = {f"{finished.name}.json": _to_json(finished) for finished in runs}
             if answers or isinstance(error, Exception):
-                kept = keep({**answers, **logs_in(logs)}, output)
+                kept = save_files({**answers, **logs_in(logs)}, output)
                 for name in answers:
                     console.print(f"Kept: {kept / name}", highlight=False, soft_wrap=True)
             raise
-        keep(logs_in(logs), output)
+        save_files(logs_in(logs), output)
     return comparison
 
 
@@ -181,7 +181,7 @@ def _announcement(evaluation: Evaluation, criterion: Criterion) -> str:
     return (
         f"{questions}. If the servers are equally good and only one of them is right on {100 * bound.CHURN:g} % of the "
         f"questions, {100 * chance:.0f} of 100 such runs show that the patched server is no worse by more than "
-        f"{report.points(criterion.max_drop)}."
+        f"{report.format_points(criterion.max_drop)}."
     )
 
 
@@ -237,7 +237,7 @@ class _Evaluator:
         :param logs: folder for the servers' logs.
         """
         self.console.print(self.announcement, highlight=False)
-        before = gpu.used_mib()
+        before = gpu.read_used_mib()
         try:
             yield from self._start_server(STOCK, subject, logs)
             gpu.wait_until_free(before, self.interrupt)

@@ -33,16 +33,16 @@ class Row(NamedTuple):
 # --- Texts ------------------------------------------------------------------------------------------------------------
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def points(number: float) -> str:
+def format_points(number: float) -> str:
     """Format a number of percentage points of accuracy."""
     return "1 point" if number == 1 else f"{number:g} points"
 
 
-def _bytes(value: int) -> str:
+def _format_bytes(value: int) -> str:
     """Format bytes in decimal units, as GPU vendors and this project's pages do."""
     if value < 10_000:
         return f"{value:,} B"
@@ -54,11 +54,11 @@ def _bytes(value: int) -> str:
     return f"{scaled:,.1f} {unit}"
 
 
-def _accuracy(run: Run) -> str:
+def _format_accuracy(run: Run) -> str:
     return f"{100 * run.accuracy:.1f} % ({run.correct} of {len(run.answers)})"
 
 
-def _interval(run: Run) -> tuple[float, float]:
+def _accuracy_interval(run: Run) -> tuple[float, float]:
     """Wilson's 95 % confidence interval of the accuracy, 0 to 1."""
     from scipy.stats import binomtest
 
@@ -66,13 +66,13 @@ def _interval(run: Run) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def _largest_drop(comparison: Comparison) -> str:
+def _format_largest_drop(comparison: Comparison) -> str:
     if not comparison.accuracy_can_tell:
         return f"not known ({comparison.stock.correct} of {comparison.questions} right)"
     return f"{comparison.largest_drop:.1f} points (one-sided {100 * (1 - comparison.alpha):g} % interval)"
 
 
-def verdict(comparison: Comparison) -> str:
+def make_headline(comparison: Comparison) -> str:
     """Return the headline of the report: the strongest statement that the comparison supports."""
     if comparison.worse:
         return "Patched is WORSE than stock"
@@ -80,12 +80,12 @@ def verdict(comparison: Comparison) -> str:
         less = ""
         if saved := _find_saving(comparison):
             less = f", {100 * (1 - saved.patched / saved.stock):.0f} % less activation memory"
-        return f"All {_count(comparison.questions, 'answer')} are identical{less}"
+        return f"All {_format_count(comparison.questions, 'answer')} are identical{less}"
     if comparison.is_within_max_drop:
-        return f"Patched is no worse than stock by more than {points(comparison.max_drop)}"
+        return f"Patched is no worse than stock by more than {format_points(comparison.max_drop)}"
     if not comparison.accuracy_can_tell:
         return "INCONCLUSIVE: this run could not have detected a drop"
-    return f"INCONCLUSIVE: patched may be worse than stock by more than {points(comparison.max_drop)}"
+    return f"INCONCLUSIVE: patched may be worse than stock by more than {format_points(comparison.max_drop)}"
 
 
 def explain_inconclusive(comparison: Comparison) -> str:
@@ -94,17 +94,18 @@ def explain_inconclusive(comparison: Comparison) -> str:
     fewest = bound.min_questions(most / 100, comparison.alpha)
     if not comparison.accuracy_can_tell:
         why = (
-            f"the stock server answers only {comparison.stock.correct} of {_count(count, 'question')} correctly, too "
-            f"few to show a drop of more than {points(most)} at --alpha {comparison.alpha:g}"
+            f"the stock server answers only {comparison.stock.correct} of {_format_count(count, 'question')} "
+            f"correctly, too few to show a drop of more than {format_points(most)} at --alpha {comparison.alpha:g}"
         )
         change = "ask more questions (--num-questions), or use a model that can answer them"
     elif count < fewest:
-        why = f"{_count(count, 'question')} cannot show a drop below {points(most)} at --alpha {comparison.alpha:g}"
+        drop = format_points(most)
+        why = f"{_format_count(count, 'question')} cannot show a drop below {drop} at --alpha {comparison.alpha:g}"
         change = f"ask at least {fewest} (--num-questions)"
     else:
         why = (
-            f"{comparison.losses} lost and {comparison.gains} gained of {_count(count, 'question')} are compatible "
-            f"with a drop of {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
+            f"{comparison.losses} lost and {comparison.gains} gained of {_format_count(count, 'question')} are "
+            f"compatible with a drop of {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
         )
         needed = comparison.questions_needed
         if needed is None:
@@ -118,7 +119,7 @@ def explain_inconclusive(comparison: Comparison) -> str:
     return f"{why}; {change}, or require identical answers (--require-identical --parallel 1)"
 
 
-def summary(comparison: Comparison) -> tuple[str, ...]:
+def make_summary(comparison: Comparison) -> tuple[str, ...]:
     """Return the sentences below the report's headline."""
     if comparison.worse:
         return comparison.reasons
@@ -127,13 +128,13 @@ def summary(comparison: Comparison) -> tuple[str, ...]:
         return (f"{why[0].upper()}{why[1:]}.",)
     if not comparison.differing:
         within = (
-            f"; accuracy is no worse by more than {points(comparison.max_drop)}"
+            f"; accuracy is no worse by more than {format_points(comparison.max_drop)}"
             if comparison.is_within_max_drop
             else ""
         )
         return (f"Every answer of the patched server equals the stock server's answer, token for token{within}.",)
     return (
-        f"{len(comparison.differing)} of {_count(comparison.questions, 'answer')} differ; accuracy is "
+        f"{len(comparison.differing)} of {_format_count(comparison.questions, 'answer')} differ; accuracy is "
         f"{100 * comparison.stock.accuracy:.1f} % stock and {100 * comparison.patched.accuracy:.1f} % patched.",
     )
 
@@ -175,7 +176,7 @@ def _find_saving(comparison: Comparison) -> Saving | None:
     return None
 
 
-def overview(comparison: Comparison) -> list[tuple[str, str]]:
+def list_overview(comparison: Comparison) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the first table: the compared servers, and a summary of the result."""
     stock, patched = comparison.stock, comparison.patched
     command = patched.command
@@ -188,9 +189,11 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
     releases = " and ".join(dict.fromkeys((stock.engine, patched.engine)))
     saved = f"{NOT_MEASURED}, or no saving"
     if found := _find_saving(comparison):
-        saved = f"{_bytes(found.stock)} stock, {_bytes(found.patched)} patched, {found.moment}"
+        saved = f"{_format_bytes(found.stock)} stock, {_format_bytes(found.patched)} patched, {found.moment}"
     differing = len(comparison.differing)
-    answers = f"{_count(comparison.questions, 'question')}, {f'{differing} differ' if differing else 'all identical'}"
+    answers = (
+        f"{_format_count(comparison.questions, 'question')}, {f'{differing} differ' if differing else 'all identical'}"
+    )
     return [
         ("Model", model or f"the model of {stock.command[0]} and {patched.command[0]}"),
         ("Machine", f"{machine}; SGLang {releases}"),
@@ -199,7 +202,7 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
     ]
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def list_rows(comparison: Comparison) -> list[Row]:
     """Return the rows of the table of figures. A memory figure that neither server measured gets no row."""
     stock, patched = comparison.stock, comparison.patched
     count, tokens = comparison.questions, saved_kv_tokens(comparison)
@@ -215,24 +218,24 @@ def rows(comparison: Comparison) -> list[Row]:
         return [Row(label, *(NOT_MEASURED if value is None else text(value) for value in values))]
 
     return [
-        both("Accuracy", _accuracy),
+        both("Accuracy", _format_accuracy),
         Row(
             "McNemar's exact test",
             f"p = {comparison.p_two_sided:.3g} ({comparison.losses} lost, {comparison.gains} gained)",
         ),
-        Row("Upper bound of the drop in accuracy", _largest_drop(comparison)),
+        Row("Upper bound of the drop in accuracy", _format_largest_drop(comparison)),
         Row("Answers with a different text", f"{comparison.texts_differ} of {count}"),
         Row("Token for token identical", identical),
         both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
         both("Output throughput", lambda run: f"{run.output_throughput:,.1f} token/s"),
-        *memory("Peak memory of one forward pass", "peak_forward_bytes", _bytes),
-        *memory("Activations alive when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
+        *memory("Peak memory of one forward pass", "peak_forward_bytes", _format_bytes),
+        *memory("Activations alive when the MoE kernel starts", "live_at_kernel_bytes", _format_bytes),
         *memory("Tokens in the largest forward pass", "tokens", "{:,}".format),
         *([Row("KV tokens that fit into the saved memory", f"{tokens:,}")] if tokens else []),
         *memory("MoE output buffers per forward pass", "output_buffers", str),
-        *memory("Workspaces of MoE kernels between forward passes", "kernel_buffer_bytes", _bytes),
-        *memory("Reserved by PyTorch's allocator", "reserved_bytes", _bytes),
-        *memory("Allocator slack: reserved, never used by a tensor", "slack_bytes", _bytes),
+        *memory("Workspaces of MoE kernels between forward passes", "kernel_buffer_bytes", _format_bytes),
+        *memory("Reserved by PyTorch's allocator", "reserved_bytes", _format_bytes),
+        *memory("Allocator slack: reserved, never used by a tensor", "slack_bytes", _format_bytes),
         *memory("MoE layers", "moe_layers", str),
         *memory("Observed forward passes", "forwards", "{:,}".format),
     ]
@@ -258,7 +261,7 @@ def _incomplete(comparison: Comparison) -> list[str]:
     ]
 
 
-def notes(comparison: Comparison) -> list[str]:
+def list_notes(comparison: Comparison) -> list[str]:
     """Return sentences about the meaning and the limits of the figures, and about steps of the comparison that did not
     run."""
     drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
@@ -267,20 +270,20 @@ def notes(comparison: Comparison) -> list[str]:
         "server answers correctly and the other does not. The patched server is worse if it has fewer correct answers "
         f"and the exact one-sided p-value is below {comparison.alpha:g}"
         + (", or if any answer differs." if comparison.require_identical else "."),
-        f"The patched server is no worse by more than {points(comparison.max_drop)} if the one-sided {level:g} % "
-        "confidence interval of the drop in accuracy ends below that. The interval inverts an exact unconditional test "
-        "by the score statistic. A smaller drop goes unseen, and so does a drop on other questions.",
+        f"The patched server is no worse by more than {format_points(comparison.max_drop)} if the one-sided "
+        f"{level:g} % confidence interval of the drop in accuracy ends below that. The interval inverts an exact "
+        "unconditional test by the score statistic. A smaller drop goes unseen, and so does a drop on other questions.",
     ]
     if not comparison.accuracy_can_tell:
         lines.append(
             f"The stock server answers only {comparison.stock.correct} of "
-            f"{_count(comparison.questions, 'question')} correctly, so accuracy says nothing here (a model with random "
-            "weights answers none). The comparison of the answers themselves still counts."
+            f"{_format_count(comparison.questions, 'question')} correctly, so accuracy says nothing here (a model with "
+            "random weights answers none). The comparison of the answers themselves still counts."
         )
     elif drop is not None:
         lines.append(
-            f"The smallest drop that is significant in this run is {_count(drop, 'question')} lost and none gained: "
-            f"{comparison.detectable_drop_points:.1f} percentage points."
+            f"The smallest drop that is significant in this run is {_format_count(drop, 'question')} lost and none "
+            f"gained: {comparison.detectable_drop_points:.1f} percentage points."
         )
     lines.append(
         "Throughput is tokens divided by the seconds of the whole evaluation, client included, in one run of each "
@@ -340,11 +343,11 @@ def print_table(comparison: Comparison, console: Console) -> None:
     from rich.text import Text
 
     # Text, not str: rich would read square brackets in a str as markup.
-    table = Table(title=Text(f"{_count(comparison.questions, 'question')}, SGLang {comparison.stock.engine}"))
+    table = Table(title=Text(f"{_format_count(comparison.questions, 'question')}, SGLang {comparison.stock.engine}"))
     table.add_column("")
     for run in (comparison.stock, comparison.patched):
         table.add_column(Text(run.name), justify="right")
-    for row in rows(comparison):
+    for row in list_rows(comparison):
         # A figure about both servers is printed in the patched column, because it compares the patched server with the
         # stock server.
         cells = (row.stock, row.patched) if row.patched else ("", row.stock)
@@ -352,11 +355,11 @@ def print_table(comparison: Comparison, console: Console) -> None:
     console.print(table)
     for change, status, reason in comparison.patched.changes:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
-    for sentence in counting.sentences(comparison.patched.changes, comparison.patched.acted):
+    for sentence in counting.describe_actions(comparison.patched.changes, comparison.patched.acted):
         console.print(Text(sentence))
     style, _ = STYLES[comparison.exit_code]
-    console.print(Text(f"{verdict(comparison)}.", style=style))
-    for sentence in (*summary(comparison), *_incomplete(comparison)):
+    console.print(Text(f"{make_headline(comparison)}.", style=style))
+    for sentence in (*make_summary(comparison), *_incomplete(comparison)):
         console.print(Text(sentence))
 
 
@@ -383,7 +386,7 @@ def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]
     runs = (comparison.stock, comparison.patched)
     accuracies = []
     for run in runs:
-        low, high = _interval(run)
+        low, high = _accuracy_interval(run)
         text = f"{100 * run.accuracy:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f})"
         accuracies.append(Bar(35 * run.accuracy, text))
 
@@ -399,7 +402,7 @@ def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]
     }
     charts = [
         ("Accuracy", [("", accuracies)]),
-        ("Activation memory", pairs(_bytes, **activations)),
+        ("Activation memory", pairs(_format_bytes, **activations)),
         ("MoE output buffers per forward pass", pairs(str, output_buffers="")),
     ]
     return [(title, bars) for title, bars in charts if bars]
@@ -435,14 +438,14 @@ def render_html(comparison: Comparison) -> str:
     """Render report.html. The page loads no other files."""
     return pages.render(
         Path(__file__).with_name("report.html.j2"),
-        verdict=verdict(comparison),
-        summary=summary(comparison),
+        verdict=make_headline(comparison),
+        summary=make_summary(comparison),
         kind=STYLES[comparison.exit_code][1],
         comparison=comparison,
-        overview=overview(comparison),
-        rows=rows(comparison),
-        acts=counting.sentences(comparison.patched.changes, comparison.patched.acted),
-        notes=notes(comparison),
+        overview=list_overview(comparison),
+        rows=list_rows(comparison),
+        acts=counting.describe_actions(comparison.patched.changes, comparison.patched.acted),
+        notes=list_notes(comparison),
         bars=_bars(comparison),
         differences=[_difference(*difference) for difference in comparison.differing],
         commands=[(run, shlex.join(run.command)) for run in (comparison.stock, comparison.patched)],

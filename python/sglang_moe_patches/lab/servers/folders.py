@@ -25,7 +25,7 @@ class Scratch:
 
 scratch_folders: list[Scratch] = []
 """Temporary folders that this process uses at the moment. If the process is killed, a supervisor removes them
-(:func:`clear`)."""
+(:func:`clear_scratch`)."""
 
 
 @contextmanager
@@ -40,12 +40,12 @@ def scratch(keep_in: Path | None = None) -> Iterator[Path]:
             scratch_folders.remove(created)
 
 
-def clear(scratch: Scratch) -> None:
+def clear_scratch(scratch: Scratch) -> None:
     """Remove the temporary folder of a killed process. Before, copy the folder's logs and answers to ``keep_in``."""
     if scratch.keep_in is not None and scratch.folder.exists():
         answers = {path.name: path.read_bytes() for path in sorted(scratch.folder.glob("*.json*"))}
         if files := {**logs_in(scratch.folder), **answers}:
-            keep(files, scratch.keep_in)
+            save_files(files, scratch.keep_in)
     remove(scratch.folder)
 
 
@@ -63,7 +63,7 @@ def logs_in(folder: Path) -> dict[str, bytes]:
     return {log.name: log.read_bytes() for log in sorted(folder.glob("*.log"))}
 
 
-def keep(files: Mapping[str, bytes], output: Path) -> Path:
+def save_files(files: Mapping[str, bytes], output: Path) -> Path:
     """Write files to ``output``. If writing fails, write the files to a new temporary folder.
 
     :param files: content of each file. The key is the file's name.

@@ -16,7 +16,7 @@ class MemoryInUse(RuntimeError):
     """Raised if the memory of a GPU did not become free. The message names the GPU and the figures."""
 
 
-def used_mib() -> dict[str, int]:
+def read_used_mib() -> dict[str, int]:
     """Return the used memory of each visible GPU in MiB. The key is the GPU's index and model name. The dictionary is
     empty if there is no ``nvidia-smi``."""
     command = ["nvidia-smi", "--query-gpu=index,name,memory.used", "--format=csv,noheader,nounits"]
@@ -33,14 +33,14 @@ def used_mib() -> dict[str, int]:
 def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -> None:
     """Wait until every GPU has as much free memory as before the stock server.
 
-    :param before: :func:`used_mib` before the stock server started.
+    :param before: :func:`read_used_mib` before the stock server started.
     :param while_waiting: function that is called about four times a second. The function can raise an exception to end
         the waiting.
     :raises MemoryInUse: a GPU's memory is still in use after ``TIMEOUT_S`` seconds.
     """
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        now = used_mib()
+        now = read_used_mib()
         short = [name for name, used in before.items() if now.get(name, 0) > used + SLACK_MIB]
         if not short:
             return

@@ -41,7 +41,7 @@ _HTTP = Refusal("regress uses plain HTTP on 127.0.0.1", "leave it out: it does n
 _KEY = Refusal("regress sends no key", "leave it out: the servers listen only on 127.0.0.1 and only for this run")
 _NO_ANSWERS = Refusal("regress compares generated answers, and this server generates none", "serve a model that does")
 _ELSEWHERE = "regress starts and ends processes only on this machine"
-REFUSED: dict[str, Refusal] = {
+REFUSED_ARGUMENTS: dict[str, Refusal] = {
     **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
     **dict.fromkeys(
         ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh"), _HTTP
@@ -63,7 +63,7 @@ REFUSED: dict[str, Refusal] = {
 """Server arguments that ``regress`` rejects. The key is the argument's name."""
 
 
-def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
+def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED_ARGUMENTS) -> None:
     """Check server arguments, also those in a ``--config`` file.
 
     :raises ValueError: an argument is rejected. The message says why and what to do instead.

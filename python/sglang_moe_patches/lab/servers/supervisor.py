@@ -37,7 +37,7 @@ from typing import IO
 
 import psutil
 
-from sglang_moe_patches.lab.servers.folders import Scratch, clear, remove
+from sglang_moe_patches.lab.servers.folders import Scratch, clear_scratch, remove
 from sglang_moe_patches.lab.servers.interrupts import SIGNALS
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -153,7 +153,7 @@ def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str
     return {**kept, **environment, "TMPDIR": folder}
 
 
-def family(root: psutil.Process) -> list[psutil.Process]:
+def find_family(root: psutil.Process) -> list[psutil.Process]:
     """Return the processes of a family: ``root``, its descendants, and its session. This process and zombies are left
     out."""
     found = {}
@@ -186,7 +186,7 @@ def end_family(root: psutil.Process, timeout_s: float) -> list[psutil.Process]:
     :returns: processes that still run after ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    while members := family(root):
+    while members := find_family(root):
         _kill([process for process in members if process.pid != root.pid] or members)
         if time.monotonic() > deadline:
             return members
@@ -213,13 +213,13 @@ def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             command.wait(TERM_TIMEOUT_S)
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while others := [member for member in family(root) if member.pid != root.pid and not _is_cleaner(member)]:
+    while others := [member for member in find_family(root) if member.pid != root.pid and not _is_cleaner(member)]:
         _kill(others)
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
     deadline = time.monotonic() + CLEANUP_TIMEOUT_S
-    while [member for member in family(root) if member.pid != root.pid] and time.monotonic() < deadline:
+    while [member for member in find_family(root) if member.pid != root.pid] and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -303,7 +303,7 @@ def _main(folders_json: str, command: list[str]) -> int:
             break
     code = server.poll()
     root = psutil.Process()
-    mapped = _mapped_inodes(member.pid for member in family(root))
+    mapped = _mapped_inodes(member.pid for member in find_family(root))
     files = {path: inode for path, inode in _shared_files().items() if before.get(path) != inode and inode in mapped}
     end_gently(root, server)
     end_family(root, KILL_TIMEOUT_S)
@@ -312,7 +312,7 @@ def _main(folders_json: str, command: list[str]) -> int:
     if folders["temporary"]:
         remove(Path(folders["temporary"]))
     for folder, keep_in in folders["scratch"] if owner_was_killed else ():
-        clear(Scratch(Path(folder), keep_in and Path(keep_in)))
+        clear_scratch(Scratch(Path(folder), keep_in and Path(keep_in)))
     return server.wait() if code is None else code
 
 

@@ -69,12 +69,13 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap and free the memory at these addresses. Before, all kernels that use the memory must have ended."""
+        """Unmap and free the memory at these addresses. All kernels that use the memory must have ended before the
+        call."""
         for granule in range(address, address + size, self.granularity):
             self._call("cuMemUnmap", granule, self.granularity)
 
     def release(self, address: int, size: int) -> None:
-        """Free reserved addresses. Before, their memory must have been unmapped."""
+        """Free reserved addresses. Their memory must have been unmapped before the call."""
         self._call("cuMemAddressFree", address, size)
 
     def device(self) -> Any:
@@ -105,9 +106,9 @@ class ElasticBuffer:
 
         self._memory = memory
         self.rows = shape[axis]
-        self._planes = math.prod(shape[:axis])
+        self._plane_count = math.prod(shape[:axis])
         self._row_bytes = math.prod(shape[axis + 1 :]) * dtype.itemsize
-        self._span = _up(self._planes * self.rows * self._row_bytes, memory.granularity)
+        self._span = _round_up(self._plane_count * self.rows * self._row_bytes, memory.granularity)
         self._mapped: set[int] = set()  # indices of the granules that have memory
         self.address = memory.reserve(self._span)
         storage = torch._C._construct_storage_from_data_pointer(self.address, memory.device(), self._span)
@@ -120,7 +121,7 @@ class ElasticBuffer:
 
     def bytes_of(self, rows: int) -> int:
         """Return the bytes of a tensor that has ``rows`` rows in every plane."""
-        return self._planes * rows * self._row_bytes
+        return self._plane_count * rows * self._row_bytes
 
     def map_rows(self, rows: int) -> None:
         """Map zeroed memory for the first ``rows`` rows of every plane. Rows that already have memory keep it.
@@ -164,9 +165,9 @@ class ElasticBuffer:
         """Yield the indices of the granules that back the first ``rows`` rows: one range for each plane. No index is
         repeated."""
         before = 0
-        for plane in range(self._planes if rows else 0):
+        for plane in range(self._plane_count if rows else 0):
             start = plane * self.rows * self._row_bytes
-            end = _up(start + min(rows, self.rows) * self._row_bytes, self._memory.granularity)
+            end = _round_up(start + min(rows, self.rows) * self._row_bytes, self._memory.granularity)
             found = range(max(before, start // self._memory.granularity), end // self._memory.granularity)
             before = max(before, found.stop)
             yield found
@@ -185,5 +186,5 @@ def _group_consecutive(numbers: Sequence[int]) -> Iterator[range]:
             start = end
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step

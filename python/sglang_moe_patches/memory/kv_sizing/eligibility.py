@@ -1,9 +1,9 @@
-"""Decide which servers kv-sizing leaves alone. The module has a table of their arguments, and the two environment
-variables that a user sets.
+"""Decide which servers kv-sizing leaves alone. The module has a table of the arguments of these servers, and the two
+environment variables that a user sets.
 
 A server in the table keeps the KV cache size of the engine's rule. The rule computes the size from
-``--mem-fraction-static``, the *fraction*. In the launcher, a hook remembers whether the user gave the fraction, before
-the engine chooses a fraction.
+``--mem-fraction-static``, the *fraction*. In the launcher, a hook remembers whether the user gave the fraction. The
+hook runs before the engine chooses a fraction.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 ranks, which have different requests, then run different batches."""
 
 Applies = Callable[[Mapping[str, Any], Mapping[str, str]], object]
-"""Function that returns whether a server is of a kind, from its resolved arguments and its environment."""
+"""Function that returns whether a server belongs to an :class:`UnsizedKind`. It receives the server's resolved
+arguments and the server's environment."""
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,9 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
     return f"of {kind.name}: {kind.reason}" if kind else None
 
 
-def given_reason(asked: object) -> str:
-    """Return the reason why the user's ``--mem-fraction-static`` is kept; empty if it is not kept. The text can follow
-    "because".
+def kept_fraction_reason(asked: object) -> str:
+    """Return the reason why kv-sizing keeps the ``--mem-fraction-static`` that the user gave; empty if kv-sizing does
+    not keep it. The text can follow "because".
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
@@ -287,7 +288,7 @@ def skip(server_args: Any) -> Skip | None:
 
 # --- Whether the fraction was given ----------------------------------------------------------------------------------
 
-MARK = "_moe_patches_fraction_by_rule"
+NOT_GIVEN_MARK = "_moe_patches_fraction_by_rule"
 """Attribute of ``ServerArgs`` that says that the user did not give ``--mem-fraction-static``. The schedulers receive
 the attribute and delete it."""
 
@@ -307,10 +308,10 @@ def _mark(original: Callable[..., None], server_args: Any, *args: Any, **kwargs:
     # Set the mark only for servers that are measured. The scheduler of another server would print the mark among its
     # arguments.
     if by_rule and skip(server_args) is None:
-        setattr(server_args, MARK, True)
+        setattr(server_args, NOT_GIVEN_MARK, True)
 
 
-def given_by_the_user(server_args: Any) -> bool:
+def is_given_by_the_user(server_args: Any) -> bool:
     """Return whether the user gave ``--mem-fraction-static``.
 
     If the engine receives resolved arguments, as from ``Engine(server_args=...)``, the fraction counts as given.
@@ -318,4 +319,4 @@ def given_by_the_user(server_args: Any) -> bool:
     raw = getattr(server_args, "_raw_input", None)
     if isinstance(raw, dict):
         return raw.get("mem_fraction_static") is not None
-    return not getattr(server_args, MARK, False)
+    return not getattr(server_args, NOT_GIVEN_MARK, False)

@@ -66,7 +66,8 @@ def server_facts(runner: Any) -> ServerFacts:
 
 
 def graph_bytes(runner: Any) -> int:
-    """Return the bytes of the decode graphs and their inputs, as the engine measured them; 0 if it did not."""
+    """Return the bytes of the decode graphs and of their inputs, as the engine measured them; 0 if the engine did not
+    measure them."""
     usage = getattr(runner, "graph_memory_usage", None)  # from 0.5.14 on
     if usage is None:
         return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB)
@@ -141,7 +142,7 @@ def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase, *, to
 
 
 def make_abort() -> Any:
-    """Make a request that aborts all others."""
+    """Make a request that aborts all other requests."""
     from sglang.srt.managers.io_struct import AbortReq
 
     return AbortReq(abort_all=True)

@@ -39,14 +39,14 @@ def bytes_per_token(maker: Any) -> float:
 
 
 def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """Return a larger fraction for the rehearsal, with which the KV cache has room for two chunks, or for the context
-    if the context is shorter.
+    """Return a larger fraction for the rehearsal. With it the KV cache has room for two prefill chunks, or for the
+    context if the context is shorter.
 
-    The KV cache does not begin with more, because CUDA graphs are captured in the memory that the fraction leaves free.
-    The KV cache grows after the need was measured.
+    The rehearsal does not begin with an even larger KV cache, because CUDA graphs are captured in the memory that the
+    fraction leaves free. The KV cache grows after the need was measured.
 
-    :returns: ``None`` if the engine's own fraction is used. It is large enough, a larger fraction would leave too
-        little memory, or the model has states (such as Mamba's).
+    :returns: ``None`` if the rehearsal uses the engine's own fraction. There are three reasons: this fraction is large
+        enough, a larger fraction would leave too little memory, or the model has states (such as Mamba's).
     """
     if getattr(maker, "mambaish_config", None):
         return None
@@ -65,8 +65,13 @@ def counts_of(config: Any) -> TokenCounts:
     )
 
 
-def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
-    """Return this rank's memory before its KV cache is made, or the reason why the server is not measured."""
+def measure_launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
+    """Return this rank's free memory before its KV cache is made, and the engine's settings that divide this memory.
+
+    If the server cannot be measured, only the result's ``failure`` is set. It has the reason.
+
+    :param before_gib: free memory before the weights were loaded, in GiB.
+    """
     import torch
 
     if getattr(maker, "post_capture_kv_active", False):
@@ -122,9 +127,9 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
     """Return the GiB that images may take. This is the memory that the engine's rule reserves for images, and the
     memory of the caches for images.
 
-    :param fraction: the fraction by the engine's rule, which the rule has lowered to reserve memory for images.
-    :param before_gib: free memory before the weights were loaded.
-    :raises Unknown: the rule reserves nothing for images, or images take more than it reserves.
+    :param fraction: the fraction by the engine's rule. The rule has lowered it to reserve memory for images.
+    :param before_gib: free memory before the weights were loaded, in GiB.
+    :raises Unknown: the rule reserves nothing for images, or images take more memory than the rule reserves.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
         raise Unknown(f"kv-sizing measures neither images nor the graphs that {IMAGE_GRAPHS} captures")

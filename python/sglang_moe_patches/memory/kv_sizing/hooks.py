@@ -16,7 +16,7 @@ from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Install, Patcher, around, one_line_error
 from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule, ranks, serving, token_count
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
-from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
+from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, substitute_counts
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory
 from sglang_moe_patches.memory.kv_sizing.start import Reservation, ServerStart, log_on_rank_0
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
@@ -62,9 +62,10 @@ def probe() -> Install:
 
 
 class SchedulerHooks:
-    """Functions that stand in for the engine's in one scheduler process, from its pools to its event loop.
+    """Replacements for functions of the engine in one scheduler process, from the function that makes the pools to the
+    event loop.
 
-    A method that stands in for a function of the engine receives the original function as its first argument.
+    A method that replaces a function of the engine receives the original function as its first argument.
     """
 
     def __init__(self) -> None:
@@ -118,19 +119,19 @@ class SchedulerHooks:
         """
         arguments = eligibility.arguments_of(maker.server_args)
         self.leads, self.gpu = ranks.is_rank_0(), int(maker.gpu_id)
-        self.fraction_is_given = eligibility.given_by_the_user(maker.server_args)
-        vars(maker.server_args).pop(eligibility.MARK, None)  # else /server_info would show it
-        if int(arguments.get("nnodes") or 1) > 1 and (apart := _machines_apart()):
+        self.fraction_is_given = eligibility.is_given_by_the_user(maker.server_args)
+        vars(maker.server_args).pop(eligibility.NOT_GIVEN_MARK, None)  # else /server_info would show it
+        if int(arguments.get("nnodes") or 1) > 1 and (apart := _find_machine_problem()):
             self.reason = apart
             return []
         try:
-            self.launch = engine_rule.launch_memory(maker, arguments, before_gib)
+            self.launch = engine_rule.measure_launch_memory(maker, arguments, before_gib)
         except Exception as error:
             self.launch = LaunchMemory(one_line_error(error))
         launches: list[LaunchMemory] = ranks.all_gather(self.launch, LaunchMemory)
         self.reason = next((launch.failure for launch in launches if launch.failure), "")
         if not self.reason and self.fraction_is_given:
-            self.reason = eligibility.given_reason(eligibility.KV_SIZING.read())
+            self.reason = eligibility.kept_fraction_reason(eligibility.KV_SIZING.read())
         # The engine's fraction is of the free memory before the weights, on the rank with the least.
         before = min((launch.free_before_load for launch in launches if not launch.failure), default=0)
         self.launch = replace(self.launch, free_before_load=before)
@@ -140,7 +141,8 @@ class SchedulerHooks:
         """Decide for how many tokens addresses are reserved. Collective.
 
         :param config: the engine's ``MemoryPoolConfig``, with the token counts of its own rule.
-        :param raised: difference between the fraction in force and the engine's own, or the given one.
+        :param raised: difference between the larger fraction with which the rehearsal begins, and the fraction that the
+            user gave or the engine chose; 0 if the rehearsal uses no larger fraction.
         """
         first = engine_rule.counts_of(config)
         top, problem = first, ""
@@ -187,12 +189,10 @@ class SchedulerHooks:
         pools = self.reservation.pools
         before = {name: getattr(maker, name) for name in POOLS if hasattr(maker, name)}
         try:
-            with sized_for(maker, arguments, pools.first, pools.top) as sizes:
-                built = pools.build(
-                    lambda: original(maker, **sizes), lambda made: made_pools(maker, made), maker.device
-                )
+            with substitute_counts(maker, arguments, pools.first, pools.top) as sizes:
+                built = pools.build(lambda: original(maker, **sizes), lambda made: get_pools(maker, made), maker.device)
             if not maker.is_draft_worker:
-                token_count.resize_allocator(made_pools(maker, built)[2], pools.first)
+                token_count.resize_allocator(get_pools(maker, built)[2], pools.first)
             return built
         except Exception as error:
             self.reason = str(error) if isinstance(error, Unknown) else one_line_error(error)
@@ -222,7 +222,7 @@ class SchedulerHooks:
                     send(pipe, message)
                     return
                 patcher.undo()
-                self._releases.append(lambda: send(pipe, token_count.init_info(message, self._scheduler)))
+                self._releases.append(lambda: send(pipe, token_count.update_init_info(message, self._scheduler)))
 
             return hold
 
@@ -261,16 +261,18 @@ class SchedulerHooks:
             start.fail_rehearsal(problem)
 
 
-def made_pools(maker: Any, built: Any) -> tuple[Any, ...]:
+def get_pools(maker: Any, built: Any) -> tuple[Any, ...]:
     """Return the KV cache, the request table and the allocator that the engine has made.
 
-    :param built: the engine's object with the pools. ``None``, up to 0.5.15: the maker has them.
+    :param built: the engine's object with the pools. With ``None`` (up to 0.5.15), the pools are attributes of
+        ``maker``.
     """
     return tuple(getattr(maker if built is None else built, name) for name in POOLS)
 
 
-def _machines_apart() -> str:
-    """Return the reason why the ranks of several machines cannot decide together; "": they can."""
+def _find_machine_problem() -> str:
+    """Return the reason why the ranks of several machines cannot decide on a size together; empty if they can. All
+    machines must run this package with kv-sizing on."""
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:

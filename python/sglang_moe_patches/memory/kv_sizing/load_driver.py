@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
-    SAMPLED,
+    SAMPLING,
     SHORT_PROMPT_TOKENS,
     Batch,
     Estimate,
@@ -65,13 +65,15 @@ class LoadDriver:
         self.seconds: dict[str, float] = {}
         """Seconds that each phase has taken, by the phase's name. Phases that never began are left out."""
         self.fewer_requests = 0
-        """Most requests at once from now on, because more would take too much memory; 0: as many as the server
-        allows."""
+        """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
+        server allows."""
         self.restart_requests = self._most_requests = 0
-        """Two numbers of requests at once: the largest that has run (``_most_requests``), and the one before it, with
-        which another rehearsal can start over. 0: no decode had more requests than the user asked for."""
+        """Numbers of concurrent requests in rehearsed decodes. ``_most_requests`` is the largest number that has run.
+        ``restart_requests`` is the number of the decode before it, with which another rehearsal can start over. Both
+        are 0 if no decode had more requests than the user asked for."""
         self.missed: dict[str, PhaseKind] = {}
-        """Kinds of the phases of which no forward pass had the sizes, by the phases' names."""
+        """Phases that were not reached: no forward pass had their sizes. The key is the phase's name, and the value is
+        its kind."""
         self.is_over = False
         """Whether the script has ended and has no further request."""
         self._request_ids, self._first_tokens = count(1), first_tokens(limits)
@@ -79,11 +81,11 @@ class LoadDriver:
         """Names of the requests that have no answer yet."""
         self._phase: Phase | None = None
         self._is_reached = self._is_decoding = self._is_planted = False
-        """Whether a forward pass had the phase's sizes; whether its background requests decode; whether the cache has
-        the phase's planted prefix."""
+        """Three facts about the phase that runs: a forward pass had the phase's sizes, the phase's background requests
+        decode, and the cache has the phase's planted prefix."""
         self._is_idle = self._is_stuck = self._is_ended = False
-        """Whether the scheduler has no request; whether it admits none of its waiting requests; whether no further
-        phase may begin."""
+        """Three facts about the scheduler: it has no request, it admits none of its waiting requests, and no further
+        phase may begin (``_is_ended``)."""
         self._steps = self._run()
 
     @property
@@ -103,12 +105,13 @@ class LoadDriver:
         """Record that a request has ended, either by its length or by an abort."""
         self._waiting.discard(name)
 
-    def record_planted(self, is_planted: bool) -> None:
+    def record_planting(self, is_planted: bool) -> None:
         """Record whether :func:`.planted_prefix.plant` has put a phase's prefix into the cache on this rank."""
         self._is_planted = is_planted
 
     def end(self) -> None:
-        """Let no further phase begin. Running requests are aborted, or with speculation end by their length."""
+        """End the script early: no further phase begins. Running requests are aborted. With speculation, they end by
+        their length instead."""
         self._is_ended = True
 
     def next_requests(self, idle: bool, stuck: bool) -> list[Any]:
@@ -222,7 +225,7 @@ class LoadDriver:
         """
         while not self._is_idle:  # else the engine merges the short request into the decode's batch
             yield []
-        plain = replace(phase, name="", sampling=SAMPLED, output_logprobs=False)
+        plain = replace(phase, name="", sampling=SAMPLING, output_logprobs=False)
         prompt = self._unique_prompt(SHORT_PROMPT_TOKENS, Tokens(f"behind {phase.name}", self.limits.vocabulary))
         yield self._requests([prompt], 2, plain)
         while self._waiting and not (self._is_idle or self._is_stuck):
@@ -248,7 +251,7 @@ class LoadDriver:
         If the radix cache had a token of the prompt already, the forward pass would be smaller, and chunks would end
         elsewhere.
         """
-        return [next(self._first_tokens), *tokens.some(length - 1)] if length else []
+        return [next(self._first_tokens), *tokens.draw(length - 1)] if length else []
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
         """Make requests with these prompts and ``new`` new tokens each, and record that they have no answer yet."""

@@ -37,21 +37,21 @@ prompt, and then decode in the same batch."""
 MIXED_DECODES = 32
 """Limit of decoding requests in the forward pass of a mixed chunk, which has prompt tokens and decoding requests."""
 SHORT_PROMPT_TOKENS = 8
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
+SAMPLING = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Sampling parameters as model cards recommend them. They take more memory than greedy decoding."""
 BIASED_TOKEN = 1000
 """Token to which the rehearsal's logit bias applies. In a smaller vocabulary, the bias applies to the last token."""
-PENALIZED = {
-    **SAMPLED,
+PENALIZED_SAMPLING = {
+    **SAMPLING,
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
     "logit_bias": {str(BIASED_TOKEN): -1.0},
 }
 """Sampling parameters of *penalized* requests. Each parameter allocates a number for every request and every token of
 the vocabulary."""
-RISE = 4
+MAX_REQUEST_RATIO = 4
 """Largest factor between the numbers of requests in two consecutive rehearsed decodes. The memory of the larger decode
 can then be predicted from the smaller decode."""
-FEW = 64
+FIRST_DECODE_REQUESTS = 64
 """Limit of requests in the first rehearsed decode. Sampling for so few requests always fits into the free memory."""
 PENALIZED_WITHOUT_GRAPHS = 256
 """Limit of concurrent penalized requests, if ``--max-running-requests`` is not given and no decode graph is
@@ -265,7 +265,9 @@ class Limits:
         captured decode."""
         request_tokens = SHORT_PROMPT_TOKENS + self.beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
-        return max(self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest)) // request_tokens)
+        return max(
+            self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest_prefill_tokens)) // request_tokens
+        )
 
     def beside_prompt(self, new: int = 0) -> int:
         """Return the number of KV cache tokens that a request takes in addition to its prompt, at most.
@@ -289,44 +291,44 @@ class Limits:
         return self.captured or PENALIZED_WITHOUT_GRAPHS
 
     @property
-    def largest(self) -> int:
+    def largest_prefill_tokens(self) -> int:
         """Tokens of the largest prefill of one request. This is a chunk, or the longest prompt if it is shorter than a
         chunk."""
         return min(self.chunk or self.input_tokens, self.input_tokens)
 
     @property
-    def together(self) -> int:
+    def prompts_together(self) -> int:
         """Number of longest prompts in one forward pass, including a last prompt that may be cut; 1 if one prompt fills
         a chunk."""
-        limits = [self.cache_tokens // (self.largest + self.beside_prompt()), self.batch]
+        limits = [self.cache_tokens // (self.largest_prefill_tokens + self.beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.
-            limits.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
+            limits.append(self.window_tokens // (max(self.largest_prefill_tokens, self.window) + 2 * self.page) - 1)
         if self.chunk:
             limits.append(-(-self.chunk // self._largest_in_pages))
         # The engine does not add a request to a forward pass if the tokens would reach max_prefill_tokens.
         if self.prefill_tokens:
-            limits.append((self.prefill_tokens - 1) // self.largest)
+            limits.append((self.prefill_tokens - 1) // self.largest_prefill_tokens)
         if self.prefill_requests:
             limits.append(self.prefill_requests)
         return max(1, min(limits)) if self.chunk or self.prefill_tokens else 1
 
     @property
-    def packed(self) -> int:
-        """Smallest possible number of tokens in a forward pass with ``together`` prompts. The last prompt is cut at the
-        end of a page."""
-        if self.together == 1:
-            return self.largest // self.page * self.page
-        all_whole, before = self.together * self.largest, self.together - 1
+    def packed_tokens(self) -> int:
+        """Smallest possible number of tokens in a forward pass with ``prompts_together`` prompts. The last prompt is
+        cut at the end of a page."""
+        if self.prompts_together == 1:
+            return self.largest_prefill_tokens // self.page * self.page
+        all_whole, before = self.prompts_together * self.largest_prefill_tokens, self.prompts_together - 1
         if self.chunk is None:
             return all_whole
-        left = self.chunk - before * self._largest_in_pages - self.together * self.page
-        return min(all_whole, before * self.largest + max(0, left))
+        left = self.chunk - before * self._largest_in_pages - self.prompts_together * self.page
+        return min(all_whole, before * self.largest_prefill_tokens + max(0, left))
 
     @property
     def _largest_in_pages(self) -> int:
         """Tokens of the largest prefill of one request, rounded up to whole pages."""
-        return -(-self.largest // self.page) * self.page
+        return -(-self.largest_prefill_tokens // self.page) * self.page
 
 
 def derive_limits(
@@ -347,7 +349,7 @@ def derive_limits(
         tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
         # While one batch is verified, the slots for the next batch are already allocated.
         draft_slots = 2 * max(draft_tokens, tree)
-    captured = _asked_to_capture(info)
+    captured = _read_capture_limit(info)
     if facts.captured is not None:
         # The engine may capture fewer batch sizes than the arguments say, because ranks that share one attention divide
         # a batch into whole tokens.
@@ -406,7 +408,7 @@ def graph_settings(info: Arguments, phase: str) -> dict[str, Any] | None:
     return {**settings, "backend": backend, "off": backend.lower().endswith("disabled")}
 
 
-def _asked_to_capture(info: Arguments) -> int:
+def _read_capture_limit(info: Arguments) -> int:
     settings = graph_settings(info, "decode")
     if settings is not None:
         return 0 if settings["off"] else int(settings.get("max_bs") or 0)
@@ -459,10 +461,9 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: largest factor between the time of a prompt and the time of the slowest earlier prompt, among all
-        phases with a growth. The factor predicts a prompt's time. A prompt that could take too long is not sent. The
-        time of attention grows with the square of the tokens. With 0, the time does not depend on the length of the
-        context.
+    :param growth: factor that predicts the time of a prompt, because the time of attention grows with the square of the
+        tokens. A prompt takes at most ``growth`` times as long as the slowest earlier prompt. Only prompts of phases
+        with a growth are compared. A prompt that could take too long is not sent. With 0, no time is predicted.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
@@ -474,7 +475,7 @@ class Phase:
     background: int = 0
     in_turn: bool = False
     to_the_end: bool = False
-    sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLED)
+    sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLING)
     output_logprobs: bool = False
     growth: float = 0.0
     estimate: Estimate | None = None
@@ -495,7 +496,7 @@ class Plant(Order):
     tokens: tuple[int, ...]
 
 
-def _drawn_from(vocabulary: int) -> range:
+def _usable_tokens(vocabulary: int) -> range:
     # Special tokens, such as placeholders of images, are at the beginning or at the end of a vocabulary.
     return range(min(1000, vocabulary // 2), min(50_000, vocabulary))
 
@@ -505,10 +506,10 @@ class Tokens:
 
     def __init__(self, seed: str, vocabulary: int) -> None:
         self._random = random.Random(seed)
-        self._drawn_from = _drawn_from(vocabulary)
+        self._usable_tokens = _usable_tokens(vocabulary)
 
-    def some(self, count: int) -> list[int]:
-        return self._random.choices(self._drawn_from, k=count)
+    def draw(self, count: int) -> list[int]:
+        return self._random.choices(self._usable_tokens, k=count)
 
 
 def shared_prefix(length: int, limits: Limits) -> list[int]:
@@ -516,7 +517,7 @@ def shared_prefix(length: int, limits: Limits) -> list[int]:
 
     After the first of these phases, the radix cache has the prefix.
     """
-    return Tokens("prefix", limits.vocabulary).some(length)
+    return Tokens("prefix", limits.vocabulary).draw(length)
 
 
 def first_tokens(limits: Limits) -> Iterator[int]:
@@ -526,7 +527,7 @@ def first_tokens(limits: Limits) -> Iterator[int]:
     prompt.
     """
     (taken,) = shared_prefix(1, limits)
-    tokens = [token for token in _drawn_from(limits.vocabulary) if token != taken]
+    tokens = [token for token in _usable_tokens(limits.vocabulary) if token != taken]
     return cycle(random.Random("first").sample(tokens, len(tokens)))
 
 
@@ -535,16 +536,19 @@ def derive_phases(limits: Limits) -> list[Phase]:
     phases with larger sampling follow."""
     phases: list[Phase] = []
 
-    chunk = limits.largest
+    chunk = limits.largest_prefill_tokens
     whole = chunk // limits.page * limits.page
     prefill = Bound(PREFILLS, tokens=whole)
     name = "longest prefill" if limits.chunk is None else "prefill chunk"
     growing = [Prompt(0, length) for length in growing_lengths(chunk)]
     phases.append(Phase(PhaseKind.PREFILL, name, prefill, growing, in_turn=True))
-    if limits.together > 1:
-        several = Bound(PREFILLS, tokens=limits.packed, requests=limits.together)
-        estimate, name = Estimate(name, limits.packed / whole), f"{limits.together} of the longest prompts"
-        prompts = [Prompt(0, chunk)] * limits.together
+    if limits.prompts_together > 1:
+        several = Bound(PREFILLS, tokens=limits.packed_tokens, requests=limits.prompts_together)
+        estimate, name = (
+            Estimate(name, limits.packed_tokens / whole),
+            f"{limits.prompts_together} of the longest prompts",
+        )
+        prompts = [Prompt(0, chunk)] * limits.prompts_together
         phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, estimate=estimate))
 
     # One request: with a radix cache, the cached prefix may have any length. Without a radix cache, a whole chunk
@@ -594,23 +598,28 @@ def derive_phases(limits: Limits) -> list[Phase]:
     # A captured decode is left out if so many requests never meet in a batch. The graph got its memory when it was
     # captured.
     if captured and not (limits.stages > 1 and fit < captured < limits.batch):
-        counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
+        counts += [
+            (PhaseKind.CAPTURED_DECODE, "captured", count)
+            for count in rising_counts(FIRST_DECODE_REQUESTS // MAX_REQUEST_RATIO, captured)
+        ]
     if limits.batch > captured:
-        first = captured if counts else FEW // RISE
+        first = captured if counts else FIRST_DECODE_REQUESTS // MAX_REQUEST_RATIO
         # Decodes that may be left out grow in small steps. If one is left out, the server admits as many requests as
         # the decode before it had.
         asked = limits.penalized if limits.default_requests else limits.batch
         eager = rising_counts(first, asked) if asked > captured or not counts else []
         eager += rising_counts(asked, limits.batch, 2) if limits.batch > asked else []
         counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in eager]
-    named = (_decode(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts)
+    named = (
+        _make_decode_phase(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts
+    )
     plain = _link_estimates(named, limits)
     phases += [phase for phase in plain if not _may_be_left_out(phase)]
-    penalized = rising_counts(FEW // RISE, limits.penalized)
-    phases += _link_estimates((_penalized_decode(count, limits) for count in penalized), limits)
+    penalized = rising_counts(FIRST_DECODE_REQUESTS // MAX_REQUEST_RATIO, limits.penalized)
+    phases += _link_estimates((_make_penalized_decode(count, limits) for count in penalized), limits)
     # Decodes that may be left out come last, because they may not take more memory than the largest phase before them.
     phases += filter(_may_be_left_out, plain)
-    phases += _long_among_short(limits, plain)
+    phases += _make_long_among_short(limits, plain)
     name, prompts = "prompts of many lengths", _varied_prompts(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
     return [_bound_all_ranks(phase, limits) for phase in phases]
@@ -639,7 +648,7 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
     return list(filter(is_larger, derive_phases(after)))
 
 
-def rising_counts(fewer: int, last: int, times: int = RISE) -> list[int]:
+def rising_counts(fewer: int, last: int, times: int = MAX_REQUEST_RATIO) -> list[int]:
     """Return rising numbers of requests, up to ``last``. Each number is at most ``times`` the number before it. The
     first number is at most ``times * fewer``."""
     counts = [last]
@@ -671,18 +680,22 @@ def _may_be_left_out(phase: Phase) -> bool:
     return bool(phase.estimate and phase.estimate.fewer_requests)
 
 
-def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
+def _make_long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     """Return the phase of the largest decode with one long request. The list is empty if the KV cache has no room for
     this decode.
 
     :param decodes: phases of decodes without a long request.
     """
-    short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
+    short = _make_decode_phase(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
     half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long request has the other half of the KV cache
-    wanted = LONG_PROMPT_NEW_TOKENS + _decoded_meanwhile(limits.requests, limits)
+    wanted = LONG_PROMPT_NEW_TOKENS + _count_decoded_meanwhile(limits.requests, limits)
     new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
     beside = limits.beside_prompt(new)
-    left = int(0.9 * limits.cache_tokens) - 2 * limits.largest - limits.requests * (SHORT_PROMPT_TOKENS + beside)
+    left = (
+        int(0.9 * limits.cache_tokens)
+        - 2 * limits.largest_prefill_tokens
+        - limits.requests * (SHORT_PROMPT_TOKENS + beside)
+    )
     longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - beside
     longest -= longest % limits.short_prompt_tokens
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
@@ -702,15 +715,15 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     return [_estimate_from(decodes[-1], long, limits) if decodes else long]
 
 
-def _penalized_decode(requests: int, limits: Limits) -> Phase:
+def _make_penalized_decode(requests: int, limits: Limits) -> Phase:
     name = f"decode of {requests} requests with penalties and a logit bias"
-    sampling = PENALIZED | {"logit_bias": {str(min(BIASED_TOKEN, limits.vocabulary - 1)): -1.0}}
+    sampling = PENALIZED_SAMPLING | {"logit_bias": {str(min(BIASED_TOKEN, limits.vocabulary - 1)): -1.0}}
     if limits.stop_token:
         sampling |= {"min_new_tokens": 2}
     if limits.samples_by_seed:
         del sampling["min_p"]
     return replace(
-        _decode(PhaseKind.PENALTIES, name, requests, limits),
+        _make_decode_phase(PhaseKind.PENALTIES, name, requests, limits),
         bound=Bound(DECODES, requests=requests),
         sampling=sampling,
         # With speculation, releases compute log-probabilities in different ways. The phase then does not ask for
@@ -781,7 +794,7 @@ def _varied_prompts(chunk: int, limits: Limits) -> list[Prompt]:
     return [Prompt(0, length) for length in lengths]
 
 
-def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
+def _make_decode_phase(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
     # The largest batch needs all requests that can run at once, because the batches of a pipeline share the requests.
     # Each batch of a pipeline keeps the memory of its penalties. Therefore all batches get penalized requests.
     put = limits.requests if requests == limits.batch else requests
@@ -790,7 +803,7 @@ def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
     # Each request generates so many tokens that the first requests still run when the last requests arrive. The
     # requests are aborted as soon as all of them have run in one batch. With speculation they are not aborted, because
     # one release stopped answering after an abort.
-    new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _decoded_meanwhile(put, limits)
+    new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _count_decoded_meanwhile(put, limits)
     return Phase(
         kind,
         name,
@@ -800,7 +813,7 @@ def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
     )
 
 
-def _decoded_meanwhile(requests: int, limits: Limits) -> int:
+def _count_decoded_meanwhile(requests: int, limits: Limits) -> int:
     """Return the number of tokens that the first request has decoded when the last request is admitted."""
     if not (limits.mixed and limits.prefill_requests):
         return 0  # the engine runs prefills before decodes
@@ -816,8 +829,8 @@ def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
     """
     caches = [limits.cache_tokens]
     windows = requests * (limits.window + WINDOW_OVERHANG_TOKENS + 2 * limits.page)
-    if limits.window_tokens and windows > limits.window_tokens - 2 * limits.largest:
+    if limits.window_tokens and windows > limits.window_tokens - 2 * limits.largest_prefill_tokens:
         caches.append(limits.window_tokens)  # if there is no whole window for each request
-    request_tokens = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
+    request_tokens = min(int(0.9 * (cache - 2 * limits.largest_prefill_tokens)) // requests for cache in caches)
     new = request_tokens - SHORT_PROMPT_TOKENS - limits.beside_prompt()
     return max(2, min(wanted, new, limits.input_tokens - SHORT_PROMPT_TOKENS))

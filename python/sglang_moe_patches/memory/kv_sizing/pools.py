@@ -159,14 +159,15 @@ class ElasticPools:
         """
         self.counts = counts  # set also if the driver fails, because these slots are already withdrawn
         for table in self._tables:
-            _forget_slots(table)
+            _reset_free_rows(table)
         _wait_for_device()  # a kernel that still runs may read these slots
         freed = sum(buffer.memory.unmap_from(self._rows(buffer, counts)) for buffer in self._buffers)
         self._set_usage()
         return freed
 
     def _set_usage(self) -> None:
-        """Update the size that the engine reports for each pool, in GiB, to that of a pool with ``counts`` tokens."""
+        """Update the size that the engine reports for each pool, in GiB. The new size counts only tokens that have
+        memory."""
         sizes = {
             buffer.memory.address: buffer.memory.bytes_of(self._rows(buffer, self.counts)) for buffer in self._buffers
         }
@@ -256,7 +257,9 @@ class ElasticPools:
 
 
 @contextmanager
-def sized_for(maker: Any, arguments: dict[str, Any], first: TokenCounts, top: TokenCounts) -> Iterator[dict[str, Any]]:
+def substitute_counts(
+    maker: Any, arguments: dict[str, Any], first: TokenCounts, top: TokenCounts
+) -> Iterator[dict[str, Any]]:
     """Context manager that makes the engine build its pools for ``top`` tokens instead of ``first`` tokens.
 
     :param maker: the engine's object that makes pools. Up to 0.5.15 it is a model runner with the token counts as
@@ -365,11 +368,11 @@ def _tensors_of(owner: Any) -> Iterator[Any]:
             queue += vars(value).values() if hasattr(value, "__dict__") else ()
 
 
-def _forget_slots(table: Any) -> None:
+def _reset_free_rows(table: Any) -> None:
     """Set the free rows of a request table to slot 0, which always has memory.
 
     A captured decode reads a slot for each row of its padding. Up to 0.5.12.post1, a padding row contains slots of the
-    previous request in this row.
+    previous request in this row. These slots may have lost their memory.
     """
     import torch
 

@@ -393,7 +393,7 @@ class _Inbox:
         self._scheduler, self._take_broadcasts = scheduler, take_broadcasts
         self._socket = scheduler.recv_from_tokenizer
         self._queue: deque[Any] = deque()
-        self._is_asked = False
+        self._has_taken_broadcasts = False
         """Whether this turn's broadcasts were taken."""
         self.is_open = False
         """Whether the scheduler reads this object instead of the socket."""
@@ -407,23 +407,23 @@ class _Inbox:
 
     def close(self) -> None:
         """Let the scheduler read the socket again."""
-        self._scheduler.recv_from_tokenizer, self.is_open, self._is_asked = self._socket, False, False
+        self._scheduler.recv_from_tokenizer, self.is_open, self._has_taken_broadcasts = self._socket, False, False
 
     def end_turn(self) -> None:
-        """Take broadcasts again at the next read.
+        """Mark this turn as ended, so that the first read of the next turn takes new broadcasts.
 
-        The scheduler reads until the socket is empty. With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` it stops earlier, and
-        the next turn reads the rest.
+        With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` the scheduler may stop before it has read all broadcasts of a turn.
+        The next turn then reads the remaining broadcasts first.
         """
-        self._is_asked = False
+        self._has_taken_broadcasts = False
 
     def recv_pyobj(self, *flags: Any) -> Any:
         """Return the next broadcast, or the next request if this turn has no broadcasts.
 
         :raises zmq.Again: every broadcast of this turn is read.
         """
-        if not self._is_asked:
-            self._is_asked = True
+        if not self._has_taken_broadcasts:
+            self._has_taken_broadcasts = True
             broadcasts = self._take_broadcasts()
             if broadcasts is None and not self._queue:
                 self.close()

@@ -54,9 +54,9 @@ requests."""
 MORE_REQUESTS_FRACTION = 1 / 32
 """Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
 has. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
-LOW = "little memory is left"
+LOW_MEMORY_FLAG = "little memory is left"
 """Flag that a rank raises on the board (:class:`.ranks.Board`). Rank 0 then ends the rehearsal."""
-ALL = "all"
+WHOLE_REHEARSAL = "all"
 """Key of the whole rehearsal in :attr:`Measured.seconds`. The other keys are the names of phases."""
 
 COUNTERS = (
@@ -66,7 +66,7 @@ COUNTERS = (
 )
 """Counters of the scheduler, its metrics reporter and its model runner that the end of the rehearsal restores.
 Counters of speculation (``spec_...``) are restored, too."""
-RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
+METRIC_SWITCHES = ("enable_metrics", "current_scheduler_metrics_enabled")
 """Attributes that switch the engine's metrics. The rehearsal sets them to false."""
 
 
@@ -145,7 +145,7 @@ class Rehearsal:
         self.scheduler, self.gpu, self.leads = scheduler, gpu, leads
         self.on_end: Callable[[Measured], None] = lambda measured: None
         """Function that is called once with the result, on every rank in the same turn."""
-        self._board, self._low_flag, self._derive, self._limits = board, f"{LOW} {number}", derive, limits
+        self._board, self._low_flag, self._derive, self._limits = board, f"{LOW_MEMORY_FLAG} {number}", derive, limits
         self._peaks, self._margin = dict(peaks), margin
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
@@ -171,10 +171,11 @@ class Rehearsal:
         self._phase, self._phases = "", dict[str, int]()
         # A prompt of a whole chunk would wait for ever with fewer window tokens, or be computed in smaller chunks.
         limits = self._limits
-        least = max(limits.largest, limits.window) + 2 * limits.page
+        least = max(limits.largest_prefill_tokens, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
             raise RuntimeError(
-                f"sliding windows of {limits.window_tokens} tokens have no room for {limits.largest} more"
+                f"sliding windows of {limits.window_tokens} tokens have no room for "
+                f"{limits.largest_prefill_tokens} more"
             )
         self._save_random_state()
         self._timeout_s, self._abandon_after_s = timeout_s(), abandon_after_s()
@@ -185,7 +186,7 @@ class Rehearsal:
                 *(self._derive, limits, make, make_abort, self._seconds_to_deadline, self._abandon_after_s, self._fits)
             )
         for sender in self._senders:
-            self._set_until_end(sender, "send_output", self._swallow)
+            self._set_until_end(sender, "send_output", self._record_answer)
         # Lift the queue limit. The limit does not bound a batch, because retracted requests come back into the batch.
         self._set_until_end(self.scheduler, "max_queued_requests", None)
         self._watch_forwards()
@@ -231,10 +232,10 @@ class Rehearsal:
             for name, value in list(vars(owner).items()):
                 if name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float)):
                     self._undo.append(partial(setattr, owner, name, copy(value)))
-                elif name in RECORDING:
+                elif name in METRIC_SWITCHES:
                     self._set_until_end(owner, name, False)
 
-    def look_at_turn(self) -> None:
+    def read_turn_memory(self) -> None:
         """Read the memory in each turn, because sampling and a draft model's forward pass run after the watched one."""
         self._read_memory()
         if self._driver is not None and self._driver.phase_name != self._phase:
@@ -247,7 +248,7 @@ class Rehearsal:
             self._has_planted = True
             is_planted = plant(self.scheduler, order.tokens)
             if self._driver is not None:
-                self._driver.record_planted(is_planted)
+                self._driver.record_planting(is_planted)
         except Exception as error:
             self.fail(one_line_error(error))
 
@@ -363,7 +364,7 @@ class Rehearsal:
         runs = scheduler.chunked_req is not None or not all(batch.is_empty() for batch in batches)
         return bool(scheduler.waiting_queue) and not runs
 
-    def _swallow(self, output: Any, recv_obj: Any = None) -> None:
+    def _record_answer(self, output: Any, recv_obj: Any = None) -> None:
         """Stand in for the sockets' ``send_output``: record an answer, and send nothing."""
         kind = type(output).__name__
         if kind == "FlushCacheReqOutput":
@@ -379,18 +380,18 @@ class Rehearsal:
                 self._driver.finish_request(name)
 
     def _finish(self, flushed: bool) -> None:
-        """End the rehearsal with its result. The flush of the prefix cache has been answered.
+        """End the rehearsal with its result, after the flush of the prefix cache was answered.
 
         :param flushed: whether the cache was flushed.
         """
         try:
-            result = self._measured(flushed)
+            result = self._make_result(flushed)
         except Exception as error:
             result = Measured(failure=self._failure or one_line_error(error))
         self.end()
         self.on_end(result)
 
-    def _measured(self, flushed: bool) -> Measured:
+    def _make_result(self, flushed: bool) -> Measured:
         driver, reserved = self._driver, self._peak_reserved - self._at_start.reserved
         return Measured(
             # Memory that other processes have freed in the meantime is not counted as free.
@@ -402,7 +403,7 @@ class Rehearsal:
             phases=self._phases,
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
-            seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
+            seconds={**(driver.seconds if driver else {}), WHOLE_REHEARSAL: time.monotonic() - self._began},
             missed=driver.missed if driver else {},
             fewer_requests=driver.fewer_requests if driver else 0,
             restart_requests=driver.restart_requests if driver else 0,

@@ -26,15 +26,16 @@ from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import token_count
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders, is_idle
-from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, megabytes
+from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, format_megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
 """Seconds between two readings of the free memory. PyTorch's allocator keeps the memory of forward passes, so that a
 reading includes the forward passes since the last reading."""
 SHORT_REPORT, HELD_REPORT = "memory is short", "only cached prefixes use slots of the tail"
-"""Names of the flags that a rank raises on the board (:class:`.ranks.Board`) to report to rank 0. The number of earlier
-orders is appended to each name, so that rank 0 can ignore old reports."""
+"""Names of the flags that a rank raises on the board (:class:`.ranks.Board`) as a report to rank 0: this rank is short
+of memory, or cached prefixes still hold slots of the tail. The number of earlier orders is appended to each name, so
+that rank 0 can ignore old reports."""
 FREE_LISTS = ("free_pages", "release_pages")
 """Attributes of the engine's allocator that are tensors with the numbers of free pages. From 0.5.21 on,
 ``staged_pages`` is a list of further such tensors."""
@@ -155,7 +156,7 @@ class Serving:
     longer request than rank 0.
 
     :param board: board on which ranks report to rank 0.
-    :param shown: metrics of the rank.
+    :param metrics: metrics of the rank.
     :param leads: whether this is rank 0.
     :param extra_tokens: tokens of the KV cache that a request takes in addition to its prompt and its new tokens.
     """
@@ -167,13 +168,13 @@ class Serving:
         memory: FreeMemory,
         orders: Orders,
         board: Board,
-        shown: Metrics,
+        metrics: Metrics,
         *,
         leads: bool,
         extra_tokens: int,
     ) -> None:
         self._scheduler, self._pools, self._memory = scheduler, pools, memory
-        self._orders, self._board, self._shown, self._leads = orders, board, shown, leads
+        self._orders, self._board, self._metrics, self._leads = orders, board, metrics, leads
         # The engine admits a request only if more tokens are free than it may take. Else the request waits for ever.
         self._extra_tokens_per_request = extra_tokens + 1
         self._goal = pools.counts.tokens
@@ -181,7 +182,7 @@ class Serving:
         self._order_is_pending = self._is_shrinking = self._is_at_floor = False
         self._failures: set[str] = set()
         self._freed_bytes = self._retire_orders = self._evict_orders = 0
-        shown.show(GIVEN_BACK, 0)
+        metrics.show(GIVEN_BACK, 0)
 
     def run_turn(self) -> None:
         """Withdraw free slots, and read the free memory if it is time. The scheduler's event loop calls this method in
@@ -209,7 +210,7 @@ class Serving:
 
     def _sample(self) -> None:
         shortage = self._memory.measure_shortage()
-        self._shown.show(LOWEST_FREE, self._memory.lowest)
+        self._metrics.show(LOWEST_FREE, self._memory.lowest)
         prefixes_hold_tail = False
         if self._goal < self._pools.counts.tokens:  # the slots that the last order withdraws are still held
             shortage, prefixes_hold_tail = 0, bool(shortage) or is_idle(self._scheduler)
@@ -247,7 +248,7 @@ class Serving:
         is_at_floor = within < least
         if is_at_floor and not self._is_at_floor:
             tokens = f"{min(wanted.tokens, self._goal):,} tokens"
-            short = f"memory is short by {megabytes(missing_bytes)}, but the KV cache keeps {tokens}"
+            short = f"memory is short by {format_megabytes(missing_bytes)}, but the KV cache keeps {tokens}"
             why = "two prefill chunks or the longest request need them; free GPU memory of other processes"
             log.logger.warning(log.format_line("kv-sizing", "%s: %s"), short, why)
         self._is_at_floor = is_at_floor
@@ -269,7 +270,7 @@ class Serving:
                 held[session.session_id] = max(tokens, held.get(session.session_id, 0))
             else:
                 longest = max(longest, tokens)
-        needed = longest + whole_pages(held.values(), page)
+        needed = longest + round_up_to_pages(held.values(), page)
         return needed + self._extra_tokens_per_request if needed else 0
 
     def _counts_in_whole_pages(self, tokens: int) -> TokenCounts:
@@ -319,14 +320,14 @@ class Serving:
         except Exception as error:  # the other ranks go on withdrawing slots, so this rank must go on, too
             problem = "could not unmap KV cache memory on this rank, so its free memory stays low; the server goes on"
             log.logger.warning(log.format_line("kv-sizing", "%s: %s"), problem, error)
-        self._shown.show(GIVEN_BACK, self._freed_bytes)
-        self._shown.show(TOKENS, retirement.usable_counts().tokens)
+        self._metrics.show(GIVEN_BACK, self._freed_bytes)
+        self._metrics.show(TOKENS, retirement.usable_counts().tokens)
         if not retirement.is_done:
             return
         self._retirement = None
         if self._leads:
             tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._tokens_before:,}"
-            freed = f"{megabytes(self._freed_bytes)} freed until now"
+            freed = f"{format_megabytes(self._freed_bytes)} freed until now"
             log.logger.warning(log.format_line("kv-sizing", "memory was short: %s; %s"), tokens, freed)
 
 
@@ -369,7 +370,7 @@ def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
     return {name: int(getattr(owner, "kv_allocated_len", 0) or 0) for name, owner in owners.items()}
 
 
-def whole_pages(tokens: Iterable[int], page: int) -> int:
+def round_up_to_pages(tokens: Iterable[int], page: int) -> int:
     """Round each of several numbers of tokens up to whole pages, and return the sum."""
     return sum(-(-number // page) * page for number in tokens)
 
@@ -381,7 +382,7 @@ def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
     sliding window have room for one window, one prefill, some pages, and the sessions.
     """
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
-    held = whole_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
+    held = round_up_to_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
     if not pools.top.window:
         return 2 * largest + held
     window = int(scheduler.tp_worker.model_runner.sliding_window_size or 0)

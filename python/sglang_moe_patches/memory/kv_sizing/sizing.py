@@ -62,8 +62,8 @@ def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: i
     :param launches: memory of all ranks; the rank with the least free memory counts.
     :param cache_bytes: bytes that a rehearsal needs in the KV cache of each rank.
     :param margin: bytes that must stay free for forward passes, in addition to :data:`MIN_FREE_BYTES`.
-    :returns: ``None`` if the engine's own fraction is used. It leaves enough for the KV cache, or a larger fraction
-        would leave too little for forward passes.
+    :returns: ``None`` if the rehearsal uses the engine's own fraction. There are two reasons: this fraction leaves
+        enough for the KV cache, or a larger fraction would leave too little for forward passes.
     """
     launch = launches[0]
     free = min(each.free for each in launches)
@@ -129,7 +129,7 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
     return now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most), ""
 
 
-def megabytes(size: float) -> str:
+def format_megabytes(size: float) -> str:
     """Format a number of bytes in megabytes, with the unit."""
     return f"{size / 1e6:,.0f} MB"
 
@@ -140,7 +140,7 @@ def largest_phases(phases: Mapping[str, int]) -> str:
     :param phases: bytes of tensors at the peak of each phase. The key is the phase's name.
     """
     ordered = sorted(phases.items(), key=lambda phase: -phase[1])[:SHOWN_PHASES]
-    return ", ".join(f"{name} {megabytes(size)}" for name, size in ordered)
+    return ", ".join(f"{name} {format_megabytes(size)}" for name, size in ordered)
 
 
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:

@@ -26,7 +26,7 @@ from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.engine_objects import drop_requests, limits_of, server_facts
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured, Rehearsal
-from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, megabytes
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, format_megabytes
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 IDLE_SLEEP_S = 0.001
@@ -102,10 +102,14 @@ class StartRunner:
             self._publish(step)
         else:
             step.on_end = self.run
-            self._orders.read_instead, self._orders.on_turn = step.poll, step.look_at_turn
+            self._orders.read_instead, self._orders.on_turn = step.poll, step.read_turn_memory
 
     def obey(self, order: ResumeStart) -> None:
-        """Resume the start, on every rank in the same turn."""
+        """Carry out rank 0's order to resume the start. Every rank carries it out in the same turn.
+
+        If this rank waits in an exchange, the start resumes with the values of all ranks. If this rank still rehearses,
+        the rehearsal ends without a result, and the values wait until the start reaches the exchange.
+        """
         step = self._step
         if isinstance(step, Exchange):
             self.run(order.values)
@@ -127,7 +131,11 @@ class StartRunner:
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """On rank 0: return the broadcast of the values once all ranks have published, or once the time is over."""
+        """On rank 0: return the broadcast of the values, once all ranks have published or the deadline is over. Return
+        no broadcast before that.
+
+        :param deadline: latest time of the broadcast, by ``time.monotonic``.
+        """
         try:
             values = self._board.collect(step.topic, type(step.value))
         except Exception as error:
@@ -227,7 +235,7 @@ class ServerStart:
         self.orders.close()
         self._sleeper.undo()
         self.log(f"the KV cache keeps the engine's size and is not measured because {problem}", warn=True)
-        self._show("rule", problem)
+        self._set_metrics("rule", problem)
         self._release()
 
     def start_up(self) -> Start:
@@ -239,12 +247,12 @@ class ServerStart:
         while True:
             assert self._rehearsal is not None
             measured = Measured(failure=failure) if failure else (yield self._rehearsal)
-            needs = yield Exchange(f"measured {self._pass}", self._need_from(measured))
+            needs = yield Exchange(f"measured {self._pass}", self._need_to_publish(measured))
             before, rank_0 = self.pools.counts.tokens, needs[0]
             tokens, reason, ended_early = self._decide(needs)
             requests = self._requests_to_start_over(needs, tokens < before, ended_early)
             # If an object of the engine refuses its own size, the start goes on instead of starting over.
-            if requests is not None and not self._use(before):
+            if requests is not None and not self._set_cache_size(before):
                 failure = self._start_over(requests)
                 continue
             rehearse_again, missed = tokens < before and ended_early, tuple(rank_0.missed.values())
@@ -256,7 +264,7 @@ class ServerStart:
                     reason = f"a rank had no memory to map: {problem}"
                 tokens = before if reason else tokens
                 rehearse_again, missed = not reason, ()  # phases may be larger with the larger KV cache
-            if problem := self._use(tokens):
+            if problem := self._set_cache_size(tokens):
                 reason, rehearse_again = problem, False
             self._fewer_requests = rank_0.fewer_requests
             derive = self._derive_next_pass(missed) if rehearse_again else None
@@ -301,7 +309,7 @@ class ServerStart:
         return replace(limits, limits_penalized=True) if self._limits_penalized else limits
 
     def _begin_next(self, derive: Callable[[phases.Limits], list[phases.Phase]]) -> str:
-        """Begin another rehearsal. Return the reason why this rank cannot; "": it has begun."""
+        """Begin another rehearsal. Return the reason if this rank cannot begin it; empty if it has begun."""
         try:
             self._begin_rehearsal(derive)
         except Exception as error:
@@ -338,14 +346,14 @@ class ServerStart:
 
     # --- 2. Grow, or shrink --------------------------------------------------------------------------------------
 
-    def _need_from(self, measured: Measured | None) -> RankNeed:
+    def _need_to_publish(self, measured: Measured | None) -> RankNeed:
         """Return the need of this rank, as the rank publishes it after a rehearsal.
 
         :param measured: result of this rank's rehearsal; ``None`` if rank 0 did not wait for its end.
         """
         measured = measured or Measured(failure="rank 0 did not wait for its rehearsal")
         try:
-            need = self._rank_need(measured)
+            need = self._add_measurements(measured)
         except Exception as error:
             need = RankNeed(failure=measured.failure or one_line_error(error))
         if not self.leads:
@@ -362,7 +370,7 @@ class ServerStart:
             request_limits=(limits.batch, limits.penalized) if is_limited else (0, 0),
         )
 
-    def _rank_need(self, measured: Measured) -> RankNeed:
+    def _add_measurements(self, measured: Measured) -> RankNeed:
         """Add a rehearsal's measurements to those of earlier rehearsals, and return the need of this rank."""
         for name, seconds in measured.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -440,7 +448,7 @@ class ServerStart:
             return str(error) or type(error).__name__  # "" would say that there is memory
         return ""
 
-    def _use(self, tokens: int) -> str:
+    def _set_cache_size(self, tokens: int) -> str:
         """Set the KV cache size in all objects of the engine, and unmap the memory of all slots after it.
 
         :returns: the reason why the engine keeps a smaller size, or "". The reason is the same on every rank, because
@@ -477,11 +485,13 @@ class ServerStart:
         return lambda limits: phases.derive_second_pass(before, limits, missed)
 
     def _limit_requests(self, rank_0: RankNeed) -> None:
-        """Let the server admit no more requests at once than were rehearsed.
+        """Let the server admit no more concurrent requests than were rehearsed.
 
         The limit applies if the user has set none. It also applies to penalized requests if memory for the user's limit
         would make the KV cache smaller than the engine's own. If the KV cache keeps the engine's size, the server
         admits as many requests as the engine does, unless the rehearsal has started over.
+
+        :param rank_0: need of rank 0, which has the limits.
         """
         batch, penalized = rank_0.request_limits
         if not batch or (self.pools.counts == self.pools.first and not self._has_started_over):
@@ -502,14 +512,14 @@ class ServerStart:
         """
         rule, now = self._tokens_by_rule(), self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
-        self._show(state, reason)
+        self._set_metrics(state, reason)
         if not self.leads:
             return
         if self.needs and self._seconds:
             self._log_needs()
         size = f"{state} from {rule:,} to {now:,}" if now != rule else f"kept at {now:,}"
-        free = f"{megabytes(self.margin)} stay free"
-        images = f", and {megabytes(self.launch.images)} for images" if self.launch.images else ""
+        free = f"{format_megabytes(self.margin)} stay free"
+        images = f", and {format_megabytes(self.launch.images)} for images" if self.launch.images else ""
         limit = f"; --max-total-tokens {now:,} is used" if now == self.reservation.max_tokens else ""
         why = f"; {reason}" if reason else ""
         more_bytes = (now - self.pools.first.tokens) * self.reservation.bytes_per_token
@@ -524,19 +534,20 @@ class ServerStart:
 
     def _log_needs(self) -> None:
         """Log the seconds of all rehearsals, and the memory that they have measured."""
-        total_s = self._seconds.pop(rehearsal.ALL, 0.0)
+        total_s = self._seconds.pop(rehearsal.WHOLE_REHEARSAL, 0.0)
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
         missed = f"; not reached: {', '.join(self.needs[0].missed)}" if self.needs[0].missed else ""
         early = "; ended early, before memory ran out" if any(need.stopped for need in self.needs) else ""
         self.log(f"rehearsed in {total_s:.0f} s: {parts}{missed}{early}")
         if any(need.failure for need in self.needs):
             return  # the need is not known
-        need = megabytes(max(need.need for need in self.needs))
+        need = format_megabytes(max(need.need for need in self.needs))
         self.log(
             f"needed in addition to weights and KV cache: {need}, on the rank that needs most. "
             f"On rank 0: largest forward passes: {sizing.largest_phases(self._phases)}; "
-            f"{megabytes(self._bytes_before)} CUDA graphs and buffers, including {megabytes(self._graph_bytes)} decode "
-            f"graphs; {megabytes(self._slack_bytes)} allocator slack"
+            f"{format_megabytes(self._bytes_before)} CUDA graphs and buffers, including "
+            f"{format_megabytes(self._graph_bytes)} decode graphs; "
+            f"{format_megabytes(self._slack_bytes)} allocator slack"
         )
 
     def _tokens_by_rule(self) -> int:
@@ -546,7 +557,7 @@ class ServerStart:
         """
         return max(0, self.pools.first.tokens - self.reservation.raised_tokens)
 
-    def _show(self, state: str, reason: str) -> None:
+    def _set_metrics(self, state: str, reason: str) -> None:
         """Set the metrics of this rank."""
         self.metrics.show(serving.STATE, 1, state=state, reason=reason)
         self.metrics.show(serving.TOKENS, self.pools.counts.tokens)

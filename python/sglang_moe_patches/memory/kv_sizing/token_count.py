@@ -96,24 +96,26 @@ def set_token_count(scheduler: Any, counts: TokenCounts, longest_request: int | 
         whole KV cache.
     """
     for path in HOLDERS:
-        _set(_find(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
+        _set_attributes(_follow_path(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
     bound = (counts.full or counts.tokens) if longest_request is None else longest_request
     longest = min(scheduler.model_config.context_len, bound) - 1
-    if most := getattr(_find(scheduler, "tp_worker.model_runner.eager_runner._eager_registry"), "max_num_tokens", 0):
+    if most := getattr(
+        _follow_path(scheduler, "tp_worker.model_runner.eager_runner._eager_registry"), "max_num_tokens", 0
+    ):
         longest = min(longest, int(most)) if not (scheduler.chunked_prefill_size or 0) > 0 else longest
     lengths = {"max_req_len": longest, "max_req_input_len": longest - REQUEST_MARGIN_TOKENS}
     for path in REQUEST_LENGTHS:
-        _set(_find(scheduler, path), lengths)
+        _set_attributes(_follow_path(scheduler, path), lengths)
     _update_metrics(scheduler, counts)
 
 
-def _find(owner: Any, path: str) -> Any:
+def _follow_path(owner: Any, path: str) -> Any:
     for name in filter(None, path.split(".")):
         owner = getattr(owner, name, None)
     return owner
 
 
-def _set(owner: Any, values: Mapping[str, int]) -> None:
+def _set_attributes(owner: Any, values: Mapping[str, int]) -> None:
     """Set some attributes of an object, if the object already has them as integers. The object may be a frozen
     dataclass."""
     for name, value in values.items():
@@ -130,7 +132,7 @@ def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
         emit()
         return
     for name in ("metrics_collector", "metrics_reporter.metrics_collector"):
-        collector = _find(scheduler, name)
+        collector = _follow_path(scheduler, name)
         if hasattr(collector, "_log_gauge") and getattr(scheduler, "enable_metrics", True):
             collector._log_gauge(collector.max_total_num_tokens, counts.tokens)
             if hasattr(collector, "num_pages"):
@@ -139,7 +141,7 @@ def _update_metrics(scheduler: Any, counts: TokenCounts) -> None:
             return
 
 
-def init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
+def update_init_info(info: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
     """Return the message from a scheduler to its launcher, with the scheduler's present numbers of tokens."""
     names = {"max_total_num_tokens", "max_req_input_len"} & info.keys()
     return {**info, **{name: getattr(scheduler, name) for name in names}}

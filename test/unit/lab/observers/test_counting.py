@@ -107,8 +107,8 @@ def test_acts_during_a_graph_capture_are_counted_separately(
         layer.run_moe_core(dispatch_output(5))
     assert [act.captured for act in tally.acted.acts] == [True, False]
     captured = Acts(tally.acted.layers, tally.acted.acts[:1])
-    assert counting.sentences(WORKSPACE, captured)[0].endswith("up to 2 slices, while CUDA graphs were captured")
-    assert counting.sentences(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
+    assert counting.describe_actions(WORKSPACE, captured)[0].endswith("up to 2 slices, while CUDA graphs were captured")
+    assert counting.describe_actions(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
 
 
 def test_the_largest_input_of_all_layers_is_recorded(tally: counting.Tally) -> None:
@@ -158,7 +158,7 @@ def test_a_sentence_says_in_how_many_layers_a_change_acted() -> None:
         Act("offered", 2, False, 9, 1, 9),
     )
     found = Acts((1, 2, 3), acts, MoeInput(16384, 8, 7168, 2))
-    assert counting.sentences(WORKSPACE, found) == [
+    assert counting.describe_actions(WORKSPACE, found) == [
         "moe-workspace: ran in columns in 3 of 3 MoE layers, up to 4 slices; "
         "offered the dead input in 1 of 3 MoE layers"
     ]
@@ -166,11 +166,11 @@ def test_a_sentence_says_in_how_many_layers_a_change_acted() -> None:
 
 def test_a_sentence_says_why_a_change_did_nothing() -> None:
     small, large = (Acts((1,), (), MoeInput(tokens, 8, 7168, 2)) for tokens in (512, 16384))
-    assert counting.sentences(WORKSPACE, small) == [
+    assert counting.describe_actions(WORKSPACE, small) == [
         "moe-workspace: did nothing: no forward pass was large enough: the largest [tokens, top-k, hidden] tensor "
         "had 58.7 MB, and tensors are cut from 201.3 MB on"
     ]
-    assert counting.sentences(WORKSPACE, large) == [
+    assert counting.describe_actions(WORKSPACE, large) == [
         "moe-workspace: did nothing: the largest [tokens, top-k, hidden] tensor had 1,879.0 MB, but a second slice "
         "saves nothing in any layer, or no layer can be cut"
     ]
@@ -182,9 +182,9 @@ def test_a_sentence_has_the_smallest_sliced_size_of_each_runner(
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "300")
 
     def reason(tokens: int) -> str:
-        return counting.sentences(WORKSPACE, Acts((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[
-            2
-        ]
+        return counting.describe_actions(WORKSPACE, Acts((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition(
+            "did nothing"
+        )[2]
 
     starts = "and tensors are cut from 75.0 MB in Triton, 100.0 MB in Marlin on"
     assert (
@@ -204,8 +204,8 @@ def test_only_active_changes_have_sentences_and_a_shared_count_appears_once() ->
         ChangeStatus("fp4-weights", "unsupported", "of something"),
     )
     found = Acts((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
-    assert counting.sentences(statuses, found) == [
+    assert counting.describe_actions(statuses, found) == [
         "output-buffer: offered the dead input in 1 of 2 MoE layers",
         "deferred-shared-experts: ran the shared experts last 2 times",
     ]
-    assert counting.sentences(statuses, Acts()) == []
+    assert counting.describe_actions(statuses, Acts()) == []

@@ -9,7 +9,7 @@ import pytest
 from common import output
 from common.shapes import MODELS, Layout, every_change, fuse_like_engine
 from sglang_moe_patches.lab.predict import forward
-from sglang_moe_patches.lab.predict.forward import Acting, Runner
+from sglang_moe_patches.lab.predict.forward import MemoryEffects, Runner
 from whole import peak_memory
 
 MAX_RELATIVE_ERROR = 0.01
@@ -89,7 +89,7 @@ def test_predicted_peak_of_a_whole_server_agrees_with_the_measurement(name):
     share = MODELS[option.get("--model", "kimi-k2.5")].shard(int(option.get("--shard", 4)))
     model = fuse_like_engine(share, "triton")
     newer = result["conditions"]["engine"] not in RELEASES_WITHOUT_BUFFER and model.q_lora_rank is not None
-    stock = Acting(inputs_dropped=newer)
+    stock = MemoryEffects(inputs_dropped=newer)
     for server, figures in result["figures"].items():
         # activation-segments changes no tensor of a forward pass.
         patched = server.startswith("patched") and option.get("--changes") != "activation-segments"
@@ -175,7 +175,8 @@ def test_a_model_with_one_ranks_sizes_has_the_same_peak_as_that_rank():
 def test_expert_parallel_ranks_share_attention_and_not_their_experts():
     model = MODELS["kimi-k2.5"]
     tensor, expert = (
-        forward.predict(model, layout, Runner("triton"), 16384, Acting()) for layout in (Layout(8), Layout(8, ep=8))
+        forward.predict(model, layout, Runner("triton"), 16384, MemoryEffects())
+        for layout in (Layout(8), Layout(8, ep=8))
     )
     assert expert.elsewhere == tensor.elsewhere
     assert expert.parts["workspace"] > tensor.parts["workspace"]
@@ -186,7 +187,7 @@ def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k()
     quantized input takes one byte per column. Float32 scales come in addition: one scale for 128 columns if FP8 is in
     blocks, otherwise one scale for each row."""
     plain, blocks, by_rows = (
-        forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting())
+        forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, MemoryEffects())
         for quantization in (None, forward.BLOCKS, "rows")
     )
     assert blocks.peak - plain.peak == 16384 * 8 * (384 + 4 * 3)
@@ -196,7 +197,7 @@ def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k()
 
 def test_deferred_shared_experts_without_a_dead_input_add_an_output_tensor():
     model = MODELS["kimi-k2.5"]
-    last = Acting(shared_last=True)
+    last = MemoryEffects(shared_last=True)
     alone, both = (
         forward.predict(model, Layout(tp=4), Runner("triton"), 16384, acting)
         for acting in (last, replace(last, dead_input=True))

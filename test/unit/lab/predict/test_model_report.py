@@ -25,8 +25,8 @@ from sglang_moe_patches.core.patch import (
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_pools import describe
-from sglang_moe_patches.lab.predict.forward import Acting
-from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
+from sglang_moe_patches.lab.predict.forward import MemoryEffects
+from sglang_moe_patches.lab.predict.model_report import Server, derive_effects
 from sglang_moe_patches.lab.predict.shapes import Layout
 from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
@@ -40,14 +40,14 @@ def row_of(change: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
     model = MODELS["kimi-k2.5"]
-    assert derive_acting(KIMI, True, DECIDED) == (Acting(), every_change(model, 1024))
+    assert derive_effects(KIMI, True, DECIDED) == (MemoryEffects(), every_change(model, 1024))
     found = advise()
     assert found["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
     assert found["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
     assert found["unknown"] == list(model_report.ALWAYS_UNKNOWN)
 
 
-EVERYTHING = Acting(True, True, True, 1024)
+EVERYTHING = MemoryEffects(True, True, True, 1024)
 QWEN = {"family": "qwen3_moe"}
 NEWER = {"engine_drops": True}
 TRTLLM = {"runner": "flashinfer_trtllm_routed"}
@@ -58,32 +58,44 @@ SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
 @pytest.mark.parametrize(
     ("server", "shared", "decided", "stock", "patched"),
     [
-        (QWEN, False, {}, Acting(), Acting()),
-        (QWEN, False, {"moe-workspace": CUT}, Acting(), Acting(columns=256)),
-        (QWEN, False, {"moe-workspace": SCRATCH}, Acting(), Acting(dead_input=True)),
-        (QWEN | TRTLLM, False, {"output-buffer": OUTPUT}, Acting(), Acting(dead_input=True)),
+        (QWEN, False, {}, MemoryEffects(), MemoryEffects()),
+        (QWEN, False, {"moe-workspace": CUT}, MemoryEffects(), MemoryEffects(columns=256)),
+        (QWEN, False, {"moe-workspace": SCRATCH}, MemoryEffects(), MemoryEffects(dead_input=True)),
+        (QWEN | TRTLLM, False, {"output-buffer": OUTPUT}, MemoryEffects(), MemoryEffects(dead_input=True)),
         # deferred-shared-experts keeps Triton from writing over its input. Triton then writes its output into any dead
         # input.
-        ({}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True, dead_input=True)),
-        ({"family": ""}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
-        ({"runner": "marlin"}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
+        (
+            {},
+            True,
+            {"deferred-shared-experts": LAST},
+            MemoryEffects(),
+            MemoryEffects(shared_last=True, dead_input=True),
+        ),
+        ({"family": ""}, True, {"deferred-shared-experts": LAST}, MemoryEffects(), MemoryEffects(shared_last=True)),
+        (
+            {"runner": "marlin"},
+            True,
+            {"deferred-shared-experts": LAST},
+            MemoryEffects(),
+            MemoryEffects(shared_last=True),
+        ),
         # The engine itself keeps Triton from writing over its input.
         (
             QWEN | {"in_place": False},
             True,
             {"moe-workspace": OUTPUT},
-            Acting(out_of_place=True),
-            Acting(dead_input=True, out_of_place=True),
+            MemoryEffects(out_of_place=True),
+            MemoryEffects(dead_input=True, out_of_place=True),
         ),
-        ({"in_place": False}, True, DECIDED, Acting(), EVERYTHING),
+        ({"in_place": False}, True, DECIDED, MemoryEffects(), EVERYTHING),
         # Newer releases have some of these effects without this package.
-        (NEWER, True, {"deferred-shared-experts": LAST}, Acting(True), Acting(True, True, True)),
-        (NEWER | TRTLLM, True, {}, *[Acting(True, True)] * 2),
-        (NEWER | TRTLLM | {"format": "NVFP4"}, True, {}, *[Acting(True, True, True)] * 2),
+        (NEWER, True, {"deferred-shared-experts": LAST}, MemoryEffects(True), MemoryEffects(True, True, True)),
+        (NEWER | TRTLLM, True, {}, *[MemoryEffects(True, True)] * 2),
+        (NEWER | TRTLLM | {"format": "NVFP4"}, True, {}, *[MemoryEffects(True, True, True)] * 2),
     ],
 )
 def test_effects_in_the_report_follow_the_changes_decisions(server, shared, decided, stock, patched):
-    assert derive_acting(replace(KIMI, **server), shared, decided) == (stock, patched)
+    assert derive_effects(replace(KIMI, **server), shared, decided) == (stock, patched)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def probability(n: int, losses: int, gains: int, loss: float, gain: float) -> fl
 def test_the_p_value_is_the_probability_of_all_tables_at_least_as_favourable(n, drop):
     tables = [(b, c) for b in range(n + 1) for c in range(n + 1 - b)]
     scores = {table: score(n, *table, drop) for table in tables}
-    rates = [(1 - drop) / 2 * (step / bound.GRID) ** 2 for step in range(bound.GRID)]
+    rates = [(1 - drop) / 2 * (step / bound.GRID_RATES) ** 2 for step in range(bound.GRID_RATES)]
     for observed in ((0, 0), (1, 0), (0, 1), (2, 2), (3, 1)):
         favourable = [table for table in tables if scores[table] >= scores[observed] - 1e-6]
         worst = max(sum(probability(n, *table, rate + drop, rate) for table in favourable) for rate in rates)

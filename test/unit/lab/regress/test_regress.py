@@ -355,7 +355,7 @@ def test_answers_are_kept_if_the_report_cannot_be_written(regression, monkeypatc
 
 def test_files_are_kept_elsewhere_if_the_folder_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    folder = folders.keep({"stock.json": b"[]"}, tmp_path / "file")
+    folder = folders.save_files({"stock.json": b"[]"}, tmp_path / "file")
     assert (folder / "stock.json").read_bytes() == b"[]"
     shutil.rmtree(folder)
 
@@ -385,7 +385,7 @@ def used_memory_file(regression, tmp_path, monkeypatch):
 
 
 def test_the_patched_server_waits_until_the_gpus_memory_is_free(used_memory_file):
-    before = gpu.used_mib()
+    before = gpu.read_used_mib()
     assert before == {"GPU 0 (NVIDIA H200)": 300, "GPU 1 (NVIDIA H200)": 200}
     used_memory_file.write_text("400 40000")
     calls = []
@@ -409,5 +409,5 @@ def test_gpu_memory_that_stays_in_use_makes_the_run_inconclusive(regression, use
 
 def test_without_nvidia_smi_the_patched_server_does_not_wait(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gpu.used_mib() == {}
+    assert gpu.read_used_mib() == {}
     gpu.wait_until_free({}, lambda: pytest.fail("waited"))

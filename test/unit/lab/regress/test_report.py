@@ -160,7 +160,7 @@ def compare_with_losses(losses: int, gains: int, count: int = 200, **settings) -
 
 def test_an_inconclusive_run_says_how_many_questions_are_needed():
     found = compare_with_losses(5, 4)
-    assert report.verdict(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
+    assert report.make_headline(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
     reason = report.explain_inconclusive(found)
     assert reason.startswith("5 lost and 4 gained of 200 questions are compatible with a drop of 3.")
     advice = (
@@ -171,7 +171,7 @@ def test_an_inconclusive_run_says_how_many_questions_are_needed():
     assert "with such results will not help" in report.explain_inconclusive(compare_with_losses(4, 0, 120))
     assert f"{found.largest_drop:.1f} points" in find_line(render_table(found), "Upper bound of the drop")
     assert (
-        report.verdict(compare_with_losses(1, 1, 600, max_drop=2.0))
+        report.make_headline(compare_with_losses(1, 1, 600, max_drop=2.0))
         == "Patched is no worse than stock by more than 2 points"
     )
 
@@ -222,8 +222,8 @@ NO_SAVING = "not measured, or no saving"
 )
 def test_headline_and_overview_state_what_was_compared_and_the_result(found, less, memory):
     headline = f"All 20 answers are identical{less}"
-    assert report.verdict(found) == headline
-    overview = dict(report.overview(found))
+    assert report.make_headline(found) == headline
+    overview = dict(report.list_overview(found))
     assert list(overview) == ["Model", "Machine", "Memory", "Answers"]
     assert (overview["Model"], overview["Memory"]) == ("a b", memory)
     assert "SGLang 0.5.12.post1" in overview["Machine"]
@@ -281,7 +281,7 @@ def test_saved_memory_is_shown_in_tokens_of_kv_cache():
     comparison = compare_memories(memory(3_028_000_000), memory(1_168_000_000))
     # The saved 1.86 GB, at 70,272 bytes for each KV token.
     assert "26,468" in find_line(render_table(comparison), "KV tokens that fit into the saved memory")
-    assert "SGLANG_MOE_PATCHES_KV_SIZING=auto" in "".join(report.notes(comparison))
+    assert "SGLANG_MOE_PATCHES_KV_SIZING=auto" in "".join(report.list_notes(comparison))
     for stock, patched in (
         (memory(1_168_000_000), memory(3_028_000_000)),  # nothing saved
         (
@@ -293,14 +293,14 @@ def test_saved_memory_is_shown_in_tokens_of_kv_cache():
         (memory(3_028_000_000), None),
     ):
         assert "KV tokens" not in render_table(compare_memories(stock, patched))
-        assert "mem-fraction-static" not in "".join(report.notes(compare_memories(stock, patched)))
+        assert "mem-fraction-static" not in "".join(report.list_notes(compare_memories(stock, patched)))
 
 
 def test_a_failed_observer_is_reported():
     comparison = compare_identical_answers(not_observed="observing failed: KeyError: 'output'")
     sentence = "The stock server's figures are incomplete: observing failed: KeyError: 'output'."
     assert sentence in " ".join(render_table(comparison).split())
-    assert sentence in report.notes(comparison)
+    assert sentence in report.list_notes(comparison)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_failed_observer_is_reported():
     ],
 )
 def test_bytes_are_formatted_in_decimal_units(value, text):
-    assert report._bytes(value) == text
+    assert report._format_bytes(value) == text
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ CUDA = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
     ],
 )
 def test_notes_state_the_limits_of_the_run(comparison, present, absent):
-    notes = " ".join(report.notes(comparison))
+    notes = " ".join(report.list_notes(comparison))
     assert present in notes
     assert absent not in notes
 

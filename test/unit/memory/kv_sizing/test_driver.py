@@ -62,7 +62,7 @@ class Server:
         for each in got:
             if isinstance(each, Plant):
                 self.planted.append(each.tokens)
-                self.driver.record_planted(self.plants)
+                self.driver.record_planting(self.plants)
         new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
         if [each.phase.name for each in new] == [""]:  # the short request that follows a decode
             self.short += new
@@ -119,7 +119,7 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
     assert (server.step(), server.short) == ([], [])  # the ended requests are still in the batch
     server.step(idle=True)
     asked = [(len(each.prompt), each.new, each.phase.sampling) for each in server.short]
-    assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLED)] * short
+    assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLING)] * short
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():

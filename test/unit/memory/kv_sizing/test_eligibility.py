@@ -41,7 +41,7 @@ def test_the_page_states_the_default_margin():
 
 
 def test_a_given_fraction_is_kept_unless_the_variable_is_always():
-    assert [bool(eligibility.given_reason(asked)) for asked in ("auto", "always")] == [True, False]
+    assert [bool(eligibility.kept_fraction_reason(asked)) for asked in ("auto", "always")] == [True, False]
 
 
 ARGUMENTS: dict[str, object] = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8}
@@ -121,11 +121,11 @@ def test_a_given_fraction_is_distinguished_from_the_engines_own(patcher, monkeyp
     monkeypatch.setenv(NAME, "auto")
     early = Resolving()
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
-    assert not eligibility.given_by_the_user(Resolving())
-    assert eligibility.given_by_the_user(Resolving(0.88))
-    assert eligibility.given_by_the_user(early)  # constructed before the hook, so its fraction counts as given
+    assert not eligibility.is_given_by_the_user(Resolving())
+    assert eligibility.is_given_by_the_user(Resolving(0.88))
+    assert eligibility.is_given_by_the_user(early)  # constructed before the hook, so its fraction counts as given
     # Servers that are not sized get no mark. No scheduler would remove it there.
-    assert eligibility.MARK not in vars(Resolving(device="cpu"))
+    assert eligibility.NOT_GIVEN_MARK not in vars(Resolving(device="cpu"))
     for raw in (0.9, None):
         server_args = SimpleNamespace(_raw_input={"mem_fraction_static": raw})
-        assert eligibility.given_by_the_user(server_args) == (raw is not None)
+        assert eligibility.is_given_by_the_user(server_args) == (raw is not None)

@@ -117,7 +117,7 @@ class Rehearsal:
 
     def __init__(self, scheduler, gpu, board, number, derive, limits, *, leads, **more):
         self.more, self.derive, self.limits, self.leads = more, derive, limits, leads
-        self.poll = self.look_at_turn = list
+        self.poll = self.read_turn_memory = list
         self.ended = False
 
     def begin(self):

@@ -98,7 +98,7 @@ def test_decodes_rise_and_penalized_decodes_have_the_size_of_the_largest_graph(c
         if phase.kind in KINDS and phase.estimate:
             before = ran[phase.estimate.name]
             fewer = before.bound.requests
-            assert phase.estimate.times == phase.bound.requests / fewer <= phases.RISE
+            assert phase.estimate.times == phase.bound.requests / fewer <= phases.MAX_REQUEST_RATIO
             may_stop = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             assert phase.estimate.fewer_requests == (fewer if may_stop else 0)
             if may_stop:  # the decision to stop needs the memory of the other phases
@@ -271,10 +271,10 @@ def test_the_requests_that_share_a_prefix_are_at_most_the_concurrent_requests(ch
 def test_prompts_shorter_than_a_chunk_are_sent_together(changed, count, packed):
     c = replace(LIMITS, **changed)
     several = find_phase(c, PhaseKind.TOGETHER)
-    assert (c.together, c.packed, several is None) == (count, packed, count == 1)
+    assert (c.prompts_together, c.packed_tokens, several is None) == (count, packed, count == 1)
     if several is not None:
-        assert lengths(several) == [c.largest] * count
-        assert count * (c.largest + c.draft_slots) < c.cache_tokens
+        assert lengths(several) == [c.largest_prefill_tokens] * count
+        assert count * (c.largest_prefill_tokens + c.draft_slots) < c.cache_tokens
         assert (several.bound.tokens, several.bound.requests) == (packed, count)
 
 
@@ -302,7 +302,7 @@ def test_a_request_with_draft_tokens_takes_more_rows_and_slots(info, rows, slots
             assert phase.bound.all_ranks == 2 * phase.bound.requests * max(1, rows)
             if phase.kind is not PhaseKind.LONG_AMONG_SHORT:
                 taken = phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots + 2 * c.page
-                assert phase.bound.requests * taken <= 0.9 * (c.cache_tokens - 2 * c.largest)
+                assert phase.bound.requests * taken <= 0.9 * (c.cache_tokens - 2 * c.largest_prefill_tokens)
 
 
 @pytest.mark.parametrize(
@@ -440,9 +440,9 @@ def test_no_prompt_is_longer_than_the_server_or_its_kv_cache_allows(c):
 
 @pytest.mark.parametrize("vocabulary", [2, 1500, 200_000])
 def test_tokens_are_in_the_vocabulary_and_equal_for_equal_seeds(vocabulary):
-    found = phases.Tokens("seed", vocabulary).some(500)
+    found = phases.Tokens("seed", vocabulary).draw(500)
     assert all(0 < token < vocabulary for token in found)
-    assert found == phases.Tokens("seed", vocabulary).some(500)
+    assert found == phases.Tokens("seed", vocabulary).draw(500)
 
 
 @pytest.mark.parametrize("graph", [True, False])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from releases import ROOT
 from sglang_moe_patches.memory.kv_sizing import pools as module
 from sglang_moe_patches.memory.kv_sizing.address_space import ElasticBuffer, OutOfMemory
-from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
+from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, substitute_counts
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 from tells_memory import HostMemory
 
@@ -338,17 +338,17 @@ def test_the_engine_builds_pools_for_the_largest_size_and_keeps_its_own_token_co
     rule, top = HYBRID
     names = ("max_total_num_tokens", "full_max_total_num_tokens", "swa_max_total_num_tokens", "other")
     runner = SimpleNamespace(**dict(zip(names, (6400, 6400, 1280, 1), strict=True)))
-    with sized_for(runner, {}, rule, top) as told:
+    with substitute_counts(runner, {}, rule, top) as told:
         assert told == {}
         assert vars(runner) == dict(zip(names, (64_000, 64_000, 12_800, 1), strict=True))
     assert (runner.max_total_num_tokens, runner.swa_max_total_num_tokens) == (6400, 1280)
     given = Sizes(max_total_num_tokens=6400, swa_max_total_num_tokens=None, max_running_requests=7)
-    with sized_for(runner, {"sizes": given, "x": 2}, rule, top) as told:
+    with substitute_counts(runner, {"sizes": given, "x": 2}, rule, top) as told:
         assert (told["sizes"].max_total_num_tokens, told["sizes"].max_running_requests, told["x"]) == (64_000, 7, 2)
     assert vars(given)["max_total_num_tokens"] == 6400
 
 
 def test_a_draft_model_with_other_token_counts_is_not_supported():
     runner = SimpleNamespace(max_total_num_tokens=64)
-    with pytest.raises(Unknown, match="has 64 tokens"), sized_for(runner, {}, RULE, TOP):
+    with pytest.raises(Unknown, match="has 64 tokens"), substitute_counts(runner, {}, RULE, TOP):
         pass

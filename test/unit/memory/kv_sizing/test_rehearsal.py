@@ -34,7 +34,7 @@ PHASES = [phase.name for phase in phases.derive_phases(SMALL)]
 def test_a_rehearsal_runs_every_phase_and_restores_the_scheduler(scheduler):
     made = scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)
     result = rehearse(made)
-    assert set(result.seconds) == {*PHASES, rehearsal.ALL}
+    assert set(result.seconds) == {*PHASES, rehearsal.WHOLE_REHEARSAL}
     assert (result.missed, result.failure, result.stopped, result.lowest) == ({}, "", False, 5 * GB)
     assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
 
@@ -83,7 +83,7 @@ def test_a_rehearsal_ends_before_memory_runs_out_on_any_rank(scheduler):
     other = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
     one = OneRank(other, leads=False)
     one.begin()
-    for low in ([], [f"{rehearsal.LOW} 1"]):
+    for low in ([], [f"{rehearsal.LOW_MEMORY_FLAG} 1"]):
         other.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
         assert one.low_reports == low
     first = scheduler()
