@@ -317,7 +317,7 @@ def load_adapter(server: Server, model: Path) -> None:
     assert with_it["output_ids"] != without["output_ids"], "or the adapter was not used"
 
 
-def evict(server: Server, model: Path) -> None:
+def evict_and_reload(server: Server, model: Path) -> None:
     """Send prompts that make the server evict the KV cache of an earlier prompt to the host, and then load that KV
     cache back.
     """
@@ -329,8 +329,9 @@ def evict(server: Server, model: Path) -> None:
 def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
     """Start one server, and run a test case on it.
 
-    :param mode: ``control`` runs without the change, ``guarded`` with it, ``unguarded`` with it but without the tested
-        guard, ``unset`` with the default settings.
+    :param mode: ``control`` runs without the change, ``guarded`` with it, ``unset`` with the default settings.
+        ``unguarded`` runs with the change but without its guard. The guard switches the allocator back to ordinary
+        segments while a CUDA graph is captured.
     """
     plugins.write_module(work / f"plugin-{mode}", "segment_recorder", SEGMENT_RECORDER)
     arguments = ["--model-path", str(model), "--skip-tokenizer-init", "--random-seed", "1", "--grammar-backend", "none"]
@@ -365,19 +366,19 @@ def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
     return Observations((before, after), prefills, registered, said)
 
 
-def at_once(case: Case, modes: Sequence[str], work: Path) -> list[Observations | Exception]:
+def serve_at_once(case: Case, modes: Sequence[str], work: Path) -> list[Observations | Exception]:
     """Run a test case on several servers at the same time. If a server ends, its result is an exception."""
     model = work / "model"
     make_model(model, ModelSpec(**case.spec), quantized=False)
 
-    def one(mode: str) -> Observations | Exception:
+    def serve_mode(mode: str) -> Observations | Exception:
         try:
             return serve(case, mode, model, work)
         except (httpx.HTTPError, ServerFailed) as error:
             return error
 
     with ThreadPoolExecutor(len(modes)) as pool:
-        return list(pool.map(one, modes))
+        return list(pool.map(serve_mode, modes))
 
 
 def get_observations(found: Observations | Exception) -> Observations:
@@ -408,14 +409,14 @@ SMALL_CACHE = ("--max-total-tokens", "5000", "--enable-hierarchical-cache", "--h
         pytest.param(Case(meanwhile=update_from_tensor), 1, id="update from tensor"),
         pytest.param(Case(arguments=SPECULATIVE, spec=DEEPSEEK, aborts=False), 1, id="a draft model"),
         pytest.param(Case(arguments=LORA, meanwhile=load_adapter), 1, id="LoRA"),
-        pytest.param(Case(arguments=SMALL_CACHE, meanwhile=evict), 1, id="hierarchical cache"),
+        pytest.param(Case(arguments=SMALL_CACHE, meanwhile=evict_and_reload), 1, id="hierarchical cache"),
         pytest.param(Case(2, ("--ep", "2")), 2, id="expert-parallel ranks", marks=NEEDS_TWO),
         pytest.param(Case(2, ("--dp", "2", "--enable-dp-attention")), 2, id="data-parallel ranks", marks=NEEDS_TWO),
         pytest.param(Case(1, ("--pp-size", "2")), 2, id="pipeline stages", marks=NEEDS_TWO),
     ],
 )
 def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, ranks: int) -> None:
-    control, on = map(get_observations, at_once(case, ("control", "guarded"), tmp_path))
+    control, on = map(get_observations, serve_at_once(case, ("control", "guarded"), tmp_path))
     check_switched(on, ranks)
     assert not any(on.prefills[-1]["pools"].values()), "graphs that are captured later must use ordinary segments, too"
     assert on.answers == control.answers
@@ -423,11 +424,13 @@ def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, rank
 
 
 def test_a_graph_captured_while_serving_uses_ordinary_segments(tmp_path: Path) -> None:
-    """A CUDA graph that is captured while the server serves uses ordinary segments. On one GPU no server fails without
-    the guard, but its graphs then use expandable segments.
+    """A CUDA graph that is captured while the server serves uses ordinary segments. Without the guard (the switch to
+    ordinary segments during a capture) such a graph uses expandable segments. On one GPU the server works even so.
     """
     case = Case(meanwhile=update_from_disk, variables={"ANEW": "1"})
-    control, guarded, unguarded = map(get_observations, at_once(case, ("control", "unset", "unguarded"), tmp_path))
+    control, guarded, unguarded = map(
+        get_observations, serve_at_once(case, ("control", "unset", "unguarded"), tmp_path)
+    )
     check_switched(guarded, 1)
     for seen in (control, guarded, unguarded):
         assert set(seen.prefills[-1]["pools"]) - set(seen.prefills[0]["pools"]), "some have a pool of their own"
@@ -446,11 +449,11 @@ LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600
 def test_two_ranks_that_capture_again_fail_without_the_guard_and_serve_with_it(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    """If two ranks capture their graphs again without the guard, the server fails. The new graphs then read expandable
-    segments, for which CUDA IPC has no handles.
+    """If two ranks capture their graphs again without the guard (the switch to ordinary segments during a capture), the
+    server fails: the new graphs use expandable segments, for which CUDA IPC has no handles.
     """
     case = Case(2, LARGE, {"ANEW": "1", **variables}, meanwhile=update_from_disk)
-    control, guarded, unguarded = at_once(case, ("control", "guarded", "unguarded"), tmp_path)
+    control, guarded, unguarded = serve_at_once(case, ("control", "guarded", "unguarded"), tmp_path)
     for seen in (get_observations(control), get_observations(guarded)):
         assert all(prefill["custom_all_reduce"] for prefill in seen.prefills), "the server must use custom all-reduce"
         assert seen.registered[-1] > 0, "the capture must register an address"

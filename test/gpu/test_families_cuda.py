@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def in_this_process(name: str, folder: Path) -> dict[str, Any]:
+def run_family(name: str, folder: Path) -> dict[str, Any]:
     from architectures import CONFIGS, register_config
     from common.in_process import InProcess
     from sglang.srt.server_args import ServerArgs
@@ -93,7 +93,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     setattr(engine, "_use", use)  # noqa: B010
     prompt = [(7 * i) % 4000 + 3 for i in range(TOKENS)]
 
-    def asked(model: Any) -> tuple[list[list[int]], Any, int]:
+    def measure(model: Any) -> tuple[list[list[int]], Any, int]:
         engine.generate(model, [prompt], 0)  # compiles
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -101,7 +101,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
         return tokens, logits.cpu(), torch.cuda.max_memory_allocated() - before
 
     changes = (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE)
-    stock = asked(engine.runner.model)
+    stock = measure(engine.runner.model)
     statuses = [ChangeStatus(change.name, Status.APPLIED, "") for change in changes]
     tally = counting.Tally([count for counts in counting.active_counts(statuses).values() for count in counts])
     patcher = Patcher()
@@ -110,7 +110,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
         assert plan.install is not None, f"{change.name}: {plan.reason}"
         plan.install(patcher)
     tally.install(patcher)
-    patched = asked(engine.load(folder))
+    patched = measure(engine.load(folder))
     return {
         "tokens": stock[0] == patched[0],
         "logits": torch.equal(stock[1], patched[1]),
@@ -155,4 +155,4 @@ def test_a_family_without_a_special_case_offers_and_answers_as_stock(name, tmp_p
 
 
 if __name__ == "__main__":
-    print(json.dumps(in_this_process(sys.argv[1], Path(sys.argv[2]))))
+    print(json.dumps(run_family(sys.argv[1], Path(sys.argv[2]))))

@@ -32,14 +32,14 @@ from tiny_moe.mutations import SHIPPED  # noqa: E402
 from tiny_moe.train import SPEC  # noqa: E402
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
-ASKED, AT_LEAST = 200, 0.85
-SERVED = (
+QUESTION_COUNT, MIN_CORRECT_FRACTION = 200, 0.85
+SERVER_ARGUMENTS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-shared-experts-fusion", "--cuda-graph-max-bs", "1", "--disable-piecewise-cuda-graph"),
     *("--disable-radix-cache", "--random-seed", "1", "--mem-fraction-static", "0.2"),
     *("--max-total-tokens", "16384"),
 )
-FORCED = """
+FORCE_COLUMN_SLICES = """
 def register():
     from sglang_moe_patches.changes.moe_workspace import column_slices
     column_slices.packed_slice_width = lambda *args, **kwargs: column_slices.MARLIN_TILE_COLUMNS
@@ -47,7 +47,7 @@ def register():
 """
 
 
-def int4_packed(weight: Any) -> dict[str, Any]:
+def quantize_int4(weight: Any) -> dict[str, Any]:
     """Quantize a projection of an expert to Kimi-K2.5's INT4 format. The largest value of a group becomes 7 or -7.
 
     :param weight: [out, in].
@@ -71,7 +71,7 @@ def int4_packed(weight: Any) -> dict[str, Any]:
 def write_int4(folder: Path) -> Path:
     weights: dict[str, Any] = {}
     for name, tensor in shipped_bf16(SHIPPED).items():
-        parts = int4_packed(tensor) if ".mlp.experts." in name else {}
+        parts = quantize_int4(tensor) if ".mlp.experts." in name else {}
         weights |= {f"{name.removesuffix('.weight')}.{part}": made for part, made in parts.items()} or {name: tensor}
     write_checkpoint(folder, SPEC, weights, quantized=False)
     path = folder / "config.json"
@@ -82,14 +82,14 @@ def write_int4(folder: Path) -> Path:
 def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     model = write_int4(tmp_path / "model")
     plugin = plugins.write(tmp_path / "plugin", "benchmark_forwards", "common.forwards:register")
-    forced = plugins.write_module(tmp_path / "forced", "forced_columns", FORCED)
-    arguments = environment.server_arguments(["--model-path", str(model), *SERVED])
-    asked = gsm8k.Evaluation(SHIPPED / QUESTIONS, ASKED, 1, 128, 1)
+    forcing_plugin = plugins.write_module(tmp_path / "forced", "forced_columns", FORCE_COLUMN_SLICES)
+    arguments = environment.server_arguments(["--model-path", str(model), *SERVER_ARGUMENTS])
+    evaluation = gsm8k.Evaluation(SHIPPED / QUESTIONS, QUESTION_COUNT, 1, 128, 1)
     servers = {}
     with ExitStack() as stack:
         for name, select in (("stock", "none"), ("stock-again", "none"), ("patched", "all")):
             variables = {
-                **processes.variables(plugin, *([forced] if name == "patched" else []), BENCHMARK),
+                **processes.variables(plugin, *([forcing_plugin] if name == "patched" else []), BENCHMARK),
                 **{**environment.variables(), SELECT_VARIABLE: select},
                 forwards.VARIABLE: str(tmp_path / f"{name}.jsonl"),
             }
@@ -99,7 +99,7 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
         def ask(name: str) -> list[dict[str, Any]]:
             server, variables = servers[name]
             (tmp_path / f"asked-{name}").mkdir()
-            found: list[dict[str, Any]] = gsm8k.evaluate(server.url, variables, asked, tmp_path / f"asked-{name}")[
+            found: list[dict[str, Any]] = gsm8k.evaluate(server.url, variables, evaluation, tmp_path / f"asked-{name}")[
                 "answers"
             ]
             return found
@@ -112,7 +112,7 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
         name: sum(a["text"] != b["text"] for a, b in zip(answers["stock"], given, strict=True))
         for name, given in answers.items()
     }
-    print(f"right of {ASKED}: {right}; answers that differ from the stock server's: {differ}")
+    print(f"right of {QUESTION_COUNT}: {right}; answers that differ from the stock server's: {differ}")
     for name in ("stock", "stock-again"):
         assert acted[name], name
         assert all(one.is_untouched for one in acted[name]), name
@@ -122,9 +122,9 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     replays = [one for one in acted["patched"] if one.decode]
     assert captured
     assert all(set(each) == {2} and len(each) % moe_layers == 0 for each in captured)
-    assert len(prefills) >= ASKED
+    assert len(prefills) >= QUESTION_COUNT
     assert all(each == [2] * moe_layers for each in prefills)
-    assert len(replays) > ASKED
+    assert len(replays) > QUESTION_COUNT
     assert all(one.is_untouched for one in replays)
-    assert min(right.values()) >= AT_LEAST * ASKED
-    assert differ["patched"] <= differ["stock-again"] + ASKED // 50
+    assert min(right.values()) >= MIN_CORRECT_FRACTION * QUESTION_COUNT
+    assert differ["patched"] <= differ["stock-again"] + QUESTION_COUNT // 50

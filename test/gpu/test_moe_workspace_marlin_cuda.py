@@ -173,7 +173,7 @@ class Poison(TorchDispatchMode):
         return made
 
 
-def both(module, given):
+def run_both(module, given):
     """Return the output of the engine's function, and the output in column slices on memory filled with NaN."""
     stock = run(module, given)
     with patched(), Poison():
@@ -190,7 +190,7 @@ def same(a, b):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def lower_thresholds(monkeypatch):
     """Lower the thresholds, so that the tests' small tensors count as large."""
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
@@ -199,9 +199,9 @@ def small(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, request):
-    """Replace this package's kernels by plain PyTorch in the interpreter, because they are slow there. One test runs
-    the kernels.
+def replace_slow_kernels(monkeypatch, request):
+    """Replace this package's kernels by plain PyTorch if Triton's interpreter runs the tests. The interpreted kernels
+    would be slow. The test of the kernels themselves still runs them.
     """
     if INTERPRETED and "kernels" not in request.node.name:
 
@@ -214,8 +214,8 @@ def quick(monkeypatch, request):
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """List with one entry for each call of Marlin's function in this test: the column slices."""
+def slices_per_call(monkeypatch):
+    """List with one entry for each call of Marlin's function for which column slices are chosen: these slices."""
     found = []
     choose = marlin.choose_column_slices
 
@@ -227,7 +227,7 @@ def ran(monkeypatch):
     return found
 
 
-def takes(module, name):
+def takes_argument(module, name):
     return name in [argument.name for argument in getattr(torch.ops.sglang, marlin.NAME).default._schema.arguments]
 
 
@@ -269,8 +269,10 @@ def biases():
         pytest.param(biases(), "w2_bias", FOUR, id="biases"),
     ],
 )
-def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, caplog, more, needs, slices):
-    if needs and not takes(module, needs):
+def test_a_server_with_column_slices_answers_as_stock(
+    module, slices_per_call, monkeypatch, caplog, more, needs, slices
+):
+    if needs and not takes_argument(module, needs):
         pytest.skip("not in this release")
     caplog.set_level("INFO", log.logger.name)
     more = dict(more)
@@ -279,10 +281,10 @@ def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, 
     given = layer(**more)
     if more.get("kind") == "mxfp4":
         given["hidden_states"] = given["hidden_states"].bfloat16()
-    stock, ours = both(module, given)
+    stock, ours = run_both(module, given)
     assert torch.isfinite(stock).all()
     assert stock.float().abs().max() > 0.01
-    assert ran == [slices]
+    assert slices_per_call == [slices]
     assert caplog.text.count(f"is cut into {len(slices)} column slices") == 1
     assert same(stock, ours)
     if needs == "w2_bias":
@@ -290,7 +292,7 @@ def test_a_server_with_column_slices_answers_as_stock(module, ran, monkeypatch, 
 
 
 @pytest.mark.parametrize("given_map", [False, True])
-def test_experts_of_other_ranks_add_nothing_to_the_sum(module, ran, given_map):
+def test_experts_of_other_ranks_add_nothing_to_the_sum(module, slices_per_call, given_map):
     """Experts on other ranks add nothing to the output. The GEMM does not write the rows of these experts. The memory
     of these rows then has values of the previous slice, which must not be added.
     """
@@ -298,8 +300,8 @@ def test_experts_of_other_ranks_add_nothing_to_the_sum(module, ran, given_map):
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
     if not given_map:
         ids, more = ids.clamp_min(0), {}
-    stock, ours = both(module, layer(ids=ids, **more))
-    assert len(ran[0]) == 4
+    stock, ours = run_both(module, layer(ids=ids, **more))
+    assert len(slices_per_call[0]) == 4
     assert same(stock, ours)
     if given_map:
         assert not ours[2::4].any()
@@ -320,11 +322,11 @@ def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_tensor_is_larger_than_the_output(module, ran):
+def test_no_tensor_is_larger_than_the_output(module, slices_per_call):
     given = layer(intermediate=64)
     with patched(), Poison() as poison:
         run(module, given)
-    assert len(ran[0]) == 4
+    assert len(slices_per_call[0]) == 4
     assert poison.largest == 40 * 512  # one tensor of this size is the output
 
 
@@ -350,24 +352,24 @@ def test_the_first_gemms_output_is_freed_before_the_slices_begin(module, monkeyp
     assert sums == [None]
 
 
-def test_moe_workspace_mb_bounds_the_workspace(module, ran, monkeypatch):
+def test_moe_workspace_mb_bounds_the_workspace(module, slices_per_call, monkeypatch):
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "1")
     given = layer(tokens=500, intermediate=64, experts=2, top_k=2)
-    stock, ours = both(module, given)
-    assert len(ran[0]) > 1
+    stock, ours = run_both(module, given)
+    assert len(slices_per_call[0]) > 1
     assert same(stock, ours)
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "100")
     with patched():
         run(module, given)
-    assert len(ran) == 1  # the tensor is far too small for column slices
+    assert len(slices_per_call) == 1  # the tensor is far too small for column slices
 
 
 # --- The dead input --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offered", ["a dead input", "the MoE input", "to a whole call"])
-def test_the_output_lies_in_the_dead_input(module, ran, monkeypatch, offered):
+def test_the_output_lies_in_the_dead_input(module, slices_per_call, monkeypatch, offered):
     given = layer()
     stock, x = run(module, given), given["hidden_states"].clone()
     buffer = x.view(-1).view(40, 512) if offered == "the MoE input" else torch.full_like(x, math.nan)
@@ -377,7 +379,7 @@ def test_the_output_lies_in_the_dead_input(module, ran, monkeypatch, offered):
     with patched(), channel.moe_output_buffer_ctx(buffer):
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
         assert channel.offered_buffer() is (buffer if offered == "to a whole call" else None)
-    assert [len(slices) for slices in ran] == ([] if offered == "to a whole call" else [4])
+    assert [len(slices) for slices in slices_per_call] == ([] if offered == "to a whole call" else [4])
     assert (ours.data_ptr() == buffer.data_ptr()) == (offered == "a dead input")
     assert same(stock, ours)
     assert offered == "a dead input" or torch.equal(buffer.nan_to_num(), before.nan_to_num())
@@ -404,8 +406,8 @@ def reordered():
         pytest.param({"beside": True, "inplace": True}, "another stream", id="beside in place"),
     ],
 )
-def test_small_and_unsupported_calls_do_not_run_in_slices(module, ran, monkeypatch, caplog, more, reason):
-    if "no_combine" in more and not takes(module, "no_combine"):
+def test_small_and_unsupported_calls_do_not_run_in_slices(module, slices_per_call, monkeypatch, caplog, more, reason):
+    if "no_combine" in more and not takes_argument(module, "no_combine"):
         pytest.skip("not in this release")
     monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
     whole = []
@@ -416,7 +418,7 @@ def test_small_and_unsupported_calls_do_not_run_in_slices(module, ran, monkeypat
         monkeypatch.setattr(by_columns, "cell_contents", lambda *args, **kwargs: whole.append(kwargs))
         for _ in range(2):
             run(module, layer(**more))
-    assert [len(found) for found in ran] == [1, 1]
+    assert [len(found) for found in slices_per_call] == [1, 1]
     assert len(whole) == 2
     assert original is getattr(module, marlin.NAME)
     said = [record.getMessage() for record in caplog.records if "stays uncut" in record.getMessage()]
@@ -425,23 +427,23 @@ def test_small_and_unsupported_calls_do_not_run_in_slices(module, ran, monkeypat
 
 
 @pytest.mark.parametrize("why", ["small tensors", "dynamo traces"])
-def test_the_engines_own_operator_runs(module, ran, monkeypatch, why):
+def test_the_engines_own_operator_runs(module, slices_per_call, monkeypatch, why):
     if why == "small tensors":
         monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 192 << 20)
     else:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    stock, ours = both(module, layer())
-    assert ran == []
+    stock, ours = run_both(module, layer())
+    assert slices_per_call == []
     assert same(stock, ours)
 
 
-def test_a_call_with_positional_arguments_runs_in_slices(module, ran):
+def test_a_call_with_positional_arguments_runs_in_slices(module, slices_per_call):
     given = layer()
     stock = run(module, given)
     first = [given.pop(name) for name in marlin._PARAMETERS]
     with patched():
         ours = getattr(module, marlin.NAME)(*first, **given)
-    assert len(ran) == 1
+    assert len(slices_per_call) == 1
     assert same(stock, ours)
 
 
@@ -528,7 +530,7 @@ def test_our_kernels_write_only_the_slice_that_they_sum_or_copy(dtype, tokens, c
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_a_captured_call_equals_the_eager_call(module, ran):
+def test_a_captured_call_equals_the_eager_call(module, slices_per_call):
     given = layer(tokens=400, intermediate=64)
     with patched():
         eager = run(module, given)
@@ -540,5 +542,5 @@ def test_a_captured_call_equals_the_eager_call(module, ran):
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-    assert all(len(found) == 4 for found in ran)
+    assert all(len(found) == 4 for found in slices_per_call)
     assert same(eager, captured)

@@ -51,10 +51,9 @@ GRID = [
 
 
 @pytest.fixture(autouse=True)
-def no_kernel_gives_up(caplog):
-    """Fail the test if a Triton kernel cannot be compiled or launched.
-
-    The shuffle itself would only log a warning and use plain PyTorch.
+def fail_on_kernel_warning(caplog):
+    """Fail the test if a Triton kernel cannot be compiled or launched. In this case the change itself only logs a
+    warning and uses plain PyTorch.
     """
     shuffle._warn_no_kernel.cache_clear()
     with caplog.at_level(logging.WARNING, logger=shuffle.log.logger.name):
@@ -136,7 +135,7 @@ def test_unaligned_tensors_are_prepared_by_plain_pytorch():
     assert differences(got, expected) == []
 
 
-class _Used:
+class _AllocationMeter:
     """Context manager that measures how much device memory its ``with`` block allocates, and in how many
     allocations.
     """
@@ -160,7 +159,7 @@ def test_preparing_one_kimi_layer_stays_below_limits_of_memory_and_allocations(m
     layer = random_layer(experts, hidden, intermediate)
     monkeypatch.setattr(shuffle, "uses_triton", lambda device: kernels)
     shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)  # compiles
-    with _Used() as used:
+    with _AllocationMeter() as used:
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
     assert used.peak <= 32 * MIB
     assert not kernels or used.allocations <= 16
@@ -186,7 +185,7 @@ def test_processing_loaded_weights_makes_no_second_copy_of_them(engine, monkeypa
                 load(layer, 0)
                 method.process_weights_after_loading(layer)  # warm: compiled kernels, and FlashInfer's own module
                 load(layer, 1)
-                with _Used() as measured:
+                with _AllocationMeter() as measured:
                     method.process_weights_after_loading(layer)
         finally:
             patcher.undo()

@@ -47,13 +47,13 @@ GRID = [
 ]
 
 
-def plain(monkeypatch, function, *args, **kwargs):
+def run_plain(monkeypatch, function, *args, **kwargs):
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "_triton", lambda: None)
         return function(*args, **kwargs)
 
 
-def in_triton(**arguments):
+def run_in_triton(**arguments):
     """Call ``run_routed`` so that it uses the Triton kernels on any device."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernels._Layer, "has_triton_kernels", True)
@@ -72,7 +72,7 @@ def peak_bytes(function):
 # --- fp4_quantize ----------------------------------------------------------------------------------------------------
 
 
-def awkward(rows, columns, seed=0):
+def random_awkward_numbers(rows, columns, seed=0):
     """Return random numbers that are difficult to quantize: all magnitudes, midpoints between two codes, zeros,
     infinities and NaNs.
     """
@@ -94,7 +94,7 @@ def awkward(rows, columns, seed=0):
     ],
 )
 def test_quantize_has_the_bits_of_the_plain_pytorch_function(rows, columns, multiplier):
-    x = awkward(rows, columns)
+    x = random_awkward_numbers(rows, columns)
     multiplier = torch.tensor([multiplier], device=DEVICE)
     packed, scale = nvfp4_triton.quantize(x, multiplier)
     expected, expected_scale = nvfp4.quantize(x, multiplier)
@@ -138,7 +138,7 @@ def test_routed_experts_equal_the_kernel_in_plain_pytorch(
         **layer(experts, hidden, intermediate, gated, DEVICE),
         **batch(tokens, experts, hidden, top_k, DEVICE),
     }
-    assert_close(in_triton(**arguments), plain(monkeypatch, run_routed, **arguments))
+    assert_close(run_in_triton(**arguments), run_plain(monkeypatch, run_routed, **arguments))
 
 
 def test_an_expert_of_another_rank_adds_nothing_to_the_result(monkeypatch):
@@ -146,18 +146,18 @@ def test_an_expert_of_another_rank_adds_nothing_to_the_result(monkeypatch):
     arguments |= {"num_experts": 8, "local_expert_offset": 2, "local_num_experts": 4}
     ids, _ = kernels._unpack_topk(arguments["topk_ids"])
     assert not bool(((ids >= 2) & (ids < 6)).all())
-    assert_close(in_triton(**arguments), plain(monkeypatch, run_routed, **arguments))
+    assert_close(run_in_triton(**arguments), run_plain(monkeypatch, run_routed, **arguments))
 
 
 def test_a_result_depends_on_the_token_alone():
     tokens, hidden, intermediate = (150, 256, 128) if DEVICE == "cuda" else (12, 128, 64)
     shared = layer(6, hidden, intermediate, device=DEVICE)
     arguments = batch(tokens, 6, hidden, 2, DEVICE)
-    whole = in_triton(**shared, **arguments)
+    whole = run_in_triton(**shared, **arguments)
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     for chosen in (order, order[: tokens // 2], order[-1:]):
         part = {k: v[chosen].contiguous() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        assert torch.equal(in_triton(**shared, **part), whole[chosen])
+        assert torch.equal(run_in_triton(**shared, **part), whole[chosen])
 
 
 def test_the_order_of_a_tokens_experts_does_not_matter():
@@ -169,7 +169,7 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
     weights = torch.tensor([2.0**20, -(2.0**20), 0.7, 0.3], device=DEVICE).bfloat16().view(torch.int16).int()
     packed = (torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE) << 16) | (weights & 0xFFFF)
     given = [packed[list(order)].expand(3, 4).contiguous() for order in ((0, 1, 2, 3), (2, 0, 3, 1), (1, 3, 2, 0))]
-    first, *others = [in_triton(**shared, **{**arguments, "topk_ids": ids}) for ids in given]
+    first, *others = [run_in_triton(**shared, **{**arguments, "topk_ids": ids}) for ids in given]
     assert first.abs().max() > 0.01
     assert all(torch.equal(first, other) for other in others)
 
@@ -177,10 +177,10 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
 def test_computing_in_passes_and_strips_gives_the_same_bits(monkeypatch):
     tokens, hidden = (200, 384) if DEVICE == "cuda" else (130, 128)  # the minimum: 128 tokens and 64 columns at a time
     shared, arguments = layer(2, hidden, 64, device=DEVICE), batch(tokens, 2, hidden, 1, DEVICE)
-    expected = in_triton(**shared, **arguments)
+    expected = run_in_triton(**shared, **arguments)
     run = nvfp4_triton.run_experts
     monkeypatch.setattr(nvfp4_triton, "run_experts", lambda *a, **k: run(*a, **k, scratch_bytes=1))
-    assert torch.equal(in_triton(**shared, **arguments), expected)
+    assert torch.equal(run_in_triton(**shared, **arguments), expected)
 
 
 @ON_GPU

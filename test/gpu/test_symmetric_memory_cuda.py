@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def variants(engine: Any) -> dict[str, Any]:
     """Return context managers that install three variants: the stock engine, the patched engine, and the patched engine
-    without the tested code.
+    without the code that allocates outputs in the pool (``SymmetricMemory.output_context``).
     """
     from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
     from sglang_moe_patches.core import patch, runners
@@ -63,13 +63,13 @@ def variants(engine: Any) -> dict[str, Any]:
                 patcher.undo()
 
     @contextmanager
-    def without_the_mend() -> Any:
+    def without_output_context() -> Any:
         with patched(), pytest.MonkeyPatch.context() as undone:
             undone.setattr(runners.SymmetricMemory, "output_context", lambda self: nullcontext())
             undone.setattr(runners.SymmetricMemory, "is_on", property(lambda self: False))
             yield
 
-    return {"stock": nullcontext(), "patched": patched(), "without the mend": without_the_mend()}
+    return {"stock": nullcontext(), "patched": patched(), "without output_context": without_output_context()}
 
 
 def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> None:
@@ -84,12 +84,12 @@ def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> Non
 
     seen: Counter[str] = Counter()
 
-    def asked(group: Any, tensors: dict[str, Any], operation: str) -> None:
+    def count_collective(group: Any, tensors: dict[str, Any], operation: str) -> None:
         inside = all(pynccl_allocator.is_tensor_in_symmetric_mempool(tensor) for tensor in tensors.values())
         seen[f"{operation}, {'symmetric' if inside else 'outside the pool'}"] += 1
 
     for group in {id(g): g for g in (parallel_state.get_tp_group(), parallel_state.get_moe_tp_group())}.values():
-        group.debug_check_symmetric_mempool = asked
+        group.debug_check_symmetric_mempool = count_collective
     found = {}
     for name, context in variants(engine).items():
         with context:
@@ -132,7 +132,7 @@ def run(folder: Path, **arguments: Any) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def symmetric(counts: dict[str, int]) -> int:
+def count_symmetric(counts: dict[str, int]) -> int:
     return sum(number for name, number in counts.items() if name.endswith("symmetric"))
 
 
@@ -144,13 +144,13 @@ def test_stock_and_patched_have_equally_many_symmetric_collectives(layout, tmp_p
     monkeypatch.setenv("SGLANG_SYMM_MEM_PREALLOC_GB_SIZE", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # folder in which the engine compiles its allocator
     for found in run(tmp_path / layout.replace(" ", "-"), **GPU, **LAYOUTS[layout]):
-        stock, patched, without = (found[name] for name in ("stock", "patched", "without the mend"))
+        stock, patched, without = (found[name] for name in ("stock", "patched", "without output_context"))
         assert (stock["in place"], patched["in place"]) == (True, False)
-        assert symmetric(stock["decodes"]) > 0
+        assert count_symmetric(stock["decodes"]) > 0
         assert [patched[key] for key in ("decodes", "prefill")] == [stock[key] for key in ("decodes", "prefill")]
         assert [patched[key] for key in ("tokens", "bits")] == [stock[key] for key in ("tokens", "bits")]
         if LAYOUTS[layout]:  # without the tested code the dead input lies in the pool, and is taken
-            assert symmetric(without["decodes"]) < symmetric(stock["decodes"])
+            assert count_symmetric(without["decodes"]) < count_symmetric(stock["decodes"])
 
 
 if __name__ == "__main__":  # a trial run on a CPU: no collective uses symmetric memory there

@@ -46,7 +46,7 @@ ATTENTION = {"q_proj": (4096, 2048), "v_proj": (4096, 128)}
 
 
 #: Folder for the answers and logs of a failed test.
-KEPT = Path(os.environ.get("MISMATCHES", Path(tempfile.gettempdir()) / "mismatches"))
+MISMATCHES = Path(os.environ.get("MISMATCHES", Path(tempfile.gettempdir()) / "mismatches"))
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Case:
     """Endpoint that is called before the prompts are sent. If it is empty, no endpoint is called."""
     lora: str = ""
     """Modules that a LoRA adapter changes: ``attention`` or ``experts``. If it is empty, the server has no adapter."""
-    whole: bool = False
-    """Whether the expert outputs are not cut into column slices, because other code reads them."""
+    reads_expert_outputs: bool = False
+    """Whether other code reads the expert outputs. They are then not cut into column slices."""
     ranks: int = 1
     """Number of ranks that record their forward passes."""
     scattered: bool = False
@@ -102,7 +102,7 @@ CASES = {
     "EAGLE-3": Case((*EAGER, *EAGLE), draft=True),
     "EPLB recorder": Case((*EAGER, *RECORDER), before="start_expert_distribution_record"),
     "LoRA on attention": Case(lora="attention", request={"lora_path": "adapter"}),
-    "LoRA on experts": Case(lora="experts", whole=True, request={"lora_path": "adapter"}),
+    "LoRA on experts": Case(lora="experts", reads_expert_outputs=True, request={"lora_path": "adapter"}),
     "two ranks": Case(TWO_RANKS, gpus=2, ranks=2),
     "two ranks of DeepSeek-V3": Case((*TWO_RANKS, "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2),
     "two ranks of GLM-4-MoE": Case(TWO_RANKS, "glm-4.5", gpus=2, ranks=2),
@@ -243,7 +243,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         arguments += ["--speculative-draft-model-path", str(write_draft(tmp_path / "draft"))]
         folder = plugins.write_module(tmp_path / "reader", "draft_reader", DRAFT)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    served = ServedModel(MODELS[case.model].shard(SHARES[case.model]), moe_layers=layers(case), runner="triton")
+    served = ServedModel(MODELS[case.model].shard(SHARES[case.model]), moe_layers=count_layers(case), runner="triton")
     setups = {
         name: Setup(
             served, tmp_path / "servers", tokens=TOKENS, arguments=tuple(arguments), observe=False, variables=variables
@@ -260,7 +260,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     if found := mismatch.find_differences(requests(case), stock, patched):
         lines = [tmp_path / each for each in ("stock", "patched")]  # the recorded forward passes
         kept = mismatch.save_mismatch(
-            KEPT / name.replace(" ", "-"),
+            MISMATCHES / name.replace(" ", "-"),
             found,
             {"stock": stock, "patched": patched},
             [*(server.log for server in servers.values()), *lines],
@@ -273,21 +273,21 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     assert all(one.is_untouched for one in forwards.read(tmp_path / "stock"))
     # Some releases capture no graphs of prefills with MLA.
     captures_prompts = case.graphs and "disabling prefill CUDA graph" not in log
-    check_what_was_seen(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
+    check_forwards(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
 
 
-def layers(case: Case) -> int:
+def count_layers(case: Case) -> int:
     """Return the number of layers with routed experts in a server's model."""
     return STAGED_LAYERS - (case.model == DEEPSEEK) if case.staged else LAYERS
 
 
-def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_tokens: int) -> None:
+def check_forwards(case: Case, lines: list[forwards.Forward], captured_tokens: int) -> None:
     last = case.model == DEEPSEEK and "--disable-shared-experts-fusion" in case.arguments
     captured = [one for one in lines if one.tokens is None]
     prefills = [one for one in lines if (one.tokens or 0) > CAPTURED_TOKENS // 2]
     decodes = [one for one in lines if one.decode]
     print(*captured, *prefills, *decodes[:1], sep="\n")
-    if case.whole:
+    if case.reads_expert_outputs:
         assert all(one.slices == [] for one in lines)
         return
     replayed = [one for one in prefills if one.tokens <= captured_tokens]

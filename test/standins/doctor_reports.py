@@ -1,5 +1,5 @@
-"""Example answers of an engine query for tests, and the report and the room that ``doctor --model`` derives from these
-answers."""
+"""Example answers of an engine query for tests, and two results that ``doctor --model`` derives from such answers: the
+report, and the *room* (the memory that remains beside weights and KV cache)."""
 
 from __future__ import annotations
 

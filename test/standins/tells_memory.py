@@ -1,22 +1,22 @@
-"""Plugin of the engine that stands in for the driver: kv-sizing on the CPU.
+"""Engine plugin that runs kv-sizing on the CPU: it stands in for the GPU's driver.
 
 It reports the free memory before and after loading and in forward passes, less the memory that is mapped for the KV
-cache. It shortens rehearsals, and lets kv-sizing take the server for one on a GPU. Everything else is the engine's. The
-KV cache lies over reserved addresses, so touching an unmapped byte ends the process. Variables:
+cache. It shortens rehearsals, and makes kv-sizing treat the server as a server on a GPU. All other code is the
+engine's. The KV cache lies at reserved addresses, and code that touches an unmapped byte ends the process. Variables:
 
 ``GAIN``       bytes by which the KV cache can grow; below 0 it must shrink
-``GIVEN``      fraction in force, if the user gave one
-``EACH``       bytes that sampling takes for each request of a forward pass
-``LEAP``       additional bytes of sampling for more than 256 requests
+``GIVEN``      value of ``--mem-fraction-static``, if the user set it
+``EACH``       bytes that sampling allocates for each request of a forward pass
+``LEAP``       additional bytes that sampling allocates for more than 256 requests
 ``STEPS``      folder in which each rank writes a file of its rehearsed forward passes
 ``FAILS``      rank whose driver does not answer in the rehearsal
 ``MAP_FAILS``  rank that has no memory to grow
-``SHORT``      file with a number of bytes; once it exists, another process has taken these bytes
+``SHORT``      file with a number of bytes; once it exists, another process has allocated these bytes
 ``TURN_S``     file with a number of seconds; once it exists, each turn of the event loop takes so much longer
 ``MERGES``     file of the sizes of merged batches, if one of both has tensors for penalties
 ``RAISES``     ``REQUESTS RANK``: a rehearsed forward pass of so many requests raises, on one rank or on ``all``
-``HOLDS``      the second rehearsed forward pass lasts until the process ends
-``SLEEPS``     the log has a line for each sleep of an idle scheduler
+``HOLDS``      if set, the second rehearsed forward pass lasts until the process ends
+``SLEEPS``     if set, the log has a line for each sleep of an idle scheduler
 ``TUNES``      file with a line each time that memory is mapped, and each time that the engine tunes kernels
 """
 
@@ -44,17 +44,21 @@ sampled = {"now": 0, "most": 0}  # bytes of sampling since the last reset of the
 
 def register():
     here = "sglang_moe_patches.memory.kv_sizing."
-    hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": on_the_host}
+    hooks = {
+        here + "eligibility": allow_on_cpu,
+        "sglang_moe_patches.core.gpu_memory": replace_driver,
+        here + "hooks": use_host_memory,
+    }
     hooks[here + "engine_rule"] = note_fraction
-    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "ranks": be_quick}
-    hooks[here + "serving"] = look_often
+    hooks |= {here + "phases": shorten_rehearsal, here + "rehearsal": prepare_rehearsal, here + "ranks": shorten_waits}
+    hooks[here + "serving"] = sample_often
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
-        hooks["sglang.srt." + module] = tell_the_rule
+        hooks["sglang.srt." + module] = replace_gpu_queries
     hooks["sglang.srt.batch_invariant_ops"] = lambda ops: setattr(ops, "enable_batch_invariant_mode", int)  # for GPUs
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
-        hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
+        hooks["sglang.srt." + module] = report_free_memory(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
-        hooks["sglang.srt." + module] = tell_before_pools
+        hooks["sglang.srt." + module] = report_before_pools
     hooks["sglang.srt.managers.scheduler"] = count_every_step
     if "SLEEPS" in os.environ:
         hooks["sglang.srt.managers.scheduler"] = note_sleeps
@@ -73,53 +77,53 @@ def rank():
     return str(torch.distributed.get_rank())
 
 
-def free_before_pools():
+def bytes_before_pools():
     """Return the number of free bytes before the pools are made: the bytes that the engine's rule reserves, plus the
     bytes that it leaves to the KV cache."""
     return int(BEFORE * (1 - fraction[0])) + CACHE
 
 
-def margin():
+def margin_bytes():
     from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN
 
     return KV_MARGIN.read()
 
 
-def taken_by_forwards():
-    return int(BEFORE * (1 - fraction[0])) - margin() - GAIN
+def forward_bytes():
+    return int(BEFORE * (1 - fraction[0])) - margin_bytes() - GAIN
 
 
-def shorten(phases):
+def shorten_rehearsal(phases):
     phases.GROWING_PROMPTS, phases.VARIED_PROMPTS = 3, 6
 
 
-def look_often(serving):
+def sample_often(serving):
     serving.SAMPLE_INTERVAL_S = 0.05
     if "TURN_S" in os.environ:
         look = serving.Serving.run_turn
 
-        def look_late(watch):
+        def run_late_turn(watch):
             late = Path(os.environ["TURN_S"])
             time.sleep(float(late.read_text() or 0) if late.exists() else 0)
             look(watch)
 
-        serving.Serving.run_turn = look_late
+        serving.Serving.run_turn = run_late_turn
 
 
-def be_patient(rehearsal):
+def prepare_rehearsal(rehearsal):
     rehearsal.REHEARSAL_TIMEOUT_S = 3600  # long enough for any machine
-    rehearsal.MIN_FREE_BYTES = margin() // 2
+    rehearsal.MIN_FREE_BYTES = margin_bytes() // 2
     if "EACH" in os.environ:
-        count_what_is_sampled(rehearsal)
+        count_sampling_bytes(rehearsal)
     if "STEPS" in os.environ:
-        keep_steps(rehearsal)
+        record_forwards(rehearsal)
     if "HOLDS" in os.environ:
         hold_forwards(rehearsal)
     if "RAISES" in os.environ:
         raise_in_forwards(rehearsal)
 
 
-def count_what_is_sampled(rehearsal):
+def count_sampling_bytes(rehearsal):
     facts_of = rehearsal.batch_facts
 
     def batch_facts(batch):
@@ -133,14 +137,14 @@ def count_what_is_sampled(rehearsal):
     rehearsal.gpu_memory.reset_peak = lambda gpu: sampled.update(now=0)
     begin = rehearsal.Rehearsal.begin
 
-    def begin_anew(rehearsal):  # the flush before it has emptied the allocator
+    def begin_with_zero(rehearsal):  # the flush before it has emptied the allocator
         sampled.update(now=0, most=0)
         begin(rehearsal)
 
-    rehearsal.Rehearsal.begin = begin_anew
+    rehearsal.Rehearsal.begin = begin_with_zero
 
 
-def keep_steps(rehearsal):
+def record_forwards(rehearsal):
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
@@ -203,10 +207,10 @@ def after_each_forward(rehearsal, do):
 
 def note_sleeps(module):
     count_every_step(module)
-    wrapt.wrap_function_wrapper(module, "IdleSleeper.maybe_sleep", then_slept)
+    wrapt.wrap_function_wrapper(module, "IdleSleeper.maybe_sleep", note_sleep)
 
 
-def then_slept(wrapped, instance, args, kwargs):
+def note_sleep(wrapped, instance, args, kwargs):
     print("a scheduler sleeps", file=sys.stderr, flush=True)
     return wrapped(*args, **kwargs)
 
@@ -222,19 +226,19 @@ def note_tuning(module):
     after the tuning is recorded."""
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
-            wrapt.wrap_function_wrapper(module, f"{kind}.{name}", then_tuned)
+            wrapt.wrap_function_wrapper(module, f"{kind}.{name}", note_tuning_step)
 
 
-def then_tuned(wrapped, instance, args, kwargs):
+def note_tuning_step(wrapped, instance, args, kwargs):
     note("tunes")
     return wrapped(*args, **kwargs)
 
 
 def note_merges(module):
-    wrapt.wrap_function_wrapper(module, "SamplingBatchInfo.merge_batch", then_merged)
+    wrapt.wrap_function_wrapper(module, "SamplingBatchInfo.merge_batch", note_merge)
 
 
-def then_merged(wrapped, instance, args, kwargs):
+def note_merge(wrapped, instance, args, kwargs):
     both = [instance, *args, *kwargs.values()]
     if any(each.penalizer_orchestrator.is_required for each in both):
         with Path(os.environ["MERGES"]).open("a") as file:
@@ -242,7 +246,7 @@ def then_merged(wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-def be_quick(ranks):
+def shorten_waits(ranks):
     ranks.WAIT_S = 15
 
 
@@ -254,29 +258,31 @@ def count_every_step(module):
             setattr(module, name, math.inf)
 
 
-def tell_the_rule(module):
+def replace_gpu_queries(module):
     if hasattr(module, "add_deterministic_attention_backend_choices"):  # the other backends need a GPU
         module.add_deterministic_attention_backend_choices(["torch_native"])
     if hasattr(module, "get_device_memory_capacity"):
         module.get_device_memory_capacity = lambda *args, **kwargs: BEFORE >> 20
 
 
-def telling(told):
-    def tell(module):
+def report_free_memory(read_gib):
+    """Return a hook that makes a module report ``read_gib()`` as the free memory."""
+
+    def replace(module):
         if hasattr(module, "get_available_gpu_memory"):
-            module.get_available_gpu_memory = lambda *args, **kwargs: told()
+            module.get_available_gpu_memory = lambda *args, **kwargs: read_gib()
 
-    return tell
+    return replace
 
 
-def tell_before_pools(module):
-    telling(lambda: free_before_pools() / GIB)(module)
+def report_before_pools(module):
+    report_free_memory(lambda: bytes_before_pools() / GIB)(module)
     for kind in ("ModelRunnerKVCacheMixin", "KVCacheConfigurator"):
         if hasattr(module, kind):
-            wrapt.wrap_function_wrapper(module, f"{kind}._profile_available_bytes", with_the_fraction)
+            wrapt.wrap_function_wrapper(module, f"{kind}._profile_available_bytes", read_fraction_first)
 
 
-def with_the_fraction(wrapped, maker, args, kwargs):
+def read_fraction_first(wrapped, maker, args, kwargs):
     """Read ``--mem-fraction-static`` before the engine sizes its pools. In a server without kv-sizing, no other code in
     this module reads it."""
     if not fraction[0]:
@@ -296,7 +302,7 @@ def note_fraction(engine_rule):
     engine_rule.fraction_in_force = in_force
 
 
-def on_the_host(hooks):
+def use_host_memory(hooks):
     hooks.CudaMemory = HostMemory
 
 
@@ -345,7 +351,7 @@ class HostMemory:
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # values of Linux on x86-64 and 64-bit Arm; Python's mmap lacks one
 
 
-def allow(eligibility):
+def allow_on_cpu(eligibility):
     original = eligibility.skip_reason
 
     def skip_reason(asked, arguments, environ):
@@ -354,15 +360,15 @@ def allow(eligibility):
     eligibility.skip_reason = skip_reason
 
 
-def measure(memory):
+def replace_driver(memory):
     def read(gpu):
         reads[0] += 1
         if reads[0] > 3 and os.environ.get("FAILS") == rank():
             raise RuntimeError("the driver does not answer")
         short = Path(os.environ["SHORT"]) if "SHORT" in os.environ else None
         others = int(short.read_text() or 0) if short is not None and short.exists() else 0
-        forwards = taken_by_forwards() if reads[0] > 3 else 0
-        free = free_before_pools() - mapped[0] - forwards - others - sampled["most"]
+        forwards = forward_bytes() if reads[0] > 3 else 0
+        free = bytes_before_pools() - mapped[0] - forwards - others - sampled["most"]
         return memory.Memory(free, reserved=sampled["most"], peak=sampled["now"])
 
     memory.read = read

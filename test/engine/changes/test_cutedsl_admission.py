@@ -75,12 +75,12 @@ def random_case(seed: int) -> Case:
     return Case(arguments, page * pick.randrange(context // page + 4, 400), slots, context, tuple(requests))
 
 
-def known_as(owner: Any, *names: str) -> str:
+def find_attribute(owner: Any, *names: str) -> str:
     """Return the first of these names that is an attribute in the installed engine release."""
     return next(name for name in names if hasattr(owner, name))
 
 
-class AllOff:
+class UnsetArguments:
     """Stand-in for server arguments, whose attributes are ``None`` if a case does not set them."""
 
     def __getattr__(self, name: str) -> None:
@@ -110,7 +110,7 @@ def tokens_of_forwards():
 
     before = server_args_module._global_server_args
 
-    class SchedulerWithoutModel(AllOff, Scheduler):
+    class SchedulerWithoutModel(UnsetArguments, Scheduler):
         def __init__(self, **state: Any) -> None:
             self.__dict__.update(state)
 
@@ -123,7 +123,7 @@ def tokens_of_forwards():
         # Newer releases have these attributes in separate components.
         dp_attn_adapter = property(lambda self: self)
         load_inquirer = SimpleNamespace(_get_num_pending_tokens=lambda **deduct: 0)
-        metrics_reporter = AllOff()
+        metrics_reporter = UnsetArguments()
 
     def drive(case: Case) -> tuple[Any, list[int]]:
         args = server_args_module.ServerArgs(model_path="dummy")
@@ -179,12 +179,12 @@ def tokens_of_forwards():
             extends = batch.forward_mode.is_extend()
             found.append((True, batch.extend_num_tokens) if extends else (False, batch.batch_size()))
             for req in batch.reqs:
-                middle_chunks = known_as(req, "inflight_middle_chunks", "is_chunked")
+                middle_chunks = find_attribute(req, "inflight_middle_chunks", "is_chunked")
                 if extends and getattr(req, middle_chunks) > 0:
                     setattr(req, middle_chunks, getattr(req, middle_chunks) - 1)
                     continue
                 req.output_ids.append(pick.randrange(VOCABULARY))
-                getattr(req, known_as(req, "update_finish_state", "check_finished"))()
+                getattr(req, find_attribute(req, "update_finish_state", "check_finished"))()
                 if req.finished():
                     release_kv_cache(req, cache)
                 elif extends and req not in (batch.decoding_reqs or []):
@@ -228,13 +228,13 @@ def tokens_of_forwards():
 @dataclass(frozen=True)
 class Outcome:
     """Result of one case: the limits that cutedsl-sizing computes, the tokens of the largest forward pass, and the
-    bound that the engine itself computes.
+    bound that the engine itself computes (``None`` if the engine release computes none).
     """
 
     case: Case
     limits: ForwardLimits
     largest: int
-    own: int | None
+    engine_bound: int | None
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +244,8 @@ def outcomes(tokens_of_forwards) -> list[Outcome]:
         case = random_case(seed)
         args, found = tokens_of_forwards(case)
         pools = Pools(case.request_slots, case.cache_tokens, case.context_length)
-        own = args.cutedsl_moe_max_num_tokens() if hasattr(args, "cutedsl_moe_max_num_tokens") else None
-        made.append(Outcome(case, forward_limits(args, pools), max(found), own))
+        engine_bound = args.cutedsl_moe_max_num_tokens() if hasattr(args, "cutedsl_moe_max_num_tokens") else None
+        made.append(Outcome(case, forward_limits(args, pools), max(found), engine_bound))
     return made
 
 
@@ -263,28 +263,29 @@ def test_upstreams_formula_is_exceeded(outcomes):
 
 
 def test_the_engines_own_number_is_upstreams_and_below_the_bound(outcomes):
-    if outcomes[0].own is None:
+    if outcomes[0].engine_bound is None:
         pytest.skip("this release has no number of its own")
-    assert all(o.own == upstreams_bound(o.limits) <= max_forward_tokens(o.limits) for o in outcomes)
+    assert all(o.engine_bound == upstreams_bound(o.limits) <= max_forward_tokens(o.limits) for o in outcomes)
 
 
 @pytest.mark.parametrize(
-    "without",
+    "limits_changed",
     [
         *({"chunk_tokens": 0}, {"request_tokens": 0}, {"unchecked_requests": False}, {"requests": 0}),
         {"other_tokens_per_request": 1},  # draft and draft-extend forwards
     ],
-    ids=lambda without: next(iter(without)),
+    ids=lambda limits_changed: next(iter(limits_changed)),
 )
-def test_each_term_is_needed(outcomes, without):
-    assert any(o.largest > max_forward_tokens(replace(o.limits, **without)) for o in outcomes)
+def test_each_term_is_needed(outcomes, limits_changed):
+    assert any(o.largest > max_forward_tokens(replace(o.limits, **limits_changed)) for o in outcomes)
 
 
 @pytest.mark.usefixtures("tokens_of_forwards")
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
-    """No forward pass exceeds the buffers with data-parallel attention, in both padding modes of the engine. The mode
-    that pads every rank to the longest rank is used only for decodes.
+    """With data-parallel attention, the buffers have room for the gathered and padded tokens of all ranks. The test
+    covers both padding modes of the engine. The engine uses the mode that pads every rank to the longest rank only for
+    decodes.
     """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0

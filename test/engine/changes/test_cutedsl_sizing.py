@@ -11,6 +11,7 @@ import logging
 import random
 import re
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakValueDictionary
 
@@ -39,7 +40,7 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 
 @pytest.fixture(autouse=True)
-def no_pools(monkeypatch):
+def ignore_memory_pools(monkeypatch):
     """Make the change ignore the sizes of the memory pools. The tests' model runner has created its pools before the
     change is installed.
     """
@@ -131,14 +132,14 @@ def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, mo
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", recording)
-            layer.quant_method.apply(layer, dispatched(layer, 0))
+            layer.quant_method.apply(layer, make_dispatch_output(layer, 0))
     shape = (layer._cutedsl_wrapper.max_num_tokens, layer.hidden_size)
     assert (shape, "meta") in made
     assert (shape, "cpu") not in made
 
 
-def dispatched(layer, seed, tokens=4):
-    """Stand-in for the output of the engine's dispatcher, which a layer's quantization method receives."""
+def make_dispatch_output(layer, seed, tokens=4):
+    """Return a random output of the engine's dispatcher, as a layer's quantization method receives it."""
     from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -148,22 +149,23 @@ def dispatched(layer, seed, tokens=4):
     return StandardDispatchOutput(torch.randn(tokens, layer.hidden_size, generator=generator).bfloat16(), None, top_k)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkeypatch, guarded):
+@pytest.mark.parametrize("separate_outputs", [True, False])
+def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkeypatch, separate_outputs):
     """A layer's output stays valid while the next layer runs. A draft model reads such outputs (the target's hidden
     states), and a pipeline stage sends them.
 
-    So the layers must not share FlashInfer's own output buffer, which ``run`` returns.
+    All layers share one FlashInfer wrapper. Each call of the wrapper must therefore return an output of its own, not
+    the wrapper's output buffer. If ``separate_outputs`` is False, the test returns one buffer from all calls.
     """
-    if not guarded:
+    if not separate_outputs:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
         monkeypatch.setattr(wrapper, "_allocate_output", lambda shape, dtype, device: own.view(shape))
     with engine.override_arguments(**large_buffers()), installed(*CHANGES):
         first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
-        output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states
+        output = first.quant_method.apply(first, make_dispatch_output(first, 0)).hidden_states
         before = output.clone()
-        second.quant_method.apply(second, dispatched(second, 1))
-    assert torch.equal(output, before) == guarded
+        second.quant_method.apply(second, make_dispatch_output(second, 1))
+    assert torch.equal(output, before) == separate_outputs
 
 
 def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, stock, monkeypatch):
@@ -233,7 +235,7 @@ def test_a_buffer_that_contains_the_moe_input_is_not_used(engine, checkpoint, mo
     monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
     with engine.override_arguments(**large_buffers()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
-        given = dispatched(layer, 0)
+        given = make_dispatch_output(layer, 0)
         for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
             with channel.moe_output_buffer_ctx(buffer):
                 layer.quant_method.apply(layer, given)
@@ -258,8 +260,8 @@ def test_the_bound_includes_the_pools_of_the_model_runner(engine):
 
 
 def bound(args):
-    """Return the number of tokens for which the buffers have room, before the model runner has chosen the sizes of its
-    memory pools.
+    """Return the number of tokens for which the change allocates buffers, if the model runner has not yet chosen the
+    sizes of its memory pools.
     """
     return max_forward_tokens(forward_limits(args, Pools()))
 
@@ -310,8 +312,9 @@ def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args,
     ],
 )
 def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
-    """Each flag raises this package's bound of the tokens in a forward pass. Releases that compute a bound for
-    CuteDSL's buffers themselves compute a smaller one here, and the package leaves it as it is.
+    """Each of these server arguments raises this package's bound of the tokens in a forward pass. Later releases have a
+    bound of their own for CuteDSL's buffers. Their bound is smaller with these arguments, and the package does not
+    replace it.
     """
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected
@@ -320,8 +323,8 @@ def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, ex
 
 
 def test_prefill_graphs_of_every_kind_count(server_args):
-    """Prefill graphs of every kind raise this package's bound. The bound that newer releases compute ignores prefill
-    graphs that are not piecewise.
+    """CUDA graphs of prefills raise this package's bound of the tokens in a forward pass, whether they are piecewise or
+    not. The bound that newer releases compute ignores graphs of prefills that are not piecewise.
     """
     graphs = graph_arguments(4, 2048)
     if "cuda_graph_config" not in graphs:
@@ -332,10 +335,12 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 
 
 @pytest.mark.every_release
-def test_the_stated_default_of_the_budget_is_the_installed_engines():
-    """The default budget in the README's table is equal to the installed engine's. The package's own check is used only
-    if the engine has no check.
+def test_the_page_states_the_installed_engines_default_budget():
+    """The page of cutedsl-sizing states the installed engine's default number of tokens per rank for FlashInfer's
+    dispatcher: 1024 up to 0.5.12.post1, at least 4096 in later releases. The later releases also compute the number of
+    tokens for CuteDSL's buffers themselves.
     """
+    page = (Path(__file__).parents[3] / "docs/changes/cutedsl-sizing.md").read_text()
     dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     overrides = [dispatcher]
     if engine_code.has_module("sglang.srt.arg_groups.overrides"):
@@ -344,14 +349,17 @@ def test_the_stated_default_of_the_budget_is_the_installed_engines():
     earlier, later = f'get_int_env_var("{BUDGET.name}", 1024)' in code, re.search(r"max\(.*, 4096\)", code)
     assert bool(earlier) != bool(later)
     assert is_sized_by_engine(engine_code.module("sglang.srt.server_args").ServerArgs) == bool(later)
-    assert ("1024 up to" if earlier else "at least 4096") in BUDGET.meaning
+    assert ("1024 up to" if earlier else "at least 4096") in page
     assert BUDGET.read({}) == 1024 or later
     assert BUDGET.default == ""
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
-    """Either this package's check or the engine's own check refuses a budget that is too small. Releases 0.5.11 and
-    0.5.12.post1 do not allow the combination of arguments in this test.
+    """If the dispatcher's budget (its number of tokens per rank, set by an environment variable) is too small for the
+    server's prefills, the server does not start. The error names the smallest budget that suffices. If the engine
+    release has no check of its own, this package's check refuses the server.
+
+    The combination of server arguments in this test is artificial: 0.5.11 and 0.5.12.post1 do not allow it.
     """
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},

@@ -56,12 +56,12 @@ def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, run_or
 
 
 @pytest.fixture
-def only_applied():
+def require_package_deferral():
     if probe(CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release defers the shared experts itself")
 
 
-@pytest.mark.usefixtures("only_applied")
+@pytest.mark.usefixtures("require_package_deferral")
 def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpoint, run_order, monkeypatch):
     path = checkpoint(layers=2, dense_layers=0)
     decide = deferred_shared_experts.reason_to_run_first
@@ -73,7 +73,7 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
     assert run_order == ["shared", "routed"] * 2
 
 
-@pytest.mark.usefixtures("only_applied")
+@pytest.mark.usefixtures("require_package_deferral")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
     """Without the guard of the change, the shared experts read an overwritten input, and the answer differs. The guard
     checks whether the runner overwrites its input.
@@ -97,7 +97,7 @@ def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(e
         assert torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
 
 
-@pytest.mark.usefixtures("only_applied")
+@pytest.mark.usefixtures("require_package_deferral")
 def test_empty_batches_and_other_paths_are_unchanged(engine, checkpoint, monkeypatch):
     from sglang.srt.models import deepseek_v2
 

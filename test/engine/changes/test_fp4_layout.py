@@ -24,7 +24,7 @@ from sglang_moe_patches.changes.fp4_weights import in_parts, sizes
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core.patch import Status, probe
 from sglang_moe_patches.lab.allocations import Allocator, Recorder
-from test_fp4_unread_scales import Config, as_on_hopper
+from test_fp4_unread_scales import Config, lay_out_as_on_hopper
 
 pytestmark = pytest.mark.every_release
 
@@ -40,24 +40,26 @@ SHAPES = {
 
 @pytest.fixture
 def mxfp4(engine, monkeypatch):
-    """The engine's module for MXFP4, which works here as on a Hopper GPU."""
+    """The engine's module ``mxfp4``, patched so that it works as on a Hopper GPU."""
     from sglang.srt.layers.quantization import mxfp4
 
-    as_on_hopper(monkeypatch)
+    lay_out_as_on_hopper(monkeypatch)
     monkeypatch.setattr(mxfp4, "_is_cpu", False, raising=False)
     monkeypatch.setattr(mxfp4, "has_triton_kernels", True, raising=False)
     return mxfp4
 
 
-def has_room(mxfp4):
-    """Return whether the change allocates room for the layout when this engine release creates weights."""
+def allocates_room(mxfp4):
+    """Return whether the change allocates additional memory for the later layout when this engine release creates
+    weights. The change does so only if the release creates the weights as zeros.
+    """
     return fp4_weights.creates_only_zeros(mxfp4.Mxfp4MoEMethod.create_weights)
 
 
 @pytest.fixture
-def room(mxfp4):
-    """Skip the test on engine releases in which the change allocates no room for the layout (:func:`has_room`)."""
-    if not has_room(mxfp4):
+def require_room(mxfp4):
+    """Skip the test on engine releases for which :func:`allocates_room` returns False."""
+    if not allocates_room(mxfp4):
         pytest.skip("this release does not create the weights as zeros")
 
 
@@ -75,7 +77,7 @@ def make_layer(engine, mxfp4, experts, hidden, intermediate):
     return layer
 
 
-def load(layer):
+def fill_parameters(layer):
     """Fill a layer's parameters with random bytes, the same in each call. Return the address of each parameter."""
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         generator = torch.Generator().manual_seed(place)
@@ -84,7 +86,7 @@ def load(layer):
     return {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
 
 
-def laid_out(layer):
+def kernel_tensors(layer):
     """Return the tensors of ``triton_kernels`` that a forward pass reads, with their layouts."""
     method = layer.quant_method
     configs = (method.w13_precision_config, method.w2_precision_config)
@@ -100,10 +102,10 @@ def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monk
 
     def process():
         layer = make_layer(engine, mxfp4, *shape)
-        assert not has_room(mxfp4) or not any(parameter.any() for parameter in layer.parameters())
-        load(layer)
+        assert not allocates_room(mxfp4) or not any(parameter.any() for parameter in layer.parameters())
+        fill_parameters(layer)
         layer.quant_method.process_weights_after_loading(layer)
-        return laid_out(layer)
+        return kernel_tensors(layer)
 
     stock = process()
     monkeypatch.setattr(in_parts, "PARTS", parts)
@@ -142,14 +144,14 @@ def count_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("require_room")
 def test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into(engine, mxfp4, shape):
     with installed(fp4_weights.CHANGE):
         layer = make_layer(engine, mxfp4, *shape)
         memory = [layer._parameters[name].untyped_storage()._cdata for name in in_parts.WEIGHTS]
-        load(layer)
+        fill_parameters(layer)
         layer.quant_method.process_weights_after_loading(layer)
-    data = [tensor.storage.data for tensor in laid_out(layer)[:2]]
+    data = [tensor.storage.data for tensor in kernel_tensors(layer)[:2]]
     assert [tensor.untyped_storage()._cdata for tensor in data] == memory
     assert all(tensor.untyped_storage().nbytes() - tensor.nbytes < 512 for tensor in data)
 
@@ -157,11 +159,11 @@ def test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into(engine, m
 def test_weights_whose_memory_has_no_room_are_laid_out_elsewhere(engine, mxfp4):
     def process():
         layer = make_layer(engine, mxfp4, *SHAPES["odd"])
-        load(layer)
+        fill_parameters(layer)
         for name in in_parts.WEIGHTS:
             layer._parameters[name].data = layer._parameters[name].data.clone()
         layer.quant_method.process_weights_after_loading(layer)
-        return [tensor.storage.data for tensor in laid_out(layer)]
+        return [tensor.storage.data for tensor in kernel_tensors(layer)]
 
     stock = process()
     with installed(fp4_weights.CHANGE):
@@ -173,7 +175,7 @@ def test_weights_whose_memory_has_no_room_are_laid_out_elsewhere(engine, mxfp4):
 def test_weights_with_another_reference_are_not_laid_out_in_place(engine, mxfp4, name):
     with installed(fp4_weights.CHANGE):
         layer = make_layer(engine, mxfp4, *SHAPES["odd"])
-        load(layer)
+        fill_parameters(layer)
         other = layer._parameters[name].data
         before = other.clone()
         layer.quant_method.process_weights_after_loading(layer)
@@ -183,7 +185,7 @@ def test_weights_with_another_reference_are_not_laid_out_in_place(engine, mxfp4,
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def record(engine, mxfp4, monkeypatch, layers, shape):
+def record_loading(engine, mxfp4, monkeypatch, layers, shape):
     """Record the allocations and frees of a model's layers on the ``meta`` device.
 
     Return three lists of events: creation of all layers, layout of the first layer, and layout of the other layers.
@@ -216,7 +218,7 @@ def record(engine, mxfp4, monkeypatch, layers, shape):
     return [events[: marks[0]], events[marks[0] : marks[1]], events[marks[1] :]]
 
 
-def measure(created, first, others):
+def replay(created, first, others):
     """Replay recorded allocations and frees in a model of PyTorch's allocator.
 
     :returns: the allocator after all layers, and the largest numbers of bytes that were allocated and reserved during
@@ -232,17 +234,17 @@ def measure(created, first, others):
     return allocator, transient
 
 
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("require_room")
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp):
     experts, hidden, intermediate = 128, 2880, {1: 2880, 4: 768}[tp]
     shape, layers = (experts, hidden, intermediate), 4
     weights = experts * 3 * intermediate * hidden // 2 * 17 // 16
-    stock, transient = measure(*record(engine, mxfp4, monkeypatch, layers, shape))
+    stock, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape))
     assert stock.holes > 0.05 * stock.allocated
     assert transient[0] > 5 * weights
     with installed(fp4_weights.CHANGE):
-        ours, transient = measure(*record(engine, mxfp4, monkeypatch, layers, shape))
+        ours, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape))
     assert ours.holes < 0.02 * ours.allocated + (20 << 20)
     assert max(transient) < weights / 4
     how = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}

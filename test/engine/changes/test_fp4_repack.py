@@ -35,19 +35,22 @@ SHAPES = {
 
 
 @pytest.fixture
-def alive(monkeypatch):
+def earlier_results(monkeypatch):
+    """List with one entry for each call of the repacking kernel, which a stand-in replaces: the number of earlier
+    results that still have memory of their own.
+    """
     pytest.importorskip(fp4_weights._MARLIN_UTILS, reason="this release runs no FP4 experts by Marlin")
     return marlin_repack.replace_kernel(monkeypatch)
 
 
 @pytest.fixture(params=[MXFP4, NVFP4])
-def name(request, alive):
+def name(request, earlier_results):
     if not hasattr(engine_code.module(fp4_weights._MARLIN_UTILS), request.param):
         pytest.skip("this release runs no NVFP4 experts by Marlin")
     return request.param
 
 
-def loaded(name, shape):
+def make_loaded_layer(name, shape):
     """Return a layer of routed experts as it is after loading a checkpoint, before the engine repacks it."""
     experts, hidden, inner, gated, biased = shape
     rows = inner * (2 if gated else 1)
@@ -96,14 +99,14 @@ def assert_same(stock, ours):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_experts_are_repacked_in_place_with_the_same_bits(name, alive, shape):
-    """Each result of the repacking kernel is written over the loaded weights. The list ``alive`` has one entry for each
-    call of the kernel: how many earlier results have memory of their own. With the change there are none.
+def test_experts_are_repacked_in_place_with_the_same_bits(name, earlier_results, shape):
+    """With the change, each result of the repacking kernel is written over the loaded weights. So at each call of the
+    kernel, no earlier result has memory of its own. In the stock engine, earlier results have memory of their own.
     """
-    stock = prepare(name, loaded(name, shape))
-    assert max(alive, default=0) >= shape[0] - 1 or isinstance(stock, str)
-    alive.clear()
-    layer = loaded(name, shape)
+    stock = prepare(name, make_loaded_layer(name, shape))
+    assert max(earlier_results, default=0) >= shape[0] - 1 or isinstance(stock, str)
+    earlier_results.clear()
+    layer = make_loaded_layer(name, shape)
     sizes = [getattr(layer, each).nbytes for each in repack.WEIGHTS]
     places = [getattr(layer, each).data_ptr() for each in repack.WEIGHTS]
     with installed(fp4_weights.CHANGE):
@@ -112,7 +115,7 @@ def test_experts_are_repacked_in_place_with_the_same_bits(name, alive, shape):
         assert ours == stock
         return
     assert_same(stock, ours)
-    assert alive == [0] * 2 * shape[0]
+    assert earlier_results == [0] * 2 * shape[0]
     made = [ours[each] for each in repack.WEIGHTS]
     padded = sizes != [value.nbytes for value in made]
     assert padded or places == [value.data_ptr() for value in made]
@@ -133,8 +136,8 @@ HOLDERS = {
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_weights_with_another_reference_are_not_repacked_in_place(name, hold, which):
     shape = SHAPES["biases"] if name == MXFP4 else SHAPES["not gated"]
-    stock = prepare(name, loaded(name, shape))
-    layer = loaded(name, shape)
+    stock = prepare(name, make_loaded_layer(name, shape))
+    layer = make_loaded_layer(name, shape)
     before = getattr(layer, which).detach().clone()
     held = hold(getattr(layer, which))
     with installed(fp4_weights.CHANGE):
@@ -145,15 +148,15 @@ def test_weights_with_another_reference_are_not_repacked_in_place(name, hold, wh
 
 
 def test_a_layer_that_is_refused_ends_as_on_the_stock_server(name):
-    def refused():
-        layer = loaded(name, SHAPES["biases"])
+    def prepare_refused_layer():
+        layer = make_loaded_layer(name, SHAPES["biases"])
         layer.w2_weight = torch.nn.Parameter(layer.w2_weight[:, :-1].clone(), requires_grad=False)
         return prepare(name, layer)
 
-    stock = refused()
+    stock = prepare_refused_layer()
     with installed(fp4_weights.CHANGE):
         assert isinstance(stock, str)
-        assert refused() == stock
+        assert prepare_refused_layer() == stock
 
 
 def test_a_hook_point_of_another_plugin_is_left_alone(name, monkeypatch):
@@ -170,7 +173,7 @@ def test_a_hook_point_of_another_plugin_is_left_alone(name, monkeypatch):
     assert probe(fp4_weights.CHANGE).install is not None
 
 
-def newer(function, tmp_path, source):
+def compile_replacement(function, tmp_path, source):
     """Compile ``source``, as a newer release might write it, as a replacement for one of the engine's functions, with
     the same globals.
     """
@@ -182,20 +185,20 @@ def newer(function, tmp_path, source):
     return found[function.__name__]
 
 
-def repacking():
-    """Return the engine's functions that prepare or repack a layer's experts, by their names."""
+def repacking_functions():
+    """Return the engine's functions that prepare or repack a layer's experts. The key is the function's name."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
     names = (MXFP4, NVFP4, fp4_weights._REPACK_EXPERTS)
     return {each: getattr(utils, each) for each in names if hasattr(utils, each)}
 
 
-def changed(monkeypatch, tmp_path, old, new):
+def change_repacking_source(monkeypatch, tmp_path, old, new):
     """Replace the text ``old`` by ``new`` in the source code of the engine's repacking functions."""
     utils = engine_code.module(fp4_weights._MARLIN_UTILS)
-    for each, function in repacking().items():
+    for each, function in repacking_functions().items():
         source = inspect.getsource(function)
         if old in source:
-            monkeypatch.setattr(utils, each, newer(function, tmp_path, source.replace(old, new)))
+            monkeypatch.setattr(utils, each, compile_replacement(function, tmp_path, source.replace(old, new)))
 
 
 ORDERS = {
@@ -204,13 +207,13 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_experts_repacked_in_another_order_are_stacked_by_the_engine(name, monkeypatch, tmp_path, order):
-    changed(monkeypatch, tmp_path, *order)
-    stock = prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"]))
+@pytest.mark.parametrize("edit", ORDERS.values(), ids=ORDERS)
+def test_experts_repacked_in_another_order_are_stacked_by_the_engine(name, monkeypatch, tmp_path, edit):
+    change_repacking_source(monkeypatch, tmp_path, *edit)
+    stock = prepare(name, make_loaded_layer(name, SHAPES["not gated" if name == NVFP4 else "biases"]))
     assert isinstance(stock, dict)
     with installed(fp4_weights.CHANGE):
-        assert_same(stock, prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"])))
+        assert_same(stock, prepare(name, make_loaded_layer(name, SHAPES["not gated" if name == NVFP4 else "biases"])))
 
 
 #: Edits of the engine's repacking function, as newer releases might make them, each with the reason why the change then
@@ -226,7 +229,7 @@ NEWER = {
 
 @pytest.mark.parametrize("change", NEWER, ids=NEWER.values())
 def test_weights_that_a_newer_release_reads_again_are_not_overwritten(name, tmp_path, change):
-    function, helper = repacking()[name], repacking().get(fp4_weights._REPACK_EXPERTS)
+    function, helper = repacking_functions()[name], repacking_functions().get(fp4_weights._REPACK_EXPERTS)
     source = inspect.getsource(function)
     if isinstance(change, tuple):
         source = source.replace(*change)
@@ -234,18 +237,20 @@ def test_weights_that_a_newer_release_reads_again_are_not_overwritten(name, tmp_
         source += "".join(f"    {line}\n" for line in change.splitlines())
     repack.require_last_use(function, helper)
     with pytest.raises(engine_code.Unsupported, match=NEWER[change]):
-        repack.require_last_use(newer(function, tmp_path, source), helper)
+        repack.require_last_use(compile_replacement(function, tmp_path, source), helper)
 
 
 def test_an_expert_that_a_newer_release_reads_twice_is_not_overwritten(monkeypatch, tmp_path, name):
-    changed(monkeypatch, tmp_path, "tensor_list.append(marlin_qweight)", "tensor_list.append(weight[i])")
+    change_repacking_source(
+        monkeypatch, tmp_path, "tensor_list.append(marlin_qweight)", "tensor_list.append(weight[i])"
+    )
     plan = probe(fp4_weights.CHANGE)
     assert (plan.status, plan.install) == (Status.UNSUPPORTED, None)
     assert "reads weight otherwise" in plan.reason
 
 
-@pytest.mark.usefixtures("alive")
+@pytest.mark.usefixtures("earlier_results")
 def test_a_release_that_stacks_no_list_is_left_alone(monkeypatch, tmp_path):
     assert fp4_weights._probe_repack() is not None
-    changed(monkeypatch, tmp_path, "torch.stack(", "torch.cat(")
+    change_repacking_source(monkeypatch, tmp_path, "torch.stack(", "torch.cat(")
     assert fp4_weights._probe_repack() is None

@@ -67,41 +67,44 @@ MXFP4 = ("triton_kernels", "gpt_oss_on_marlin", "deepseek_v4_on_marlin")
 
 
 @pytest.fixture(params=MXFP4)
-def kind(request, engine, monkeypatch):
-    return made_kind(request.param, engine, monkeypatch)
+def mxfp4_kind(request, engine, monkeypatch):
+    return make_kind(request.param, engine, monkeypatch)
 
 
 @pytest.fixture(params=[*MXFP4, "nvfp4_on_marlin", "nvfp4_on_trtllm"])
 def any_kind(request, engine, monkeypatch):
-    return made_kind(request.param, engine, monkeypatch)
+    return make_kind(request.param, engine, monkeypatch)
 
 
 @pytest.fixture(params=["triton_kernels", "deepseek_v4_on_marlin"])
-def giving(request, engine, monkeypatch):
-    """Kind of layer whose unread scales fp4-weights frees. The test is skipped if the engine release deletes these
-    scales itself.
+def freeing_kind(request, engine, monkeypatch):
+    """Kind of MoE layer (see :func:`make_kind`) whose unread scales fp4-weights frees. The test is skipped if the
+    engine release deletes these scales itself.
     """
-    found = made_kind(request.param, engine, monkeypatch)
-    return found if found.names else pytest.skip("this release deletes these scales itself")
+    kind = make_kind(request.param, engine, monkeypatch)
+    return kind if kind.names else pytest.skip("this release deletes these scales itself")
 
 
-def made_kind(name, engine, monkeypatch):
-    """Set up one of the engine's quantization methods as on the kind of GPU for which it is made.
+def make_kind(name, engine, monkeypatch):
+    """Return a kind of MoE layer: one of the engine's FP4 quantization methods, and the runner that it uses.
 
-    :returns: ``make`` builds a layer with this method. ``names`` are the scales that the method keeps although no
-        kernel reads them.
+    The engine is patched as if it ran on a GPU that this method supports.
+
+    :param name: one of :data:`MXFP4`, ``nvfp4_on_marlin`` or ``nvfp4_on_trtllm``.
+    :returns: an object with two attributes. ``make`` is a function that builds a layer of this kind. ``names`` are the
+        scales that the engine keeps although no kernel reads them.
     """
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization import marlin_utils, mxfp4
 
     if name.startswith("nvfp4"):
-        return made_nvfp4(name, engine, monkeypatch)
+        return make_nvfp4(name, engine, monkeypatch)
     names: tuple[str, ...] = ("w13_weight_scale", "w2_weight_scale")
     backend, runs_on = "triton_kernel", MoeRunnerBackend.TRITON_KERNELS
     method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
     monkeypatch.setattr(mxfp4, "_is_cpu", False, raising=False)
     monkeypatch.setattr(mxfp4, "has_triton_kernels", True, raising=False)
-    as_on_hopper(monkeypatch)
+    lay_out_as_on_hopper(monkeypatch)
     if name != "triton_kernels":
         reason = "this release runs no MXFP4 experts by Marlin"
         module = pytest.importorskip("sglang.srt.layers.quantization.mxfp4_marlin_moe", reason=reason)
@@ -126,10 +129,10 @@ def made_kind(name, engine, monkeypatch):
                 else ("w13_weight_scale_inv", "w2_weight_scale_inv")
             )
 
-    return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)
+    return SimpleNamespace(make=lambda: make_layer(engine, method, backend, runs_on), names=names)
 
 
-def as_on_hopper(monkeypatch):
+def lay_out_as_on_hopper(monkeypatch):
     """Make ``triton_kernels`` lay out weights as for a Hopper GPU."""
     from sglang.srt.layers.quantization import mxfp4
 
@@ -139,7 +142,7 @@ def as_on_hopper(monkeypatch):
     monkeypatch.setattr(mxfp4, "get_platform", lambda: hopper, raising=False)
 
 
-def made_nvfp4(name, engine, monkeypatch):
+def make_nvfp4(name, engine, monkeypatch):
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization import modelopt_quant
 
@@ -153,10 +156,10 @@ def made_nvfp4(name, engine, monkeypatch):
         marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
         backend, runs_on = "marlin", MoeRunnerBackend.MARLIN
     method = lambda: modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)  # noqa: E731
-    return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)
+    return SimpleNamespace(make=lambda: make_layer(engine, method, backend, runs_on), names=names)
 
 
-def made_layer(engine, method, backend, runs_on):
+def make_layer(engine, method, backend, runs_on):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     with engine.override_arguments(moe_runner_backend=backend):
@@ -170,13 +173,13 @@ def made_layer(engine, method, backend, runs_on):
     return layer
 
 
-def processed(kind):
+def make_processed_layer(kind):
     layer = kind.make()
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
 
-def answer(layer):
+def run_layer(layer):
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     tokens = torch.arange(2 * HIDDEN, dtype=torch.float32).reshape(2, HIDDEN)
@@ -189,14 +192,14 @@ def parameters_read(layer):
     read = set()
     original = torch.nn.Module.__getattr__
 
-    def look(self, name):
+    def record_read(self, name):
         if self is layer and name in layer._parameters:
             read.add(name)
         return original(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Module, "__getattr__", look)
-        answer(layer)
+        patch.setattr(torch.nn.Module, "__getattr__", record_read)
+        run_layer(layer)
     return read
 
 
@@ -207,11 +210,11 @@ def poison(layer, names):
 
 
 def test_unread_scales_take_no_memory_and_the_answer_is_the_same(any_kind):
-    stock = processed(any_kind)
-    expected = answer(stock)
+    stock = make_processed_layer(any_kind)
+    expected = run_layer(stock)
     with installed(fp4_weights.CHANGE):
-        ours = processed(any_kind)
-    assert torch.equal(answer(ours), expected)
+        ours = make_processed_layer(any_kind)
+    assert torch.equal(run_layer(ours), expected)
     read = parameters_read(ours)
     assert not read & {*any_kind.names}
     left = {name for name, value in ours.named_parameters() if "bias" not in name and value.nbytes > EXPERTS * 8}
@@ -222,11 +225,11 @@ def test_unread_scales_take_no_memory_and_the_answer_is_the_same(any_kind):
     assert [getattr(ours, name).shape for name in any_kind.names] == [(EXPERTS, 1, 1)] * len(any_kind.names)
     for layer in (stock, ours):
         poison(layer, any_kind.names)
-        assert torch.equal(answer(layer), expected)
+        assert torch.equal(run_layer(layer), expected)
     for name in sorted(read):  # a change of any parameter that the kernels read changes the answer
-        layer = processed(any_kind)
+        layer = make_processed_layer(any_kind)
         poison(layer, [name])
-        assert not torch.equal(answer(layer), expected)
+        assert not torch.equal(run_layer(layer), expected)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss_on_marlin", "deepseek_v4_on_marlin", "nvfp4_on_marlin"])
@@ -234,7 +237,7 @@ def test_marlins_repacked_weights_lie_in_the_memory_of_the_loaded_weights(engine
     """The repacked weights have the addresses of the loaded ones, because only the layer refers to the loaded
     weights.
     """
-    any_kind = made_kind(name, engine, monkeypatch)
+    any_kind = make_kind(name, engine, monkeypatch)
     with installed(fp4_weights.CHANGE):
         layer = any_kind.make()
         places = [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()]
@@ -247,10 +250,10 @@ def test_zeros_follow_the_scales_on_hopper(engine, monkeypatch):
     """Hopper's kernels read 128 bytes of a row at once. The rows of w2's scales have 64 bytes, so a kernel also
     reads the 64 bytes after the last row. These bytes must be zero.
     """
-    triton_kernels = made_kind("triton_kernels", engine, monkeypatch)
+    triton_kernels = make_kind("triton_kernels", engine, monkeypatch)
 
     def scales():
-        method = processed(triton_kernels).quant_method
+        method = make_processed_layer(triton_kernels).quant_method
         configs = (method.w13_precision_config, method.w2_precision_config)
         found = [getattr(each, "weight_scale", None) or each.b_mx_scale for each in configs]
         assert [each.storage.layout.name for each in found] == ["HOPPER_SCALE"] * 2
@@ -271,9 +274,9 @@ def test_zeros_follow_the_scales_on_hopper(engine, monkeypatch):
     assert after_rows == [[], [0] * (128 - rows[1])]
 
 
-def test_unread_scales_are_named_or_a_reason_is_given(kind):
-    layer = processed(kind)
-    sizes = {name: getattr(layer, name).nbytes for name in kind.names}
+def test_unread_scales_are_named_or_a_reason_is_given(mxfp4_kind):
+    layer = make_processed_layer(mxfp4_kind)
+    sizes = {name: getattr(layer, name).nbytes for name in mxfp4_kind.names}
     reason = "" if sizes else f"{type(layer.quant_method).__name__} reads all of its scales"
     assert unread_scales(layer) == (sizes, reason)
     layer._mega_moe_weights_built = True
@@ -311,15 +314,15 @@ NEWER = {
 
 
 @pytest.mark.parametrize("change", NEWER)
-def test_scales_that_a_newer_release_may_read_stay(giving, tmp_path, change):
-    layer = processed(giving)
-    where, _, statement = change.format(*giving.names).partition(": ")
+def test_scales_that_a_newer_release_may_read_stay(freeing_kind, tmp_path, change):
+    layer = make_processed_layer(freeing_kind)
+    where, _, statement = change.format(*freeing_kind.names).partition(": ")
     source = f"""
 import functools
 def nothing():
     return False
 def helper(layer):
-    return use(layer.{giving.names[0]}, layer.{giving.names[1]})
+    return use(layer.{freeing_kind.names[0]}, layer.{freeing_kind.names[1]})
 def quiet(layer):
     return layer.w13_weight_bias
 @functools.wraps(quiet)
@@ -363,14 +366,14 @@ def set_switch(self):
     for owner, base, functions in ((layer.quant_method, bases, of_method), (layer, (type(layer),), of_layer)):
         owner.__class__ = type("Newer", base, {"__module__": "sglang.newer"} | functions)
     found = unread_scales(layer)
-    assert found.bytes_of.keys() & {*giving.names} == (set() if NEWER[change] else {*giving.names})
+    assert found.bytes_of.keys() & {*freeing_kind.names} == (set() if NEWER[change] else {*freeing_kind.names})
     assert found.bytes_of or NEWER[change] in found.reason
 
 
-def test_a_scale_whose_memory_is_read_is_not_counted(giving):
-    layer = processed(giving)
-    alias = getattr(layer, giving.names[0]).data
-    other = getattr(layer, giving.names[1]).nbytes
+def test_a_scale_whose_memory_is_read_is_not_counted(freeing_kind):
+    layer = make_processed_layer(freeing_kind)
+    alias = getattr(layer, freeing_kind.names[0]).data
+    other = getattr(layer, freeing_kind.names[1]).nbytes
     assert fp4_weights.free_unread_scales(layer) == other
     assert alias.view(torch.uint8).sum() > 0
 
@@ -392,11 +395,11 @@ def test_a_weight_update_ends_as_on_the_stock_server(any_kind):
             outcomes.append("processed")
         except Exception as error:
             outcomes.append(f"{type(error).__name__}: {error}")
-        return outcomes, answer(layer)
+        return outcomes, run_layer(layer)
 
-    stock, expected = update(processed(any_kind))
+    stock, expected = update(make_processed_layer(any_kind))
     with installed(fp4_weights.CHANGE):
-        ours, given = update(processed(any_kind))
+        ours, given = update(make_processed_layer(any_kind))
     assert stock == ours
     assert torch.equal(given, expected)
     assert "loaded" in stock or not any(name.endswith(("_scale", "_inv")) for name in any_kind.names)
@@ -413,7 +416,7 @@ def gpt_oss(engine, monkeypatch, tmp_path):
     from sglang.srt.layers import quantization
     from sglang.srt.layers.quantization import mxfp4
 
-    made_kind("triton_kernels", engine, monkeypatch)
+    make_kind("triton_kernels", engine, monkeypatch)
     monkeypatch.setitem(quantization.QUANTIZATION_METHODS, "mxfp4", mxfp4.Mxfp4Config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     config = CONFIGS["gpt-oss"] | {"quantization_config": {"quant_method": "mxfp4"}}

@@ -113,7 +113,7 @@ def marlin(engine, monkeypatch):
     """Make the engine build and load NVFP4 layers as on Hopper. Only its repacking kernel, which needs a GPU, is
     replaced.
 
-    :returns: the counts of :func:`marlin_repack.replace_kernel`.
+    :returns: the list that :func:`marlin_repack.replace_kernel` returns.
     """
     return marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
 
@@ -150,8 +150,8 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
 
 @pytest.mark.usefixtures("marlin")
 def test_scales_that_another_kernel_reads_stay(engine, checkpoint):
-    """Scales stay if a kernel reads them. The server runs on the same kind of GPU, but its arguments choose another
-    kernel than Marlin. The layer's kernel decides, and not the kind of GPU.
+    """On a Hopper GPU, too, the scales of a layer stay allocated if the server's arguments choose a kernel that reads
+    them. Only Marlin does not read them. The change must not infer Marlin from the kind of GPU.
     """
     with installed(fp4_weights.CHANGE), engine.override_arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3

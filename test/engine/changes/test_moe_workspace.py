@@ -45,7 +45,7 @@ def test_blocks_that_use_another_stream_are_detected_from_their_code(engine, mod
 
 
 @pytest.fixture
-def loading(monkeypatch):
+def load_built_model(monkeypatch):
     """Function that makes the engine's model runner load a model that is already built."""
     module = importlib.import_module("sglang.srt.model_executor.model_runner")
     loaded = FunctionType((lambda self: None).__code__, vars(module))  # a function that looks like the engine's own
@@ -55,7 +55,9 @@ def loading(monkeypatch):
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loaded_model_with_unfused_shared_experts_has_a_concurrent_reader(engine, checkpoint, loading, fused):
+def test_a_loaded_model_with_unfused_shared_experts_has_a_concurrent_reader(
+    engine, checkpoint, load_built_model, fused
+):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     model = engine.load(checkpoint())
@@ -64,15 +66,15 @@ def test_a_loaded_model_with_unfused_shared_experts_has_a_concurrent_reader(engi
             layer.num_fused_shared_experts = 1
     with installed(moe_workspace.CHANGE):
         assert not streams.has_concurrent_reader
-        loading(model)
+        load_built_model(model)
         assert streams.has_concurrent_reader != fused
     assert not streams.has_concurrent_reader
 
 
-def test_a_failed_inspection_assumes_a_concurrent_reader(engine, checkpoint, loading, monkeypatch):
+def test_a_failed_inspection_assumes_a_concurrent_reader(engine, checkpoint, load_built_model, monkeypatch):
     monkeypatch.setattr(streams, "switches_streams", lambda block: block.has_not)
     with installed(moe_workspace.CHANGE):
-        loading(engine.load(checkpoint()))
+        load_built_model(engine.load(checkpoint()))
         assert streams.has_concurrent_reader
 
 
@@ -136,7 +138,7 @@ def test_shared_experts_are_deferred_if_the_routed_experts_run_on_triton(engine,
     ("unsupported", "strict", "is_refused"), [("triton", "1", True), ("marlin", "1", False), ("triton", "0", False)]
 )
 def test_strict_refuses_an_unsupported_runner_only_if_the_model_uses_it(
-    unsupported, strict, is_refused, engine, checkpoint, loading, monkeypatch, caplog
+    unsupported, strict, is_refused, engine, checkpoint, load_built_model, monkeypatch, caplog
 ):
     def plan():
         raise Unsupported("its code is another one")
@@ -153,9 +155,9 @@ def test_strict_refuses_an_unsupported_runner_only_if_the_model_uses_it(
             with pytest.raises(
                 PatchError, match="run on triton, which cannot run column slices: its code is another one"
             ):
-                loading(model)
+                load_built_model(model)
         else:
-            loading(model)
+            load_built_model(model)
     assert caplog.text.count("layers of this model run on triton, which cannot run") == (
         unsupported == "triton" and not is_refused
     )

@@ -69,7 +69,7 @@ class Group:
 
 
 @pytest.fixture
-def kernel(monkeypatch):
+def kernel_calls(monkeypatch):
     """List with one entry for each call of AITER's MoE kernel: the arguments of the call, by name."""
     calls: list[dict[str, Any]] = []
 
@@ -87,7 +87,7 @@ def kernel(monkeypatch):
 
 
 @pytest.fixture
-def make_layers(engine, monkeypatch, kernel) -> Iterator[Callable[..., list[Any]]]:
+def make_layers(engine, monkeypatch, kernel_calls) -> Iterator[Callable[..., list[Any]]]:
     """Function that constructs one layer for each rank, with the patches that are installed at the time of the call."""
     if hooks.layer_class().__name__ != "MoriEPMoE":
         yield lambda: [layer_with_runner(rank) for rank in range(RANKS)]
@@ -174,11 +174,11 @@ def layer_with_runner(rank: int) -> Any:
 
 @pytest.fixture
 def set_limit(monkeypatch):
-    """Function that sets the user's limit on rows for the layers of all ranks.
+    """Function that sets the user's limit on the rows that the MoE kernel computes, in the layers of all ranks.
 
-    The limit is for the engine's own cut or, if the layers have a policy, for this package's cut. Up to 0.5.12.post1
-    the
-    engine reads the limit into an attribute when a layer is constructed. Later releases read it in every forward pass.
+    Without ``attn_tp`` the engine itself applies the limit. With ``attn_tp`` each layer gets a :class:`Policy`, and
+    this package applies the limit. Up to 0.5.12.post1 the engine reads the limit into an attribute when a layer is
+    constructed. Later releases read it in every forward pass.
     """
 
     def set_limit(layers: list[Any], limit: int, attn_tp: int | None = None, **policy: Any) -> None:
@@ -229,9 +229,11 @@ class Exchange:
     network, and the combined results.
     """
 
-    def __init__(self, sent: list[reference.Sent], kind: Any, kernel: list[dict[str, Any]], seed: int = 0) -> None:
+    def __init__(
+        self, sent: list[reference.Sent], kind: Any, kernel_calls: list[dict[str, Any]], seed: int = 0
+    ) -> None:
         self.network = reference.Network(RANKS, EXPERTS // RANKS, PER_RANK, seed=seed)
-        self.received, self.sent, self.kind, self.kernel = self.network.dispatch(sent), sent, kind, kernel
+        self.received, self.sent, self.kind, self.kernel_calls = self.network.dispatch(sent), sent, kind, kernel_calls
 
     def dispatched(self, rank: int) -> Any:
         """Return the dispatcher's output on a rank. If the engine's dispatcher applies the user's limit, the output
@@ -252,10 +254,10 @@ class Exchange:
         """Run the layers of all ranks. Return each rank's combined rows, and the number of rows that each rank's kernel
         received.
         """
-        self.kernel.clear()
+        self.kernel_calls.clear()
         outputs = [layer.run_moe_core(self.dispatched(rank)).hidden_states for rank, layer in enumerate(layers)]
         combined = self.network.combine(outputs, self.received)
-        return [rows.nan_to_num(-1e9) for rows in combined], [len(call["hidden_states"]) for call in self.kernel]
+        return [rows.nan_to_num(-1e9) for rows in combined], [len(call["hidden_states"]) for call in self.kernel_calls]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -292,7 +294,7 @@ def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
 def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
-    make_layers, kernel, monkeypatch, mode, dtype
+    make_layers, kernel_calls, monkeypatch, mode, dtype
 ):
     """The engine's own forward pass gives equal results with a quarter of the rows. The test covers normal and
     low-latency dispatch, with BF16, FP8 and FP4 rows.
@@ -301,21 +303,21 @@ def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
     assert padded == [4, 4, 4, 4]
     sent = random_inputs(padded, 1, seed=1)
     stock = forward(make_layers(mode, dtype), sent)
-    assert [len(call["hidden_states"]) for call in kernel] == [BUFFER] * RANKS
+    assert [len(call["hidden_states"]) for call in kernel_calls] == [BUFFER] * RANKS
     assert all(output.isfinite().all() for output in stock)
-    kernel.clear()
+    kernel_calls.clear()
     monkeypatch.setenv(BOUND.name, "1")
     with installed(mori.CHANGE):
         assert equal(forward(make_layers(mode, dtype), sent), stock)
     names = ("hidden_states", "topk_ids", "topk_weight", *(["a1_scale"] if dtype is not None else []))
-    assert [[len(call[name]) for name in names] for call in kernel] == [[16] * len(names)] * RANKS
-    assert all((call["a1_scale"] is None) == (dtype is None) for call in kernel)
+    assert [[len(call[name]) for name in names] for call in kernel_calls] == [[16] * len(names)] * RANKS
+    assert all((call["a1_scale"] is None) == (dtype is None) for call in kernel_calls)
 
 
 @pytest.mark.usefixtures("cuts_in_layer")
 @pytest.mark.parametrize("value", [None, "0"])
-def test_unset_or_zero_variables_change_nothing(make_layers, kernel, monkeypatch, value):
-    exchange = Exchange(random_inputs([4] * 4, 1, seed=2), output_types()[0], kernel)
+def test_unset_or_zero_variables_change_nothing(make_layers, kernel_calls, monkeypatch, value):
+    exchange = Exchange(random_inputs([4] * 4, 1, seed=2), output_types()[0], kernel_calls)
     dispatched = exchange.dispatched(0)
     for name in (LIMIT.name, BOUND.name) if value else ():
         monkeypatch.setenv(name, value)
@@ -323,7 +325,7 @@ def test_unset_or_zero_variables_change_nothing(make_layers, kernel, monkeypatch
         layer = make_layers()[0]
         layer.run_moe_core(dispatched)
     assert (getattr(layer, hooks._ENGINE_LIMIT), hasattr(layer, hooks._POLICY)) == (0, False)
-    (call,) = kernel
+    (call,) = kernel_calls
     assert call["hidden_states"] is dispatched.hidden_states
     assert call["topk_ids"] is dispatched.topk_ids
     assert call["topk_weight"] is dispatched.topk_weights
@@ -376,11 +378,13 @@ def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
 
 
 @pytest.mark.compatibility
-def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(make_layers, kernel, set_limit, caplog):
+def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(
+    make_layers, kernel_calls, set_limit, caplog
+):
     layers = make_layers()
     for kind in output_types():
         set_counts([8] * 4, 8)
-        exchange = Exchange(random_inputs([8] * 4, 1, seed=3, skewed=True), kind, kernel)
+        exchange = Exchange(random_inputs([8] * 4, 1, seed=3, skewed=True), kind, kernel_calls)
         set_limit(layers, 0)
         whole, rows = exchange.run(layers)
         assert rows == [BUFFER] * RANKS
@@ -399,9 +403,11 @@ def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(make
     assert caplog.text.count(f"{LIMIT.name}=3 is less than the 32 rows") == 1
 
 
-def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_forward(make_layers, kernel, set_limit):
+def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_forward(
+    make_layers, kernel_calls, set_limit
+):
     layers = make_layers()
-    exchange = Exchange(random_inputs([4, 2, 4, 3], 1, seed=1), output_types()[0], kernel)
+    exchange = Exchange(random_inputs([4, 2, 4, 3], 1, seed=1), output_types()[0], kernel_calls)
     set_limit(layers, 0)
     whole, _ = exchange.run(layers)
     with installed(mori.CHANGE):
@@ -420,7 +426,7 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
         assert rows == [40] * RANKS
 
 
-def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel, set_limit):
+def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel_calls, set_limit):
     """The engine announces the padded batch size and no counts of tokens while it captures a CUDA graph. The
     captured shapes must be valid for every later batch.
     """
@@ -431,17 +437,17 @@ def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel, set_lim
     with installed(mori.CHANGE):
         set_limit(layers, 0, attn_tp=1)
         for seed, skewed in enumerate([False, True]):
-            exchange = Exchange(random_inputs([8] * 4, 1, seed, skewed=skewed), output_types()[0], kernel)
+            exchange = Exchange(random_inputs([8] * 4, 1, seed, skewed=skewed), output_types()[0], kernel_calls)
             assert exchange.run(layers)[1] == [8 * RANKS] * RANKS
             assert max(int(received.count) for received in exchange.received) <= 8 * RANKS
 
 
 @pytest.mark.usefixtures("cuts_in_runner")
 @pytest.mark.parametrize(("limit", "rows"), [(3, 32), (40, 40), (2 * BUFFER, BUFFER)])
-def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kernel, set_limit, limit, rows):
+def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kernel_calls, set_limit, limit, rows):
     layers, kind = make_layers(), output_types()[0]
     set_counts([8] * 4, 8)
-    exchange = Exchange(random_inputs([8] * 4, 1, seed=3), kind, kernel)
+    exchange = Exchange(random_inputs([8] * 4, 1, seed=3), kind, kernel_calls)
     whole, _ = exchange.run(layers)
     with installed(mori.CHANGE):
         set_limit(layers, limit, attn_tp=1, recv_bound=False, raise_only=True)
@@ -450,7 +456,7 @@ def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kerne
     assert seen == [rows if hooks._RECV_CAP in kind._fields else BUFFER] * RANKS
 
 
-def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monkeypatch):
+def test_no_row_is_lost_in_random_forwards(make_layers, kernel_calls, set_limit, monkeypatch):
     """The change loses no row in random forward passes. The cases have the engine's padding, uneven and idle ranks,
     three layouts, limits up to twice the buffer, and forward passes with and without counts.
     """
@@ -466,7 +472,7 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
         if hasattr(layers[0], hooks._ENGINE_LIMIT):  # later releases prepare a forward pass in another way
             padded = pad_tokens(monkeypatch, counts, attn_tp, extend=draw.random() < 0.5)
         sent = random_inputs(padded, attn_tp, seed, skewed=draw.random() < 0.5)
-        exchange = Exchange(sent, draw.choice(output_types()), kernel, seed)
+        exchange = Exchange(sent, draw.choice(output_types()), kernel_calls, seed)
         set_limit(layers, 0)
         whole, rows = exchange.run(layers)
         assert rows == [BUFFER] * RANKS

@@ -32,13 +32,13 @@ def backend(request, engine):
 
 
 @pytest.fixture
-def only_applied():
+def require_package_buffer():
     if probe(output_buffer.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release has an output buffer of its own")
 
 
 @pytest.fixture
-def only_hardened():
+def require_engine_buffer():
     if probe(output_buffer.CHANGE).status is not Status.HARDENED:
         pytest.skip("this engine release has no output buffer of its own")
 
@@ -78,7 +78,7 @@ def test_answers_are_bit_identical_with_one_buffer_for_all_layers(
 
 
 @pytest.mark.compatibility
-@pytest.mark.usefixtures("only_hardened")
+@pytest.mark.usefixtures("require_engine_buffer")
 def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, engine, checkpoint, stock, monkeypatch):
     """The engine's own output buffer overwrites the residual in a first layer with experts (``first_k_dense_replace:
     0``), because that layer has no separate residual. This package's offer does not.
@@ -95,7 +95,7 @@ def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, 
 
 
 @pytest.mark.compatibility
-@pytest.mark.usefixtures("only_hardened")
+@pytest.mark.usefixtures("require_engine_buffer")
 def test_only_our_offer_remains(engine, checkpoint, kernels, monkeypatch):
     """The engine's own offer is disabled in every layer. The experts of every layer with a residual take the buffer
     that this package offers.
@@ -268,7 +268,7 @@ def test_runners_that_preserve_their_input_are_marked(engine, checkpoint):
     assert Experts().moe_runner_config.inplace
 
 
-@pytest.mark.usefixtures("only_applied")
+@pytest.mark.usefixtures("require_package_buffer")
 def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkeypatch):
     """The experts do not take a buffer of another shape than their output. With data-parallel attention, the layer's
     input has the tokens of one rank, and the experts compute the tokens of all ranks. The input is therefore too small
@@ -290,7 +290,7 @@ def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkey
         patched(engine, checkpoint())
 
 
-@pytest.mark.usefixtures("only_applied")
+@pytest.mark.usefixtures("require_package_buffer")
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, monkeypatch):
     """The routed experts never write their output into their own input. The shared experts read this input after the
     routed experts have written their output.

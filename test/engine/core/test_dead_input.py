@@ -141,8 +141,8 @@ class CannotBeImported:
 def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
     engine, path, stock_qwen3, kernels, monkeypatch
 ):
-    """Other families still offer their input if DeepSeek's module cannot be imported. The engine itself ignores such
-    a module and serves other models.
+    """If DeepSeek's module cannot be imported, the layers of other families still offer their input. The engine, too,
+    ignores a module that it cannot import, and serves other models.
     """
     name = "sglang.srt.models.deepseek_v2"
     monkeypatch.delitem(sys.modules, name)
@@ -175,7 +175,9 @@ def find_overwritten_inputs(engine, model, kernels):
 def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
     engine, path, checkpoint, kernels, run, monkeypatch
 ):
-    """Layers of other families still offer their input. In DeepSeek's layer, the engine's own offer stays off."""
+    """If another plugin has wrapped the ``forward`` of DeepSeek's decoder layer, DeepSeek's layers offer nothing: this
+    package makes no offer, and it disables the engine's own offer. Layers of other families offer their input.
+    """
     layer = layer_class("deepseek-v3")
     paths = (path, checkpoint(dense_layers=0))
     original, expected = layer.forward, [run(each) for each in paths]
@@ -342,15 +344,17 @@ def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine,
 def test_cutedsl_takes_the_dead_input_and_answers_with_the_stock_bits(engine, path, run, monkeypatch):
     if probe(cutedsl_sizing.CHANGE).install is None:
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
-    taken, take = [], channel.take_output
-    monkeypatch.setattr(channel, "take_output", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    taken_buffers, take = [], channel.take_output
+    monkeypatch.setattr(
+        channel, "take_output", lambda *a, **k: taken_buffers.append(take(*a, **k)) or taken_buffers[-1]
+    )
     with engine.override_arguments(moe_runner_backend="flashinfer_cutedsl"):
         stock = run(path)
-        assert taken == []
+        assert taken_buffers == []
         assert same_answers(run(path, output_buffer.CHANGE, cutedsl_sizing.CHANGE), stock)
-    forwards = len(taken) // 4
+    forwards = len(taken_buffers) // 4
     assert forwards == STEPS + 1
-    assert [buffer is None for buffer in taken] == [True, False, False, False] * forwards
+    assert [buffer is None for buffer in taken_buffers] == [True, False, False, False] * forwards
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
@@ -389,7 +393,7 @@ def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, p
 
 
 @pytest.fixture
-def triton(engine, monkeypatch):
+def use_triton(engine, monkeypatch):
     """Make BF16 models run the engine's Triton kernels, in column slices even if the tensor is small."""
     triton_runner(monkeypatch)
     for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
@@ -401,7 +405,7 @@ def triton(engine, monkeypatch):
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken_buffers(monkeypatch):
     """List with one entry for each buffer that a runner took: "output" or "scratch". The fixture fills each such buffer
     with NaN.
     """
@@ -430,13 +434,13 @@ TRITON_CHANGES = {
     "deferred-shared-experts": (deferred_shared_experts.CHANGE,),
     "moe-workspace": (moe_workspace.CHANGE,),
 }
-#: Expected values of ``taken``. The last three of four layers take an output in each forward pass, or scratch memory
-#: only in the prefill.
+#: Expected values of ``taken_buffers``. The last three of four layers take an output buffer in each forward pass, or
+#: scratch memory in the prefill only.
 OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
 
 
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.usefixtures("triton")
+@pytest.mark.usefixtures("use_triton")
 @pytest.mark.parametrize(
     ("family", "selected", "expected"),
     [
@@ -450,18 +454,18 @@ OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
     ],
 )
 def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
-    family, selected, expected, bf16, run, taken
+    family, selected, expected, bf16, run, taken_buffers
 ):
     path = bf16(family)
     stock = run(path)
     assert stock[1].isfinite().all()
-    assert taken == []
+    assert taken_buffers == []
     assert same_answers(run(path, *TRITON_CHANGES[selected]), stock)
-    assert taken == expected
+    assert taken_buffers == expected
 
 
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.usefixtures("triton")
+@pytest.mark.usefixtures("use_triton")
 def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
     """Each change counts its actions. The model has four layers, and the input of the first layer is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
@@ -477,7 +481,7 @@ def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher)
 
 
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.usefixtures("triton", "taken")
+@pytest.mark.usefixtures("use_triton", "taken_buffers")
 @pytest.mark.parametrize(("family", "selected"), [("deepseek-v3", "deferred-shared-experts"), ("qwen3-moe", "all")])
 def test_offering_the_residual_to_triton_changes_the_answers(family, selected, bf16, run, monkeypatch):
     path = bf16(family)
@@ -488,7 +492,7 @@ def test_offering_the_residual_to_triton_changes_the_answers(family, selected, b
 
 
 @pytest.fixture
-def without_own_pool():
+def require_package_pool():
     """Skip the test on engine releases after 0.5.15.post1. These releases allocate Triton's output in the pool of
     symmetric memory by themselves.
     """
@@ -497,13 +501,13 @@ def without_own_pool():
 
 
 @pytest.fixture
-def our_deferral():
+def require_package_deferral():
     if probe(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release defers the shared experts itself")
 
 
 @pytest.fixture
-def outputs(monkeypatch):
+def expert_outputs(monkeypatch):
     """List with one entry for each call of routed experts: the output, and whether the output shares memory with the
     input.
     """
@@ -521,34 +525,35 @@ def outputs(monkeypatch):
     return found
 
 
-@pytest.mark.usefixtures("without_own_pool", "triton")
+@pytest.mark.usefixtures("require_package_pool", "use_triton")
 @pytest.mark.parametrize(
     ("selected", "columns_pay"), [("deferred-shared-experts", True), ("all", True), ("all", False)]
 )
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
-    selected, columns_pay, bf16, engine, run, outputs, monkeypatch
+    selected, columns_pay, bf16, engine, run, expert_outputs, monkeypatch
 ):
     """If the server uses symmetric memory, the output of the experts must lie in the pool of that memory. The stock
     Triton runner writes over its input, which is in the pool. The changes write elsewhere, so they must allocate the
     output in the pool and ignore an offered buffer.
 
-    The first of four layers offers nothing. If column slices do not pay, nothing else is patched in this layer.
+    The first of the four layers never offers its input. If ``columns_pay`` is False, its output is not cut into column
+    slices either.
     """
     if not columns_pay:
         monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", 0)
     path = bf16("deepseek-v3")
     stock = run(path)
-    assert [in_place for _, in_place in outputs] == [True] * 4 * (STEPS + 1)
-    outputs.clear()
+    assert [in_place for _, in_place in expert_outputs] == [True] * 4 * (STEPS + 1)
+    expert_outputs.clear()
     pool = Pool(monkeypatch)
     assert same_answers(run(path, *TRITON_CHANGES[selected]), stock)
-    assert [(pool.holds(made), in_place) for made, in_place in outputs] == [(True, False)] * 4 * (STEPS + 1)
+    assert [(pool.holds(made), in_place) for made, in_place in expert_outputs] == [(True, False)] * 4 * (STEPS + 1)
 
 
-@pytest.mark.usefixtures("our_deferral", "triton")
-def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(bf16, engine, outputs):
-    """A traced prefill graph runs only the routed experts, after the shared experts. If the patched server allocated
-    an output there, it would need one tensor more than stock.
+@pytest.mark.usefixtures("require_package_deferral", "use_triton")
+def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(bf16, engine, expert_outputs):
+    """If a block's routed experts run alone, after the shared experts, the Triton runner writes its output over its
+    input, as in the stock server. Traced prefill graphs run the experts in this way.
     """
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(bf16("deepseek-v3")).model.layers[1].mlp
@@ -557,16 +562,16 @@ def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_tha
             waited = block.forward_normal(hidden.clone())
             expected = block.shared_experts(hidden)
             routed = block.experts(given := hidden.clone(), block.topk(hidden, block.gate(hidden)))
-    assert [in_place for _, in_place in outputs] == [False, True]
+    assert [in_place for _, in_place in expert_outputs] == [False, True]
     assert channel.shares_storage(routed, given)
     assert torch.equal(routed.mul_(block.routed_scaling_factor).add_(expected), waited)
 
 
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.usefixtures("triton")
-def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken, monkeypatch):
+@pytest.mark.usefixtures("use_triton")
+def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken_buffers, monkeypatch):
     path = bf16("deepseek-v3")
     stock = run(path)
     monkeypatch.setattr(deferred_shared_experts.runners, "serves_lora", lambda: True)
     assert same_answers(run(path, *TRITON_CHANGES["all"]), stock)
-    assert taken == SCRATCH
+    assert taken_buffers == SCRATCH

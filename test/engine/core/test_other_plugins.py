@@ -109,7 +109,9 @@ def wrap(owner: Any, name: str) -> None:
 
 
 def replace(owner: Any, name: str) -> None:
-    """Patch an attribute: assign a function with the same signature that does not refer to the original."""
+    """Patch an attribute: assign a function with the same signature, but without the attribute ``__wrapped__``, which
+    would refer to the original.
+    """
     original = getattr(owner, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:

@@ -193,7 +193,7 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
     assert width == layer.hidden or layer.gate_columns < layer.hidden
 
 
-def check_asked_limit(layer, gemm, width, step, limit, predict_bytes):
+def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
     """Check that slices of ``width`` columns need at most ``limit`` bytes, and that fewer, wider slices would need
     more.
 
@@ -212,7 +212,7 @@ def check_asked_limit(layer, gemm, width, step, limit, predict_bytes):
 
 @given(layers, gemms, max_bytes)
 def test_a_memory_limit_is_kept_with_the_fewest_slices(layer, gemm, limit):
-    check_asked_limit(layer, gemm, slice_width(layer, gemm, limit), triton_step(gemm), limit, triton_bytes)
+    check_memory_limit(layer, gemm, slice_width(layer, gemm, limit), triton_step(gemm), limit, triton_bytes)
 
 
 @given(packed_layers, packed_gemms, max_bytes)
@@ -221,7 +221,7 @@ def test_a_memory_limit_of_marlin_is_kept_with_the_fewest_slices(layer, gemm, li
     if layer.gate_columns >= layer.hidden:
         assert width == layer.hidden
     else:
-        check_asked_limit(layer, gemm, width, column_slices.MARLIN_ALIGNMENT_COLUMNS, limit, marlin_bytes)
+        check_memory_limit(layer, gemm, width, column_slices.MARLIN_ALIGNMENT_COLUMNS, limit, marlin_bytes)
 
 
 @given(packed_layers, packed_gemms, max_bytes)
@@ -400,7 +400,8 @@ TOKENS, TOP_K, HIDDEN, INNER = 40, 3, 512, 32
 
 
 def make_deferred(**operands):
-    """Return a deferred tensor with a recorded second GEMM, whose operands have 16 bits. The tensor has no memory.
+    """Return a deferred tensor: the experts' outputs, for which no memory is allocated. Instead, the tensor has the
+    recorded arguments of the second GEMM, with 16-bit operands.
 
     :param operands: fields of the recorded ``SecondGemm`` that differ from a plain 16-bit GEMM.
     """
@@ -608,7 +609,7 @@ def test_a_memory_limit_without_column_slices_is_unsupported(variables, server, 
 # --- The kernels, and the engine's function in the interpreter -------------------------------------------------------
 
 
-def ptx_of(kernel, types: dict[str, str], constants: dict[str, int], capability: int) -> str:
+def compile_to_ptx(kernel, types: dict[str, str], constants: dict[str, int], capability: int) -> str:
     """Compile a Triton kernel for a GPU of this compute capability, and return the PTX.
 
     The kernel's pointers and integers are declared to be multiples of 16.
@@ -640,14 +641,14 @@ def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sums = {"expert_outputs_ptr": f"*{dtype}", "output_ptr": f"*{dtype}", "scale": "fp32"}
     sums |= dict.fromkeys(("columns", "output_stride"), "i32")
-    ptx = ptx_of(moe_sum._moe_sum_kernel, sums, {"TOP_K": 8, "BLOCK": 1024}, capability)
+    ptx = compile_to_ptx(moe_sum._moe_sum_kernel, sums, {"TOP_K": 8, "BLOCK": 1024}, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
     copies = {f"{operand}_{end}": "*i64" for operand in ("weights", "scales") for end in ("ptr", "copy_ptr")}
     copies |= {f"{operand}_{size}": "i32" for operand in ("weights", "scales") for size in ("stride", "words")}
     copies |= dict.fromkeys(("weights_programs", "copy_programs"), "i32")
     blocks = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS_BLOCK": 1024, "SCALES_BLOCK": 256}
-    ptx = ptx_of(sum_and_copy._sum_and_copy_kernel, sums | copies, blocks, capability)
+    ptx = compile_to_ptx(sum_and_copy._sum_and_copy_kernel, sums | copies, blocks, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == len(re.findall(r"st\.global\.v2\.b64", ptx)) == 5
 

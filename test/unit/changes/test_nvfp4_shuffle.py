@@ -59,7 +59,7 @@ def engine():
 
 
 @pytest.fixture
-def applied(engine, patcher):
+def patched_engine(engine, patcher):
     """The engine's modules that shuffle weights, after the change was applied to them."""
     fp4_weights.CHANGE.plan().install(patcher)
     return engine
@@ -410,60 +410,60 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
     assert words in plan.reason
 
 
-def test_modules_that_imported_the_engines_function_get_ours_too(applied):
-    ours = applied.utils.prepare_static_weights_for_trtllm_fp4_moe
-    assert ours is not applied.prepare
+def test_modules_that_imported_the_engines_function_get_ours_too(patched_engine):
+    ours = patched_engine.utils.prepare_static_weights_for_trtllm_fp4_moe
+    assert ours is not patched_engine.prepare
     assert sys.modules[fp4_weights._COMPRESSED_TENSORS].prepare_static_weights_for_trtllm_fp4_moe is ours
 
 
 @pytest.fixture
-def placeholders(engine):
+def require_placeholders(engine):
     skip_without_placeholders(engine)
 
 
-@pytest.mark.usefixtures("placeholders")
+@pytest.mark.usefixtures("require_placeholders")
 @pytest.mark.parametrize("missing", [None, "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"])
-def test_placeholders_of_every_other_backend_are_untouched(applied, monkeypatch, missing):
+def test_placeholders_of_every_other_backend_are_untouched(patched_engine, monkeypatch, missing):
     if missing is not None:
-        monkeypatch.setattr(applied.modelopt, missing, None)
-    layer, _ = create(applied.modelopt, monkeypatch, trtllm=missing is not None)
+        monkeypatch.setattr(patched_engine.modelopt, missing, None)
+    layer, _ = create(patched_engine.modelopt, monkeypatch, trtllm=missing is not None)
     assert layer.w13_blockscale_swizzled.shape == layer.w13_weight_scale.shape
     assert layer.w2_blockscale_swizzled.shape == layer.w2_weight_scale.shape
 
 
-@pytest.mark.usefixtures("placeholders")
-def test_swizzle_blockscale_is_replaced_only_within_create_weights(applied, monkeypatch):
+@pytest.mark.usefixtures("require_placeholders")
+def test_swizzle_blockscale_is_replaced_only_within_create_weights(patched_engine, monkeypatch):
     """The change replaces ``swizzle_blockscale`` while ``create_weights`` runs, in the same thread. Another thread, and
     later calls, must get the engine's result."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
     scale = random_layer(1, 128, 64)[2]
     expected = interleave(scale[0].view(torch.uint8)).view(1, 128, 8)
     seen = []
-    real = applied.modelopt.ModelWeightParameter
+    real = patched_engine.modelopt.ModelWeightParameter
 
     def parameter_and_elsewhere(**kwargs):
-        thread = threading.Thread(target=lambda: seen.append(applied.modelopt.swizzle_blockscale(scale)))
+        thread = threading.Thread(target=lambda: seen.append(patched_engine.modelopt.swizzle_blockscale(scale)))
         thread.start()
         thread.join()
         return real(**kwargs)
 
-    monkeypatch.setattr(applied.modelopt, "ModelWeightParameter", parameter_and_elsewhere)
-    create(applied.modelopt, monkeypatch, trtllm=True)
-    seen.append(applied.modelopt.swizzle_blockscale(scale))
+    monkeypatch.setattr(patched_engine.modelopt, "ModelWeightParameter", parameter_and_elsewhere)
+    create(patched_engine.modelopt, monkeypatch, trtllm=True)
+    seen.append(patched_engine.modelopt.swizzle_blockscale(scale))
     assert len(seen) > 2
     for swizzled in seen:
         assert torch.equal(swizzled.view(torch.uint8), expected)
 
 
-@pytest.mark.usefixtures("placeholders")
-def test_a_failing_create_weights_leaves_no_trace(applied, monkeypatch):
+@pytest.mark.usefixtures("require_placeholders")
+def test_a_failing_create_weights_leaves_no_trace(patched_engine, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
-    method = nvfp4_method(applied.modelopt, True)
+    method = nvfp4_method(patched_engine.modelopt, True)
     method.quant_config.is_checkpoint_nvfp4_serialized = False
     with pytest.raises(ValueError, match="dynamic quantization"):
         method.create_weights(Layer(1, True), 1, 128, 64, torch.bfloat16)
     scale = random_layer(1, 128, 64)[2]
-    assert applied.modelopt.swizzle_blockscale(scale).shape == scale.shape
+    assert patched_engine.modelopt.swizzle_blockscale(scale).shape == scale.shape
 
 
 # --- What Marlin never reads -----------------------------------------------------------------------------------------

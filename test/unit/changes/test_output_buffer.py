@@ -265,7 +265,7 @@ def test_arguments_are_found_by_position_and_by_name(args, kwargs, monkeypatch):
     names = ("hidden_states", "forward_batch", "residual")
     how = {"tensor_of": lambda found: SimpleNamespace(found=found, nbytes=1)}
     forward = offer.make_layer_forward(lambda *args, **kwargs: "ran", lambda: False, names, lambda b, r: b + r, **how)
-    assert forward(a_layer(), *args, **kwargs) == "ran"
+    assert forward(make_layer(), *args, **kwargs) == "ran"
     ((tensor, residual),) = asked
     assert (tensor.found, residual) == ("h", "br")
 
@@ -283,16 +283,16 @@ def test_a_residual_that_is_more_than_a_sum_is_detected(update, plain):
 
 
 class Handle:
-    """Layer input that the engine has not computed yet: a sum that is due later. ``tensor`` will hold the sum."""
+    """Stand-in for a layer input that is a sum, which the engine computes later into the attribute ``tensor``."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
-class Run:
-    """Helper that calls a layer's patched forward and records the offered buffer.
+class PatchedForward:
+    """Patched forward of a decoder layer. It records the buffer that is offered to the layer's experts.
 
-    The forward contains an offer of the engine's own, which the change withholds.
+    The original forward offers a buffer itself, as newer engine releases do. The change disables that offer.
     """
 
     def __init__(self, **how):
@@ -304,8 +304,14 @@ class Run:
 
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
-    def offers(self, layer, residual=True, idle=False, hidden=None):
-        """Run a layer, and return whether the change offered the layer's input. No other buffer may be offered."""
+    def makes_offer(self, layer, residual=True, idle=False, hidden=None):
+        """Run a layer, and return whether the change offered the layer's input. Check that no other buffer was
+        offered.
+
+        :param residual: whether the layer receives a residual.
+        :param idle: whether the rank is idle in this forward pass.
+        :param hidden: the layer's input.
+        """
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
@@ -314,19 +320,19 @@ class Run:
         return self.seen is not None
 
 
-def a_layer(least=0):
+def make_layer(least=0):
     return SimpleNamespace(modules=list, **({} if least is None else {offer._MIN_OFFER_BYTES: least}))
 
 
 def test_a_layer_offers_its_input_where_it_is_dead():
-    run, layer = Run(), a_layer()
-    assert run.offers(layer)
-    assert not run.offers(layer, residual=False)
-    assert not run.offers(layer, idle=True)
-    assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])
-    assert not run.offers(layer, hidden=torch.empty(3, 2).T)
-    assert run.offers(a_layer(2 * 3 * 4))
-    assert not run.offers(a_layer(2 * 3 * 4 + 1))
+    run, layer = PatchedForward(), make_layer()
+    assert run.makes_offer(layer)
+    assert not run.makes_offer(layer, residual=False)
+    assert not run.makes_offer(layer, idle=True)
+    assert not run.makes_offer(layer, hidden=torch.empty(4, 3)[:2])
+    assert not run.makes_offer(layer, hidden=torch.empty(3, 2).T)
+    assert run.makes_offer(make_layer(2 * 3 * 4))
+    assert not run.makes_offer(make_layer(2 * 3 * 4 + 1))
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
@@ -334,8 +340,8 @@ def test_a_layer_offers_its_input_where_it_is_dead():
 def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, kind, caplog):
     layer, producer = (torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(2))
     offer.mark_offering(layer, producer, None)
-    run = Run()
-    assert run.offers(layer)
+    run = PatchedForward()
+    assert run.makes_offer(layer)
     registers = {
         "layer": getattr(layer[0][0], f"register_{kind}"),
         "producer": getattr(producer[0][0], f"register_{kind}"),
@@ -343,27 +349,27 @@ def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, ki
     }
     hook = registers[where](lambda module, *given: None)
     with caplog.at_level("INFO"):
-        assert not run.offers(layer)
-        assert not run.offers(layer)
+        assert not run.makes_offer(layer)
+        assert not run.makes_offer(layer)
     assert (
         caplog.text.count("Sequential does not offer its dead input, because it or the previous layer has forward") == 1
     )
     hook.remove()
-    assert run.offers(layer)
+    assert run.makes_offer(layer)
 
 
 def test_the_engines_offer_is_withheld_in_unknown_layers():
-    assert not Run().offers(a_layer(None))
-    assert not Run().offers(a_layer(None), residual=False)
+    assert not PatchedForward().makes_offer(make_layer(None))
+    assert not PatchedForward().makes_offer(make_layer(None), residual=False)
 
 
 def test_the_tensor_of_a_deferred_sum_is_offered():
     hidden = Handle(torch.empty(2, 3))
-    assert not Run().offers(a_layer(), hidden=hidden)
-    run = Run(tensor_of=lambda given: given.tensor)
-    assert run.offers(a_layer(), hidden=hidden)
-    assert not run.offers(a_layer(), hidden=hidden, residual=False)
-    assert not run.offers(a_layer(), hidden=Handle(None))  # the sum has no tensor yet
+    assert not PatchedForward().makes_offer(make_layer(), hidden=hidden)
+    run = PatchedForward(tensor_of=lambda given: given.tensor)
+    assert run.makes_offer(make_layer(), hidden=hidden)
+    assert not run.makes_offer(make_layer(), hidden=hidden, residual=False)
+    assert not run.makes_offer(make_layer(), hidden=Handle(None))  # the sum has no tensor yet
 
 
 def test_a_withheld_offer_can_be_traced():
@@ -404,7 +410,7 @@ PREPARE = "hidden_states, residual = self.layer_communicator.prepare_attn(hidden
 OFFER = "with moe_output_buffer_ctx(hidden_states_orig): return self.mlp(hidden_states), residual"
 
 
-def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
+def parse_method(*lines, parameters="hidden_states, forward_batch, **kwargs"):
     """Return the syntax tree of a method with these lines as its body. The method is never run.
 
     A line that begins with spaces belongs to the line before it.
@@ -416,7 +422,7 @@ def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
 
 
 @pytest.mark.parametrize(
-    ("dies", "lines"),
+    ("is_dead", "lines"),
     [
         (True, (PREPARE, "return self.mlp(hidden_states), residual")),
         (True, ("hidden_states_orig = hidden_states", PREPARE, OFFER)),
@@ -445,18 +451,20 @@ def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
         (False, (PREPARE.replace("layer_communicator.prepare_attn", "remember"), "return self.mlp(hidden_states)")),
     ],
 )
-def test_layers_that_may_still_use_their_input_are_detected(dies, lines):
-    assert proofs.input_dies(function(*lines, parameters="hidden_states, forward_batch, residual")) == dies
+def test_layers_that_may_still_use_their_input_are_detected(is_dead, lines):
+    assert proofs.input_dies(parse_method(*lines, parameters="hidden_states, forward_batch, residual")) == is_dead
 
 
-def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hidden_states)", norm="", after="pass"):
+def parse_forward(
+    before="", between="pass", attends="hidden_states = self.self_attn(hidden_states)", norm="", after="pass"
+):
     norm = norm or "hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)"
     prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
-    return function(before or prepared, between, attends, norm, after, "return self.mlp(hidden_states)")
+    return parse_method(before or prepared, between, attends, norm, after, "return self.mlp(hidden_states)")
 
 
 @pytest.mark.parametrize(
-    "lets_go",
+    "changed_lines",
     [
         {"attends": "with self.tp(forward_batch) as group: hidden_states = self.self_attn(hidden_states)"},
         {"between": "hs = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states"},
@@ -470,13 +478,13 @@ def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hi
         },
     ],
 )
-def test_other_ways_to_drop_the_input_are_recognized(lets_go):
-    assert proofs.attention_input_dies(parsed())
-    assert proofs.attention_input_dies(parsed(**lets_go))
+def test_other_ways_to_drop_the_input_are_recognized(changed_lines):
+    assert proofs.attention_input_dies(parse_forward())
+    assert proofs.attention_input_dies(parse_forward(**changed_lines))
 
 
 @pytest.mark.parametrize(
-    "keeps",
+    "keeping_lines",
     [
         {"between": "with self.keep(hidden_states) as kept: pass"},
         {"between": "with self.keep() as kept, self.keep(kept, x=[hidden_states]): pass"},
@@ -519,10 +527,10 @@ def test_other_ways_to_drop_the_input_are_recognized(lets_go):
         {"between": "self.seen.append(hidden_states)"},
         {"norm": "pass"},  # the proof needs a norm after attention
     ],
-    ids=lambda keeps: "; ".join(keeps.values()),
+    ids=lambda keeping_lines: "; ".join(keeping_lines.values()),
 )
-def test_layers_that_may_still_use_attentions_input_are_refused(keeps):
-    assert not proofs.attention_input_dies(parsed(**keeps))
+def test_layers_that_may_still_use_attentions_input_are_refused(keeping_lines):
+    assert not proofs.attention_input_dies(parse_forward(**keeping_lines))
 
 
 @pytest.mark.parametrize(
@@ -536,11 +544,11 @@ def test_layers_that_may_still_use_attentions_input_are_refused(keeps):
 )
 def test_an_input_with_another_reference_is_not_dead(before):
     prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
-    assert not proofs.input_dies(parsed(before=f"{before}\n  {prepared}"))
+    assert not proofs.input_dies(parse_forward(before=f"{before}\n  {prepared}"))
 
 
 @pytest.mark.parametrize(
-    ("follows", "body"),
+    ("is_proved", "body"),
     [
         (True, "x = self.qkv(hidden_states); return self.o(x)"),
         (True, "n = hidden_states.shape[0]; x = self.qkv(hidden_states); return x.view(n, -1)"),
@@ -564,7 +572,7 @@ def test_an_input_with_another_reference_is_not_dead(before):
         (False, "return (lambda: hidden_states)()"),
     ],
 )
-def test_methods_that_receive_the_tensor_are_inspected(follows, body):
+def test_methods_that_receive_the_tensor_are_inspected(is_proved, body):
     sources = {
         "method": f"self, hidden_states, batch=None):\n  {body}",
         "inner": "self, x):\n  return self.qkv(x)",
@@ -572,15 +580,15 @@ def test_methods_that_receive_the_tensor_are_inspected(follows, body):
         "takes_anything": "self, *x):\n  return self.qkv(1)",
     }
     methods = {name: ast.parse(f"def {name}({source}").body[0] for name, source in sources.items()}
-    forward = parsed(attends="hidden_states = self.method(hidden_states)")
+    forward = parse_forward(attends="hidden_states = self.method(hidden_states)")
     assert proofs.attention_input_dies(
         forward
     )  # without the methods, ``method`` counts as a submodule, which is inspected later
-    assert proofs.attention_input_dies(forward, methods.get) == follows
+    assert proofs.attention_input_dies(forward, methods.get) == is_proved
 
 
 @pytest.mark.parametrize(
-    ("own", "body"),
+    ("returns_own_tensor", "body"),
     [
         (True, "return self.o(self.attn(self.qkv(x)))[0]"),
         (True, "if x.shape[0] == 0: return x\n  y, _ = self.quant.apply(self, x); return y.to(x.dtype)"),
@@ -597,10 +605,10 @@ def test_methods_that_receive_the_tensor_are_inspected(follows, body):
         (False, "return (y := x)"),
     ],
 )
-def test_submodules_that_may_return_their_argument_are_detected(own, body):
+def test_submodules_that_may_return_their_argument_are_detected(returns_own_tensor, body):
     (forward,) = ast.parse(f"def forward(self, x, forward_batch=None):\n  {body}").body
-    assert proofs.returns_own_memory(forward, frozenset({0})) == own
-    assert proofs.returns_own_memory(forward, frozenset({"x"})) == own
+    assert proofs.returns_own_memory(forward, frozenset({0})) == returns_own_tensor
+    assert proofs.returns_own_memory(forward, frozenset({"x"})) == returns_own_tensor
     assert not proofs.returns_own_memory(forward, frozenset({"y"}))
     assert not proofs.returns_own_memory(forward, frozenset({"*"}))
 
@@ -716,22 +724,22 @@ def test_a_toy_layer_answers_as_stock_or_is_refused(layer, reason, monkeypatch):
 
 
 def test_layers_that_capture_hidden_states_are_detected():
-    sums = parsed(
+    sums = parse_forward(
         "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch, capture=capture_output, "
         "capture_gathered=captured_last_layer_outputs)"
     )
-    by_itself = parsed(between="capture_output(hidden_states)")
+    by_itself = parse_forward(between="capture_output(hidden_states)")
     for layer in (sums, by_itself):
         layer.args.args += [ast.arg("captured_last_layer_outputs"), ast.arg("capture_output")]
     assert proofs.captures_only_sums(sums)
     assert not proofs.captures_only_sums(by_itself)
     assert proofs.layer_skip_reason("Layer", by_itself) == "Layer may read attention's input after attention"
-    assert not proofs.captures_only_sums(function("captured += [1]", parameters="captured"))
-    assert not proofs.captures_only_sums(parsed(after="seen = kwargs['captured_outputs']"))
+    assert not proofs.captures_only_sums(parse_method("captured += [1]", parameters="captured"))
+    assert not proofs.captures_only_sums(parse_forward(after="seen = kwargs['captured_outputs']"))
 
 
 @pytest.mark.parametrize(
-    ("keeps", "after"),
+    ("may_keep", "after"),
     [
         (True, "self.last = hidden_states"),
         (True, "self.last: object = hidden_states"),
@@ -748,10 +756,10 @@ def test_layers_that_capture_hidden_states_are_detected():
         (False, "with self.keep() as result: pass"),
     ],
 )
-def test_layers_that_may_keep_the_next_layers_input_are_detected(keeps, after):
-    layer = parsed(after=after)
+def test_layers_that_may_keep_the_next_layers_input_are_detected(may_keep, after):
+    layer = parse_forward(after=after)
     assert proofs.attention_input_dies(layer)
-    assert proofs.layer_skip_reason("Layer", layer) == ("Layer may keep its result" if keeps else None)
+    assert proofs.layer_skip_reason("Layer", layer) == ("Layer may keep its result" if may_keep else None)
 
 
 LAYER = "hidden_states, residual = layer(hidden_states, batch, residual=residual)"
@@ -807,11 +815,11 @@ KEEPING_AN_INPUT = [
 
 
 @pytest.mark.parametrize(
-    ("keeps", "loop"),
+    ("may_keep", "loop"),
     [*((False, loop) for loop in KEEPING_NOTHING), *((True, loop) for loop in KEEPING_AN_INPUT)],
     ids=lambda found: "; ".join(found[1:]) if isinstance(found, tuple) else None,
 )
-def test_loops_that_may_keep_an_input_are_detected(keeps, loop):
+def test_loops_that_may_keep_an_input_are_detected(may_keep, loop):
     head, *inside = loop
-    forward = function(head, *(f"  {line}" for line in inside), "return hidden_states")
-    assert proofs.loop_keeps_nothing(forward) == (not keeps)
+    forward = parse_method(head, *(f"  {line}" for line in inside), "return hidden_states")
+    assert proofs.loop_keeps_nothing(forward) == (not may_keep)

@@ -11,7 +11,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.engine import Unsupported
 
 
-def of_module(function, name):
+def copy_into_module(function, name):
     """Return a copy of ``function`` that seems to be defined in the module ``name``."""
     return types.FunctionType(function.__code__, {**function.__globals__, "__name__": name})
 
@@ -22,7 +22,7 @@ def template(hidden_states, residual=None):
     return layers, hidden_states.shape
 
 
-def wrapped_by(name, function):
+def wrap_by(name, function):
     def wrapper(*args, **kwargs):
         return function(*args, **kwargs)
 
@@ -33,7 +33,7 @@ def wrapped_by(name, function):
 @pytest.fixture
 def module():
     made: Any = types.ModuleType("sglang.srt.made_up")
-    made.run = of_module(template, "sglang.srt.made_up")
+    made.run = copy_into_module(template, "sglang.srt.made_up")
     made.Layer = type("Layer", (), {"__module__": "sglang.srt.made_up", "forward": made.run})
     return made
 
@@ -70,7 +70,7 @@ def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers,
     """
     functions = [module.run]
     for name in wrappers:
-        functions.append(wrapped_by(name, functions[-1]))
+        functions.append(wrap_by(name, functions[-1]))
     module.run = functions[-1]
     if isinstance(own, int):
         assert engine.require_unpatched(module, "run") is functions[own]
@@ -80,7 +80,7 @@ def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers,
 
 
 def test_a_replaced_function_is_not_the_engines_own(module):
-    module.run = of_module(template, "somebody_else")
+    module.run = copy_into_module(template, "somebody_else")
     with pytest.raises(Unsupported, match="replaced by somebody_else"):
         engine.require_unpatched(module, "run")
 
@@ -92,7 +92,7 @@ def test_a_replaced_class_is_not_the_engines_own(module):
 
 
 def test_mentions_reads_inner_functions_and_decorated_functions(module):
-    for function in (module.run, wrapped_by("sglang.srt.utils", module.run)):
+    for function in (module.run, wrap_by("sglang.srt.utils", module.run)):
         assert engine.mentions(function, "hidden_states", "mark", "range", "layers", "shape")
         assert not engine.mentions(function, "hidden_states", "nothing_of_the_kind")
     assert engine.mentions(lambda: (lambda: template.deep)(), "deep")  # type: ignore[attr-defined]

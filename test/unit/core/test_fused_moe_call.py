@@ -36,8 +36,9 @@ def make_route(name, accepts=lambda how: True):
 IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""Mapping from the routes of two changes to the argument ``first`` of ``add_route``: whether the wrapper asks the route
-before the routes that were added earlier."""
+"""Argument ``first`` of ``add_route`` for the routes of two changes. A route is a change's function that decides
+whether to replace a call. If ``first`` is True, the wrapper calls the route before the routes that were added
+earlier."""
 
 
 def find_answerer(module, **how):
@@ -87,9 +88,10 @@ def test_arguments_may_be_keywords(module, by_place):
 
 
 def test_no_route_is_called_while_tracing():
-    """While ``torch.compile`` traces a call, no route is asked. A route may use the buffer that a layer offers. The
-    traced graph must not depend on that buffer, and ``torch.compile`` cannot trace the ``ContextVar`` in which the
-    buffer is offered.
+    """While ``torch.compile`` traces the fused-MoE function, the wrapper calls no route. (A route is a change's
+    function that decides whether to replace a call.) A route may use the buffer that a layer offers. The traced graph
+    must not depend on that buffer, and ``torch.compile`` cannot trace the ``ContextVar`` in which the buffer is
+    offered.
     """
 
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):

@@ -43,7 +43,7 @@ def raise_for_cpu_server(server_args):
     raise engine.Unsupported("A_VARIABLE=on, but --device is cpu")
 
 
-def without_a_hook_point():
+def probe_that_raises():
     raise AttributeError("no hook point")
 
 
@@ -56,7 +56,7 @@ def without_a_hook_point():
         ),
         (lambda: engine.get(Owner, "hook_point"), Plan.unsupported("Owner has no hook_point")),
         (
-            without_a_hook_point,
+            probe_that_raises,
             Plan.unsupported("probing the engine failed: AttributeError: no hook point"),
         ),
     ],

@@ -16,7 +16,9 @@ def cutlass_moe_fp4() -> None: ...
 
 
 class Nvfp4Method:
-    """Stand-in for 0.5.12.post1's method. It calls its runner only if TRT-LLM's kernels were asked for."""
+    """Stand-in for the NVFP4 quantization method of 0.5.12.post1. It calls its runner only if TRT-LLM's kernels were
+    selected.
+    """
 
     runner = TRTLLM
     enable_flashinfer_cutedsl_moe = enable_flashinfer_cutlass_moe = False
@@ -29,14 +31,14 @@ class Nvfp4Method:
 
 
 class NewerMethod(Nvfp4Method):
-    """Stand-in for 0.5.23's method, which always calls its runner."""
+    """Stand-in for the NVFP4 quantization method of 0.5.23. It always calls its runner."""
 
     def apply(self) -> Any:
         return self.runner.run()
 
 
 class Scheme:
-    """Stand-in for the scheme of compressed tensors (0.5.12.post1). It never calls its runner."""
+    """Stand-in for the NVFP4 scheme of compressed tensors (0.5.12.post1). It never calls its runner."""
 
     runner = TRITON
 

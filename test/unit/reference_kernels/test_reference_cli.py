@@ -19,11 +19,11 @@ from sglang_moe_reference.model import tokenizer_json
 from typer.testing import CliRunner
 
 
-def run(*arguments):
+def invoke(*arguments):
     return CliRunner().invoke(cli.app, list(arguments))
 
 
-def command(*arguments, **variables):
+def run_command(*arguments, **variables):
     return subprocess.run(
         [sys.executable, "-m", "sglang_moe_reference.cli", *arguments],
         env={**os.environ, **variables},
@@ -33,7 +33,7 @@ def command(*arguments, **variables):
     )
 
 
-def refused(result, *words):
+def assert_refused(result, *words):
     assert (result.exit_code, result.stdout, len(result.stderr.strip().splitlines())) == (2, "", 1), result.output
     for word in words:
         assert word in result.stderr
@@ -43,13 +43,13 @@ def refused(result, *words):
     ("option", "value"), [("--hidden", "100"), ("--top-k", "9"), ("--dense-layers", "5"), ("--family", "gpt")]
 )
 def test_make_model_names_the_bad_value(tmp_path, option, value):
-    refused(run("make-model", str(tmp_path / "m"), option, value), "make-model")
+    assert_refused(invoke("make-model", str(tmp_path / "m"), option, value), "make-model")
     assert not (tmp_path / "m").exists()
 
 
 def test_make_model_writes_a_model_of_the_named_family(tmp_path):
     options = ["--family", "qwen3-moe", "--layers", "1", "--experts", "2", "--bf16"]
-    assert run("make-model", str(tmp_path / "m"), *options).exit_code == 0
+    assert invoke("make-model", str(tmp_path / "m"), *options).exit_code == 0
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     assert "quantization_config" not in config
@@ -57,32 +57,32 @@ def test_make_model_writes_a_model_of_the_named_family(tmp_path):
 
 def test_make_model_does_not_overwrite_other_files(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    refused(run("make-model", str(tmp_path)), str(tmp_path))
+    assert_refused(invoke("make-model", str(tmp_path)), str(tmp_path))
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_locale_without_unicode_changes_no_file(tmp_path):
     """Python uses ASCII in the C locale if its UTF-8 mode and locale coercion are off."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
-    done = command("make-model", str(tmp_path / "m"), "--layers", "1", "--dense-layers", "1", **ascii_only)
+    done = run_command("make-model", str(tmp_path / "m"), "--layers", "1", "--dense-layers", "1", **ascii_only)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
 
 
 def test_exec_runs_the_command_with_the_variable_and_returns_its_exit_code():
     code = f"import os, sys; print(sys.argv[1:], os.environ['{environment.SWITCH}']); sys.exit(7)"
-    done = command("exec", "--", sys.executable, "-c", code, "--flag", "-x")
+    done = run_command("exec", "--", sys.executable, "-c", code, "--flag", "-x")
     assert (done.returncode, done.stdout.strip()) == (7, "['--flag', '-x'] 1"), done.stderr
 
 
 def test_exec_refuses_a_plugin_list_without_its_own_plugin():
-    done = command("exec", "--", "true", SGLANG_PLUGINS=machine.PLUGIN_NAME)
+    done = run_command("exec", "--", "true", SGLANG_PLUGINS=machine.PLUGIN_NAME)
     assert done.returncode == 2
     assert f"add {environment.PLUGIN_NAME}" in done.stderr
 
 
 def test_exec_names_a_missing_command():
-    done = command("exec", "--", "no-such-command-here")
+    done = run_command("exec", "--", "no-such-command-here")
     message = "sglang-moe-reference: no such command: no-such-command-here"
     assert (done.returncode, done.stderr.strip()) == (127, message)
 
@@ -101,7 +101,7 @@ def test_regress_compares_servers_on_the_reference_kernels(tmp_path, monkeypatch
 
     monkeypatch.setattr("sglang_moe_patches.lab.regress.regress.run", compare)
     options = ["--model", str(tmp_path), "--num-questions", "5", "--require-identical"]
-    assert run("regress", *options, "--", "--tp", "2").exit_code == 130
+    assert invoke("regress", *options, "--", "--tp", "2").exit_code == 130
     assert seen["subject"].arguments[:2] == ("--tp", "2")
     assert "--device cpu" in " ".join(seen["subject"].arguments)
     assert seen["criterion"].require_identical

@@ -158,7 +158,7 @@ def test_a_batch_without_tokens_has_an_empty_result() -> None:
     assert run(make_wrapper(layer, 2), prepare(layer), layer.tokens(0), *routing(0, 4, 2)).shape == (0, 256)
 
 
-holds_buffers = pytest.mark.skipif(
+needs_buffers = pytest.mark.skipif(
     not keeps_buffers(fused_moe.CuteDslMoEWrapper), reason="this FlashInfer's wrapper keeps no buffers"
 )
 
@@ -172,7 +172,7 @@ SORTED = (
 )
 
 
-@holds_buffers
+@needs_buffers
 @pytest.mark.parametrize("name", [*OUTPUTS, *(f"out_{name}" for name in SORTED)])
 def test_a_buffer_that_is_too_small_is_an_error(name: str) -> None:
     """The stand-ins write into the wrapper's buffers. They must fail instead of allocating a larger buffer."""

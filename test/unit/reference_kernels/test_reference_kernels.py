@@ -162,9 +162,9 @@ class Layer:
         return out
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
-        return self.answer(tokens, **arguments)[0]
+        return self.call_stand_in(tokens, **arguments)[0]
 
-    def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
+    def call_stand_in(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
         """Call a stand-in with keyword arguments, as the engine does. With the argument ``routing_logits``, this is the
         stand-in of the kernel that chooses the experts. Otherwise the argument ``topk_ids`` names the experts.
         """
@@ -333,7 +333,7 @@ class TestLeftToBeFinalized:
         given = weights.float() if "float32" in form else weights
         topk = pack(ids, weights) if form == "packed" else (ids, given)
         parallel = {"num_experts": 16, "local_expert_offset": 4, "local_num_experts": 8}
-        answer = layer.answer(tokens, topk_ids=topk, do_finalize=False, **parallel)
+        answer = layer.call_stand_in(tokens, topk_ids=topk, do_finalize=False, **parallel)
         rows, expert_weights, row_of = answer
         assert [tensor.dtype for tensor in answer] == [torch.bfloat16, given.dtype, torch.int32]
         assert torch.equal(expert_weights, given)
@@ -360,7 +360,7 @@ class TestLeftToBeFinalized:
         layer = Layer()
         tokens, (ids, _) = layer.tokens(20), routing(20, 4, 1)
         topk = pack(ids, torch.ones(20, 1))
-        rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+        rows, _, row_of = layer.call_stand_in(tokens, topk_ids=topk, do_finalize=False)
         assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
 
     def test_finalizing_by_hand_works_if_the_kernel_chooses_the_experts(self) -> None:
@@ -368,7 +368,7 @@ class TestLeftToBeFinalized:
         tokens = layer.tokens(12)
         logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)) * 2
         arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": 2, "routed_scaling_factor": 2.5}
-        rows, weights, row_of = layer.answer(tokens, do_finalize=False, **arguments)
+        rows, weights, row_of = layer.call_stand_in(tokens, do_finalize=False, **arguments)
         assert weights.dtype == torch.bfloat16  # although the logits are float32
         whole = layer.call(tokens, **arguments).double().numpy()
         atol = 3 * BFLOAT16_ROUNDOFF * rows.abs().max().item()
@@ -443,7 +443,7 @@ def test_a_batch_without_tokens_has_an_empty_result() -> None:
         got = layer.call(tokens, routing_logits=torch.empty(0, 4), top_k=2, routing_method_type=method)
         assert got.shape == (0, 256)
     assert layer.call(tokens, topk_ids=topk).shape == (0, 256)
-    answer = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+    answer = layer.call_stand_in(tokens, topk_ids=topk, do_finalize=False)
     assert [tensor.shape for tensor in answer] == [(0, 256), (0, 2), (0,)]
 
 

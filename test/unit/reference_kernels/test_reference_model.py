@@ -36,7 +36,7 @@ def weights(directory):
     return load_file(directory / "model.safetensors")
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -71,19 +71,24 @@ def test_the_tokenizer_and_the_config_have_the_same_token_ids(tokenizer, directo
     )
 
 
-def listed(weights: dict[str, torch.Tensor], below: str = "") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def describe_weights(
+    weights: dict[str, torch.Tensor], below: str = ""
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return {n.removeprefix(below): (t.dtype, tuple(t.shape)) for n, t in weights.items() if n.startswith(below)}
 
 
 def test_checkpoint_weights_match_the_shipped_model():
     """Compare names, dtypes and shapes. A NextN layer is not quantized: it has the unquantized weights of an ordinary
     layer, and four weights that only NextN has."""
-    assert listed(model.checkpoint_weights(SHIPPED)) == listed(load_file(SHIPPED_MODEL))
+    assert describe_weights(model.checkpoint_weights(SHIPPED)) == describe_weights(load_file(SHIPPED_MODEL))
     found = model.checkpoint_weights(dataclasses.replace(SHIPPED, nextn=True))
     width, bf16 = SHIPPED.hidden, torch.bfloat16
     norms = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (bf16, (width,)))
     own = norms | {"eh_proj.weight": (bf16, (width, 2 * width))}
-    assert listed(found, "model.layers.4.") == listed(model.original_weights(SHIPPED), "model.layers.3.") | own
+    assert (
+        describe_weights(found, "model.layers.4.")
+        == describe_weights(model.original_weights(SHIPPED), "model.layers.3.") | own
+    )
 
 
 def test_a_bias_and_its_weight_are_drawn_independently():
@@ -159,14 +164,14 @@ def test_the_same_seed_writes_the_same_bytes_over_an_older_model(tmp_path):
     (tmp_path / "empty").mkdir()
     make_model(tmp_path / "empty", small)
     make_model(tmp_path / "tiny", dataclasses.replace(small, seed=5))
-    one, other = contents(tmp_path / "empty"), contents(tmp_path / "tiny")
+    one, other = read_files(tmp_path / "empty"), read_files(tmp_path / "tiny")
     assert one["model.safetensors"] != other["model.safetensors"]
     assert one["tokenizer.json"] == other["tokenizer.json"]
     make_model(tmp_path / "tiny", small)
-    assert contents(tmp_path / "tiny") == one
+    assert read_files(tmp_path / "tiny") == one
     (tmp_path / "tiny/model.safetensors").unlink()  # as after an interrupted run
     make_model(tmp_path / "tiny", small)
-    assert contents(tmp_path / "tiny") == one
+    assert read_files(tmp_path / "tiny") == one
 
 
 @pytest.mark.parametrize(
