@@ -212,6 +212,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "test/standins/preloaded/sitecustomize.py": {
         "test_a_spawned_process_is_forked_with_its_environment_and_its_failure_ends_the_server": [
             ("staticmethod(context.ForkServerProcess._Popen)", "staticmethod(context.SpawnProcess._Popen)"),
+            ("staticmethod(context.ForkServerProcess._Popen)", "context.ForkServerProcess._Popen"),
             ('os.environ.update(data.pop("environ"))', 'data.pop("environ")'),
             ("os.kill(os.getppid(), signal.SIGQUIT)", "None"),
             ("ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", ""),
