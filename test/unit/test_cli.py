@@ -489,7 +489,7 @@ def test_a_gpu_name_may_have_any_case_and_a_size_of_memory(text, name, memory):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"mem_fraction_static": 88.0}, "--mem-fraction-static 88 is no fraction"),
+        ({"mem_fraction_static": 88.0}, "--mem-fraction-static 88 is not a fraction"),
         ({"mem_fraction_static": 1.0}, "above 0 and below 1"),
         ({"mem_fraction_static": 0.0}, "above 0 and below 1"),
         ({"mem_fraction_static": 0.98}, ""),
