@@ -131,7 +131,7 @@ def tables(result: output.Result) -> str:
         if "refused" in answer:
             rows.append((name, on, "refused", "", "", answer["refused"]))
             continue
-        found = model_report.advise(config.read_sizes(model["config"], model["source"]), answer)
+        found = model_report.derive_report(config.read_sizes(model["config"], model["source"]), answer)
         sizes = sizes_of_a_rank(found)
         seen = wholes.get(sizes) or alone.get(sizes, "")
         rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _remarks(found)))

@@ -94,7 +94,7 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
     asked = answer["asked"]
     sizes = config.read_sizes(answer["config"], answer["result"])
     requests = admitted_requests(server) // (asked["resolved"].get("pp_size") or 1)
-    room = model_report.advise(sizes, asked, requests)["room"]["patched"]
+    room = model_report.derive_report(sizes, asked, requests)["room"]["patched"]
     growth = server["growth"]
     return room, room["need"]["total"] / growth["need_bytes"] - 1, room["grown_tokens"] / growth["tokens"] - 1
 

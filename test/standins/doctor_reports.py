@@ -56,7 +56,7 @@ def asked(
 
 
 def advise(**facts: Any) -> dict[str, Any]:
-    return model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts))
+    return model_report.derive_report(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts))
 
 
 WHOLE = {"moe-workspace": Decision(reason="it costs too much; SGLANG_X=1 asks for it")}

@@ -73,7 +73,7 @@ class Tally:
 
     @property
     def acted(self) -> Acts:
-        """All acts so far, in the order of their first occurrence."""
+        """All acts so far (records of what the changes did), in the order of their first occurrence."""
         return Acts(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
 
     def drain(self) -> Acts:

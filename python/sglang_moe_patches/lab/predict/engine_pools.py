@@ -145,7 +145,9 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
         return replace(fit, unknown=describe_error(error)), ""
     if sizes and not skip_reason and not fit.given:
         launches = [replace(launch, free=fit.memory - fit.loaded)]
-        fit = replace(fit, begins_with=engine_rule.first_fraction(maker, launches, eligibility.KV_MARGIN.read()))
+        fit = replace(
+            fit, begins_with=engine_rule.find_rehearsal_fraction(maker, launches, eligibility.KV_MARGIN.read())
+        )
     return fit, skip_reason
 
 

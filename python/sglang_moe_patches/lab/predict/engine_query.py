@@ -529,12 +529,12 @@ def claim_gpu(gpu: Gpu) -> None:
 def _ask_pools(
     server_args: Any, resolved: Any, model: Any, config: Any, stage: int, fit: Fit, *, sizes: bool
 ) -> tuple[Fit, str]:
-    """Return the fit of a server with its KV cache, and the reason why kv-sizing leaves the KV cache alone.
-
-    The fit and the reason come from :func:`.engine_pools.ask`. A stock server has no kv-sizing.
+    """Complete a server's fit with its KV cache, and find the reason why kv-sizing would leave the KV cache alone. A
+    stock server has no kv-sizing.
 
     :param fit: memory of the server. The fields about the KV cache are not set yet.
     :param sizes: whether the server's arguments let kv-sizing size the KV cache.
+    :returns: the fit and the reason, as :func:`.engine_pools.ask` returns them.
     """
     try:
         runner = engine_pools.make_runner(server_args, resolved, config, model, stage)

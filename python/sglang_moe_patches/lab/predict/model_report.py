@@ -295,7 +295,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     if (version := engine.version()) is None:
         raise CannotAdvise("SGLang is not installed in this environment; pip install sglang")
     report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": version}
-    report |= advise(sizes, ask_engine(content, arguments, gpu, path))
+    report |= derive_report(sizes, ask_engine(content, arguments, gpu, path))
     return report | {"remarks": describe_unused_variables(report["changes"], os.environ)}
 
 
@@ -386,8 +386,8 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
     return arguments, ""
 
 
-def advise(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
-    """Return the report that follows from a model's sizes and the engine's answers.
+def derive_report(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
+    """Derive the report from a model's sizes and the engine's answers, and return it.
 
     :param asked: answers of the engine, as :func:`.engine_query.ask` returns them.
     :param requests: number of concurrent requests, as :func:`predict_rooms` takes it.
@@ -473,7 +473,7 @@ def predict_rooms(
             found[name] = Room(fit, unknown=str(error), grows=grows)
             continue
         if asked["resolved"].get("max_running_requests") is None:
-            default = room.default_requests(decodes, forwards, Room(fit).cache_bytes)
+            default = room.with_default_requests(decodes, forwards, Room(fit).cache_bytes)
             decodes = replace(default, requests=requests or default.requests)
         found[name] = Room(fit, room.predict_need(decodes, forwards), "", grows, decodes)
     return found

@@ -184,8 +184,8 @@ def _decode_bytes(decodes: Decodes, requests: int, *, penalties: bool = False, n
     return int(factor * decodes.logits(requests)) + attention
 
 
-def default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int) -> Decodes:
-    """Return the sizes of decodes with the limit of concurrent requests that kv-sizing sets if
+def with_default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int) -> Decodes:
+    """Return a copy of ``decodes`` with the default limit of concurrent requests: the limit that kv-sizing sets if
     ``--max-running-requests`` is not given.
 
     :param cache_bytes: bytes of the KV cache.

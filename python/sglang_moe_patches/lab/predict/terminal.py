@@ -70,7 +70,7 @@ def show(report: Mapping[str, Any]) -> None:
     for name in SERVERS if report["room"] else ():
         if report["room"][name]["need"] and report["room"][name]["highest_fraction"] is None:
             print_line(f"No --mem-fraction-static leaves {name} enough room for weights, KV cache and need.")
-    if values := list(list_values(report)):
+    if values := list(list_settings(report)):
         print_line("To copy:")
         for value, words in values:
             print_line(f"  {value}")
@@ -224,7 +224,7 @@ def _describe_tokens(found: Mapping[str, Any]) -> str:
     return "not known" if found["tokens"] is None else f"{found['tokens']:,}"
 
 
-def list_values(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def list_settings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the settings for the user to copy, each with its effect."""
     rooms = report["room"]
     for name in SERVERS if rooms else ():

@@ -26,8 +26,8 @@ IMAGE_RULE = "sglang.srt.arg_groups.memory_hook"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
-def configurator(maker: Any) -> Any:
-    """Return the engine's object that computes the number of KV cache tokens from bytes."""
+def get_configurator(maker: Any) -> Any:
+    """Return the engine's object that computes the number of KV cache tokens from a number of bytes."""
     return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
 
 
@@ -35,10 +35,10 @@ def bytes_per_token(maker: Any) -> float:
     """Return the bytes that the engine allocates for one KV cache token. The engine is asked how many tokens fit into
     64 GiB, because rounding to pages hardly matters for so many tokens."""
     enough = 64 * GIB
-    return enough / int(configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
+    return enough / int(get_configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
 
 
-def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
+def find_rehearsal_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
     """Return a larger fraction for the rehearsal. With it the KV cache has room for two prefill chunks, or for the
     context if the context is shorter.
 
@@ -53,7 +53,7 @@ def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> flo
     chunk = int(arguments_of(maker.server_args).get("chunked_prefill_size") or 0)
     context = int(maker.model_config.context_len)
     tokens = (min(context, 2 * chunk) if chunk > 0 else context) + 2 * int(maker.page_size)
-    return sizing.least_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
+    return sizing.find_larger_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
 
 
 def counts_of(config: Any) -> TokenCounts:

@@ -97,7 +97,7 @@ class SchedulerHooks:
             return config
         fraction, raised = None, 0.0
         try:
-            fraction = engine_rule.first_fraction(maker, launches, self.margin)
+            fraction = engine_rule.find_rehearsal_fraction(maker, launches, self.margin)
         except Exception as error:
             problem = f"the KV cache begins with the fraction in force: {one_line_error(error)}"
             log_on_rank_0(self.leads, problem, warn=True)
@@ -153,7 +153,7 @@ class SchedulerHooks:
             raised_tokens = int(raised * self.launch.free_before_load / token_bytes)
             most = first.tokens + int(self.launch.set_aside / token_bytes)
             max_tokens = int(eligibility.arguments_of(maker.server_args).get("max_total_tokens") or 0)
-            sizes = engine_rule.configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size)
+            sizes = engine_rule.get_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size)
             top = engine_rule.counts_of(sizes)
         except Exception as error:
             problem = one_line_error(error)

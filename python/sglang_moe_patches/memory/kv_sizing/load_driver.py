@@ -68,9 +68,10 @@ class LoadDriver:
         """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
         server allows."""
         self.restart_requests = self._most_requests = 0
-        """Numbers of concurrent requests in rehearsed decodes. ``_most_requests`` is the largest number that has run.
-        ``restart_requests`` is the number of the decode before it, with which another rehearsal can start over. Both
-        are 0 if no decode had more requests than the user asked for."""
+        """Numbers of concurrent requests in rehearsed decodes. ``_most_requests`` is the number of the largest decode
+        that has begun. ``restart_requests`` is the number of the decode before it, and at least the limit of penalized
+        requests. Another rehearsal can start over with ``restart_requests``. Both are 0 if no decode had more requests
+        than the user asked for."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases that were not reached: no forward pass had their sizes. The key is the phase's name, and the value is
         its kind."""

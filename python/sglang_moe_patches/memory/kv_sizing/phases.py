@@ -228,7 +228,7 @@ class Limits:
     samples_by_seed: bool = False
     """Whether every request is sampled with a seed (deterministic inference). The sampler then does not support
     ``min_p``."""
-    default_requests: bool = False
+    has_default_requests: bool = False
     """Whether ``--max-running-requests`` is not given. The engine's default is thousands of requests."""
     limits_penalized: bool = False
     """Whether this package limits penalized requests although ``--max-running-requests`` is given. It does so if memory
@@ -248,7 +248,7 @@ class Limits:
     @property
     def penalized(self) -> int:
         """Limit of requests in one forward pass if one of the requests is penalized (:func:`.serving.is_penalized`)."""
-        is_limited = self.default_requests or self.limits_penalized
+        is_limited = self.has_default_requests or self.limits_penalized
         return min(self.batch, self._graph_requests) if is_limited else self.batch
 
     def with_fewer_penalized(self) -> Limits | None:
@@ -263,13 +263,13 @@ class Limits:
     def short_requests(self) -> int:
         """Number of short requests that fit into half of the KV cache. The number is at least that of the largest
         captured decode."""
-        request_tokens = SHORT_PROMPT_TOKENS + self.beside_prompt(2)
+        request_tokens = SHORT_PROMPT_TOKENS + self.tokens_beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(
             self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest_prefill_tokens)) // request_tokens
         )
 
-    def beside_prompt(self, new: int = 0) -> int:
+    def tokens_beside_prompt(self, new: int = 0) -> int:
         """Return the number of KV cache tokens that a request takes in addition to its prompt, at most.
 
         :param new: number of tokens that the request generates.
@@ -300,7 +300,7 @@ class Limits:
     def prompts_together(self) -> int:
         """Number of longest prompts in one forward pass, including a last prompt that may be cut; 1 if one prompt fills
         a chunk."""
-        limits = [self.cache_tokens // (self.largest_prefill_tokens + self.beside_prompt()), self.batch]
+        limits = [self.cache_tokens // (self.largest_prefill_tokens + self.tokens_beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.
             limits.append(self.window_tokens // (max(self.largest_prefill_tokens, self.window) + 2 * self.page) - 1)
@@ -375,9 +375,11 @@ def derive_limits(
         draft_tokens=draft_tokens,
         draft_slots=draft_slots,
         samples_by_seed=bool(info.get("enable_deterministic_inference") or info.get("rl_on_policy_target")),
-        default_requests=info.get("max_running_requests") is None,
+        has_default_requests=info.get("max_running_requests") is None,
     )
-    return replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.default_requests else limits
+    return (
+        replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.has_default_requests else limits
+    )
 
 
 def speculates(info: Arguments) -> bool:
@@ -553,7 +555,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
 
     # One request: with a radix cache, the cached prefix may have any length. Without a radix cache, a whole chunk
     # begins at a multiple of the chunk.
-    room = min(limits.input_tokens, limits.cache_tokens - limits.beside_prompt())
+    room = min(limits.input_tokens, limits.cache_tokens - limits.tokens_beside_prompt())
     # With a radix cache, the cached prefix may have any length. Without it, a whole chunk begins at a multiple of the
     # chunk.
     keeps_states = limits.states and limits.radix_cache
@@ -574,7 +576,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
         # The engine does not add a request to a forward pass if the tokens would reach max_prefill_tokens.
         most = min(chunk, limits.prefill_tokens or chunk) - 1
         part = most // max(1, sharers) // limits.page * limits.page - (before - cached)
-        sharer_tokens = part + limits.beside_prompt()
+        sharer_tokens = part + limits.tokens_beside_prompt()
         fits = sharers > 1 and before + chunk + sharers * sharer_tokens <= limits.cache_tokens
         if limits.window_tokens:
             # The prefix takes one window. One window and a chunk may still be in use from the phase before.
@@ -606,7 +608,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
         first = captured if counts else FIRST_DECODE_REQUESTS // MAX_REQUEST_RATIO
         # Decodes that may be left out grow in small steps. If one is left out, the server admits as many requests as
         # the decode before it had.
-        asked = limits.penalized if limits.default_requests else limits.batch
+        asked = limits.penalized if limits.has_default_requests else limits.batch
         eager = rising_counts(first, asked) if asked > captured or not counts else []
         eager += rising_counts(asked, limits.batch, 2) if limits.batch > asked else []
         counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in eager]
@@ -670,7 +672,7 @@ def _estimate_from(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
     """Return a copy of ``phase`` with an estimate of its memory. The estimate is derived from ``smaller``, a phase with
     fewer requests."""
     fewer, is_eager = smaller.bound.requests, phase.kind is PhaseKind.EAGER_DECODE
-    may_go = limits.default_requests and is_eager and fewer >= limits.penalized
+    may_go = limits.has_default_requests and is_eager and fewer >= limits.penalized
     times = max(1.0, phase.bound.requests / fewer)
     graphs = is_eager and smaller.kind is PhaseKind.CAPTURED_DECODE
     return replace(phase, estimate=Estimate(smaller.name, times, graphs, fewer if may_go else 0))
@@ -690,7 +692,7 @@ def _make_long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long request has the other half of the KV cache
     wanted = LONG_PROMPT_NEW_TOKENS + _count_decoded_meanwhile(limits.requests, limits)
     new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
-    beside = limits.beside_prompt(new)
+    beside = limits.tokens_beside_prompt(new)
     left = (
         int(0.9 * limits.cache_tokens)
         - 2 * limits.largest_prefill_tokens
@@ -832,5 +834,5 @@ def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
     if limits.window_tokens and windows > limits.window_tokens - 2 * limits.largest_prefill_tokens:
         caches.append(limits.window_tokens)  # if there is no whole window for each request
     request_tokens = min(int(0.9 * (cache - 2 * limits.largest_prefill_tokens)) // requests for cache in caches)
-    new = request_tokens - SHORT_PROMPT_TOKENS - limits.beside_prompt()
+    new = request_tokens - SHORT_PROMPT_TOKENS - limits.tokens_beside_prompt()
     return max(2, min(wanted, new, limits.input_tokens - SHORT_PROMPT_TOKENS))

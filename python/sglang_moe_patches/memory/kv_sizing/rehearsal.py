@@ -236,7 +236,8 @@ class Rehearsal:
                     self._set_until_end(owner, name, False)
 
     def read_turn_memory(self) -> None:
-        """Read the memory in each turn, because sampling and a draft model's forward pass run after the watched one."""
+        """Read the memory once in each turn. Sampling and a draft model's forward pass run after the watched forward
+        pass, so :meth:`_watch_forwards` does not see them."""
         self._read_memory()
         if self._driver is not None and self._driver.phase_name != self._phase:
             self._phase = self._driver.phase_name

@@ -55,7 +55,7 @@ class LaunchMemory:
         return self.free_before_load * (1 - self.fraction)
 
 
-def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
+def find_larger_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
     """Return a larger fraction for the rehearsal, if the engine's own fraction leaves the KV cache fewer than
     ``cache_bytes`` bytes.
 

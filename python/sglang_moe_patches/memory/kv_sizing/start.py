@@ -360,7 +360,7 @@ class ServerStart:
             return need
         fewer = measured.fewer_requests or self._fewer_requests
         limits = self._limits.with_requests(fewer) if fewer else self._limits
-        is_limited = limits.default_requests or limits.limits_penalized
+        is_limited = limits.has_default_requests or limits.limits_penalized
         return replace(
             need,
             missed=measured.missed,
@@ -576,7 +576,7 @@ class ServerStart:
             self._serving = serving.Serving(
                 *(self.scheduler, self.pools, memory, self.orders, self.board, self.metrics),
                 leads=self.leads,
-                extra_tokens=self._limits.beside_prompt(),
+                extra_tokens=self._limits.tokens_beside_prompt(),
             )
             self.orders.on_turn = self._serving.run_turn
         except Exception as error:

@@ -134,9 +134,9 @@ def test_a_change_that_is_not_applied_shows_its_reason_and_no_decision() -> None
 def test_only_deepseeks_router_computes_float32_logits():
     newer = asked() | {"float_logits": True}
     read = ModelSizes(MODELS["kimi-k2.5"])
-    assert model_report.advise(read, newer)["server"]["float_logits"]
+    assert model_report.derive_report(read, newer)["server"]["float_logits"]
     newer["layer"] = LAYER | {"family": "qwen3_moe"}
-    assert not model_report.advise(read, newer)["server"]["float_logits"]
+    assert not model_report.derive_report(read, newer)["server"]["float_logits"]
 
 
 def test_each_change_shows_its_effect_on_the_server_or_a_reason():
@@ -225,7 +225,7 @@ def test_fp4_weights_says_how_much_less_memory_loading_takes():
     stock = replace(FIT, loading=9 * GB, layout=8 * GB)
     layer = LAYER | {"runner": "triton_kernel", "method": "Mxfp4MoEMethod"}
     fits = {"stock_fit": describe(stock), "fit": describe(replace(stock, loading=2 * GB, layout=GB))}
-    row = row_of("fp4-weights", model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(layer) | fits))
+    row = row_of("fp4-weights", model_report.derive_report(ModelSizes(MODELS["kimi-k2.5"]), asked(layer) | fits))
     assert row["does"].endswith(
         "; after loading, about 7,000 MB more are free on each GPU; the peak while loading is about 14,000 MB lower"
     )
@@ -233,7 +233,7 @@ def test_fp4_weights_says_how_much_less_memory_loading_takes():
 
 def test_unsupported_attention_cannot_be_the_place_of_the_peak():
     read = ModelSizes(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
-    found = model_report.advise(read, asked())
+    found = model_report.derive_report(read, asked())
     assert "attention" not in found["stock"]["elsewhere"]
     assert any(model_report.AT_LEAST in line for line in found["unknown"])
 
@@ -293,7 +293,7 @@ def test_a_missing_draft_model_is_replaced_and_named(tmp_path):
     for kept in (there, ["--tp", "2"], ["--speculative-draft-model-path"]):
         assert model_report._replace_missing_draft(kept, sizes, tmp_path / "x") == (kept, "")
     read = ModelSizes(MODELS["kimi-k2.5"])
-    found = model_report.advise(read, asked() | {"missing_draft": "a/b"})
+    found = model_report.derive_report(read, asked() | {"missing_draft": "a/b"})
     assert "the draft model a/b: its config.json was not found" in found["unknown"]
 
 
@@ -352,7 +352,7 @@ def test_a_changes_status_in_the_report_equals_its_status_in_the_log(monkeypatch
 )
 def test_kv_sizings_row_shows_the_servers_own_decision(answer, acts, words) -> None:
     told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, "unknown": "", **answer}}
-    found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told)
+    found = model_report.derive_report(ModelSizes(MODELS["kimi-k2.5"]), told)
     row = row_of("kv-sizing", found)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])

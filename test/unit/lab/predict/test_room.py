@@ -85,7 +85,7 @@ def test_a_draft_model_adds_weights_and_graphs() -> None:
 )
 def test_kv_sizing_admits_as_many_requests_as_were_measured(cache_gb: int, requests: int) -> None:
     decodes, forwards = Decodes(151_936, 256, 0, 0), Forwards(48, 472_000_000, 8192, ("piecewise", 8192))
-    found = room.default_requests(decodes, forwards, cache_gb * GB)
+    found = room.with_default_requests(decodes, forwards, cache_gb * GB)
     assert (found.requests, found.penalized) == (requests, 256)
 
 

@@ -293,7 +293,7 @@ def test_the_duration_of_each_phase_is_recorded(plants):
 
 
 def test_the_default_request_limit_is_lowered_until_its_memory_is_free():
-    nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True}
+    nobody_asked = {"requests": 2048, "captured": 32, "has_default_requests": True}
     server = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked)
     driver = server.run()
     assert (driver.fewer_requests, driver.missed) == (512, {})
@@ -315,12 +315,12 @@ def test_the_default_request_limit_is_lowered_until_its_memory_is_free():
             "prompts of many lengths",
             0,
         ),  # 256 requests are the required number without graphs
-        ({"default_requests": False}, "prompts of many lengths", 0),  # the user has set the number
+        ({"has_default_requests": False}, "prompts of many lengths", 0),  # the user has set the number
         ({"stages": 2, "micro_batch": 1024}, "prompts of many lengths", 0),
     ],
 )
 def test_the_next_smaller_request_limit_is_known_wherever_a_rehearsal_ends(changed, ends_in, restart_requests):
-    server = Server(**{"requests": 2048, "captured": 32, "default_requests": True} | changed)
+    server = Server(**{"requests": 2048, "captured": 32, "has_default_requests": True} | changed)
     assert ends_in in [phase.name for phase in server.driver.phases]
 
     def end(got):
@@ -332,7 +332,7 @@ def test_the_next_smaller_request_limit_is_known_wherever_a_rehearsal_ends(chang
 
 
 def test_each_pipeline_stages_batch_has_its_share_of_fewer_requests():
-    nobody_asked = {"requests": 2048, "captured": 32, "default_requests": True, "stages": 2, "micro_batch": 1024}
+    nobody_asked = {"requests": 2048, "captured": 32, "has_default_requests": True, "stages": 2, "micro_batch": 1024}
     driver = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked).run()
     assert (driver.fewer_requests, driver.limits.batch) == (1024, 512)
     assert "decode of one long request among 511 short ones" in driver.seconds
@@ -344,7 +344,7 @@ def test_each_pipeline_stages_batch_has_its_share_of_fewer_requests():
         (PhaseKind.EAGER_DECODE, {}),  # the user asked for so many requests
         (
             PhaseKind.PENALTIES,
-            {"captured": 128, "default_requests": True},
+            {"captured": 128, "has_default_requests": True},
         ),  # the largest graph has so many requests
     ],
 )

@@ -51,7 +51,7 @@ def test_a_larger_first_fraction_gives_the_longest_request_room(free, least):
     With 40 GB free, the rule's KV cache is large enough. With 12.9 GB free, too little memory would remain for forward
     passes."""
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
-    found = sizing.least_fraction(launches, 10 * GB, 2 * GB)
+    found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
     assert found == (None if least is None else pytest.approx(least))
     if found is not None:  # the engine's formula: free memory minus the memory that the fraction sets aside
         assert 10 * GB <= int(free * GB) - 100 * GB * (1 - found) < 10.02 * GB
@@ -72,7 +72,7 @@ def test_the_three_largest_phases_are_named():
 RULE, TOP, MARGIN = 1000, 9000, 2 * GB
 BYTES_PER_TOKEN = 1_000_000.0
 SMALL_LIMITS = Limits(2048, 8192, 40_000, 20, 0)
-DEFAULT_REQUESTS = Limits(2048, 8192, 40_000, 2000, 256, default_requests=True)
+DEFAULT_REQUESTS = Limits(2048, 8192, 40_000, 2000, 256, has_default_requests=True)
 
 
 @pytest.fixture(autouse=True)
@@ -358,7 +358,7 @@ def test_a_server_of_unchanged_size_has_the_stock_request_limit_unless_it_starte
     assert ([pools.counts.tokens for pools in ranks.pools], found) == ([RULE] * 2, limited)
 
 
-GIVEN_REQUESTS = replace(DEFAULT_REQUESTS, default_requests=False)
+GIVEN_REQUESTS = replace(DEFAULT_REQUESTS, has_default_requests=False)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
     reserved: list[float] = []
     monkeypatch.setattr(process, "_gather_launch_memory", gather)
     monkeypatch.setattr(process, "_reserve_addresses", lambda maker, config, raised: reserved.append(raised))
-    monkeypatch.setattr(engine_rule, "first_fraction", find)
+    monkeypatch.setattr(engine_rule, "find_rehearsal_fraction", find)
     maker = SimpleNamespace(is_draft_worker=False, mem_fraction_static=0.8, server_args=SimpleNamespace())
     used = process.reserve(lambda maker, before: maker.mem_fraction_static, maker, 80.0)
     is_raised = fraction == 0.93

@@ -78,11 +78,11 @@ KINDS = (PhaseKind.CAPTURED_DECODE, PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES)
         ({"captured": 256}, [64, 256], [512, 2048], [32, 128, 512, 2048]),
         # A decode of 512 requests took more than the 5.5 GB that a server had left. So smaller decodes come first.
         ({"captured": 512}, [32, 128, 512], [2048], [32, 128, 512, 2048]),
-        ({"captured": 512, "default_requests": True}, [32, 128, 512], [1024, 2048], [32, 128, 512]),
-        ({"captured": 256, "default_requests": True}, [64, 256], [512, 1024, 2048], [64, 256]),
-        ({"captured": 0, "default_requests": True}, [], [64, 256, 512, 1024, 2048], [64, 256]),
-        ({"requests": 48, "captured": 0, "default_requests": True}, [], [48], [48]),
-        ({"captured": 256, "default_requests": True, "stages": 2}, [], [64, 256, 512, 1024], [64, 256]),
+        ({"captured": 512, "has_default_requests": True}, [32, 128, 512], [1024, 2048], [32, 128, 512]),
+        ({"captured": 256, "has_default_requests": True}, [64, 256], [512, 1024, 2048], [64, 256]),
+        ({"captured": 0, "has_default_requests": True}, [], [64, 256, 512, 1024, 2048], [64, 256]),
+        ({"requests": 48, "captured": 0, "has_default_requests": True}, [], [48], [48]),
+        ({"captured": 256, "has_default_requests": True, "stages": 2}, [], [64, 256, 512, 1024], [64, 256]),
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_decodes_rise_and_penalized_decodes_have_the_size_of_the_largest_graph(c
             before = ran[phase.estimate.name]
             fewer = before.bound.requests
             assert phase.estimate.times == phase.bound.requests / fewer <= phases.MAX_REQUEST_RATIO
-            may_stop = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
+            may_stop = limits.has_default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             assert phase.estimate.fewer_requests == (fewer if may_stop else 0)
             if may_stop:  # the decision to stop needs the memory of the other phases
                 assert any(each.kind is PhaseKind.PENALTIES for each in ran.values())

@@ -95,7 +95,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 
 
 @pytest.mark.parametrize(
-    ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "more"),
+    ("free", "has_default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "more"),
     [
         # 300 requests have no memory, so the server admits 150.
         (5, True, {}, 0, 150, False, 5, {}),
@@ -143,7 +143,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
     ids=str,
 )
 def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_little(
-    free, default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
+    free, has_default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
     """The sampling of a decode takes 20 MB for each request. One GB must stay free.
 
@@ -155,7 +155,7 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_littl
     """
     more, reserves = dict(more), "most" in more
     most, kept = more.pop("most", 300), more.pop("kept", 0)
-    limits = replace(SMALL, requests=most, captured=150, cache_tokens=50_000, default_requests=default_requests)
+    limits = replace(SMALL, requests=most, captured=150, cache_tokens=50_000, has_default_requests=has_default_requests)
     made = scheduler()
     made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
     derived = [phase for each in (most, 300, 150) for phase in phases.derive_phases(replace(limits, requests=each))]
@@ -190,7 +190,7 @@ def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_littl
 
 
 def test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memory(scheduler):
-    limits = replace(SMALL, requests=300, captured=150, default_requests=True)
+    limits = replace(SMALL, requests=300, captured=150, has_default_requests=True)
     made = scheduler()
     made.read = lambda: Memory(LOW if EAGER in made.did.phases else 9 * GB)
     found = rehearse(made, limits=limits)
