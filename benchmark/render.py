@@ -173,7 +173,7 @@ SECTIONS = {
     "moe-workspace": Section(full_names("moe-workspace", "h200", "h200-more", "h100"), moe_tables.layers_table),
     "moe-workspace-slices": section_of_one("moe-workspace/h200-slices", moe_tables.slices_table),
     "moe-workspace-default": section_of_one("moe-workspace/h200-default", moe_tables.rule_tables),
-    "moe-workspace-marlin": section_of_one("moe-workspace-marlin/h200", moe_tables.marlin),
+    "moe-workspace-marlin": section_of_one("moe-workspace-marlin/h200", moe_tables.make_marlin_tables),
     "moe-workspace-tuned": section_of_one("moe-workspace/h200-tuned", raw_table),
     "moe-workspace-captured": Section(
         full_names("moe-workspace", "h200-captured", "h100-captured"), moe_tables.graph_tables
@@ -232,7 +232,7 @@ def conditions(results: list[output.Result]) -> str:
     for key in dict.fromkeys(key for result in results for key in result["conditions"]):
         values = dict.fromkeys(str(r["conditions"][key]) for r in results if r["conditions"].get(key) is not None)
         together[key] = " / ".join(values)
-    return machine.sentence(together)
+    return machine.format_conditions(together)
 
 
 def pages() -> list[Path]:

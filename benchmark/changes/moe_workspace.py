@@ -436,12 +436,12 @@ def main() -> None:
     machine.require_gpu("moe_workspace")
     with torch.inference_mode():
         runner = RUNNERS[options.runner]()
-        print(machine.sentence(machine.conditions()), flush=True)
+        print(machine.format_conditions(machine.conditions()), flush=True)
         figures = measure(runner, options.layers, options)
     # Marlin's results have their own folder, because tests and the models' table read all results in the Triton
     # runner's folder.
     name, tables = {
-        "triton": ("moe_workspace", moe_tables.triton),
-        "marlin": ("moe_workspace_marlin", moe_tables.marlin),
+        "triton": ("moe_workspace", moe_tables.make_triton_tables),
+        "marlin": ("moe_workspace_marlin", moe_tables.make_marlin_tables),
     }[options.runner]
     output.finish(options, output.result(name, figures), tables)

@@ -175,7 +175,7 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
     return row
 
 
-def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
+def measure_fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
     """Load and prepare a model of ``layers`` layers. Then measure the memory that is reserved and not allocated.
 
     :returns: bytes after the engine's preparation (``engine``) and after this package's preparation (``ours``).
@@ -301,6 +301,6 @@ def main() -> None:
             "copy_bandwidth": bandwidth,
             "first_call_s": rows[0]["first_call_s"],
             "cases": rows,
-            "fragmentation": fragmentation(pool_case, engine, options.layers) if options.layers else None,
+            "fragmentation": measure_fragmentation(pool_case, engine, options.layers) if options.layers else None,
         }
     output.finish(options, output.result("weight_shuffle", figures), tables, plot)

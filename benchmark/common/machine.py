@@ -77,7 +77,7 @@ def gpu_model(conditions: dict[str, Any]) -> str:
     return (conditions.get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
 
 
-def sentence(conditions: dict[str, Any]) -> str:
+def format_conditions(conditions: dict[str, Any]) -> str:
     """Format a result's conditions as a line above its table."""
     names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"))
     parts = [f"{label} {conditions[key]}" for key, label in names if conditions.get(key)]

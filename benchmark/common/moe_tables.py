@@ -19,7 +19,7 @@ MEMORY_KINDS = ("allocated", "reserved")
 HIGHEST_LOWER_END = "highest lower end of 95 % intervals"
 
 
-def spread(values: list[float]) -> str:
+def format_spread(values: list[float]) -> str:
     """Format the median of some values, with the lowest and the highest value, as in "1.004 (0.998-1.013)"."""
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
@@ -36,7 +36,7 @@ def mb(size: float) -> str:
     return f"{size / MB:,.0f}"
 
 
-def relative_time(cell: dict[str, Any]) -> str:
+def format_relative_time(cell: dict[str, Any]) -> str:
     """Format a measurement's time relative to stock, with the confidence interval of its median."""
     low, high = cell["interval"]
     return f"{cell['slowdown']:.3f} ({low:.3f}-{high:.3f})"
@@ -44,13 +44,13 @@ def relative_time(cell: dict[str, Any]) -> str:
 
 def format_sliced_cell(cell: dict[str, Any]) -> str:
     """Format a measurement that ran in slices: peak memory, number of slices, relative time."""
-    return f"{mb(cell['peak'])}, {cell['slices']}: {relative_time(cell)}"
+    return f"{mb(cell['peak'])}, {cell['slices']}: {format_relative_time(cell)}"
 
 
 # --- Triton ----------------------------------------------------------------------------------------------------------
 
 
-def triton(result: output.Result) -> str:
+def make_triton_tables(result: output.Result) -> str:
     """Make the tables of the Triton runner. They show only measurements in which moe-workspace's rule chose the slice
     width.
     """
@@ -112,7 +112,10 @@ def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int
             lines.append((name, mb(peak), *(show(cell[key], peak) for cell in by_setting)))
     header = (f"{tokens:,} tokens", "stock, MB", "default", *(f"{setting} MB asked for" for setting in settings))
     cut = [cell for cell in by_setting[0].values() if cell is not None]
-    same, times = f"{sum(cell['same'] for cell in cut)} of {len(cut)}", spread([cell["slowdown"] for cell in cut])
+    same, times = (
+        f"{sum(cell['same'] for cell in cut)} of {len(cut)}",
+        format_spread([cell["slowdown"] for cell in cut]),
+    )
     row = (f"{len(stock)}, of which {len(cut)} cut", same, times, f"{max(cell['interval'][0] for cell in cut):.3f}")
     together = ("all layers, tiles and batches", "same bits", "time where cut: median (range)", HIGHEST_LOWER_END)
     return f"{output.table(header, lines)}\n{output.table(together, [row])}"
@@ -128,7 +131,7 @@ def rule_tables(result: output.Result) -> str:
     for cell in cells:
         cut = f"{mb(cell['stock_peak'])} -> {mb(cell['peak'])}, {cell['slices']}"
         memory = cut if cell["slices"] > 1 else "uncut"
-        layers.setdefault(layer_name(cell), {})[cell["tokens"]] = f"{memory}: {relative_time(cell)}"
+        layers.setdefault(layer_name(cell), {})[cell["tokens"]] = f"{memory}: {format_relative_time(cell)}"
     lines = [(name, *(batch.get(tokens, "") for tokens in batches)) for name, batch in layers.items()]
 
     rows = []
@@ -138,7 +141,7 @@ def rule_tables(result: output.Result) -> str:
     ):
         if some:
             same = f"{sum(cell['same'] for cell in some)} of {len(some)}"
-            times = [spread([cell[key] for cell in some]) for key in ("slowdown", "control")]
+            times = [format_spread([cell[key] for cell in some]) for key in ("slowdown", "control")]
             rows.append((name, same, *times, f"{max(cell['interval'][0] for cell in some):.3f}"))
     header = ("MB, slices: time", *(f"{tokens:,} tokens" for tokens in batches))
     together = ("layers and batches", "same bits", "time: median (range)", "control", HIGHEST_LOWER_END)
@@ -173,7 +176,7 @@ def layers_table(results: list[output.Result], tokens: int = 16384, layout: str 
         ):
             ours, control = ([cell[name] for cell in some] for name in ("slowdown", "control"))
             same = sum(cell["same"] for cell in some)
-            rows.append([f"{gpu}, {kind}", f"{same} of {len(some)}", *map(spread, (ours, control))])
+            rows.append([f"{gpu}, {kind}", f"{same} of {len(some)}", *map(format_spread, (ours, control))])
     together = ("all layers and batches", "same bits", "time: median (range)", "control")
     return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
@@ -241,7 +244,7 @@ def has_default_copies(cell: dict[str, Any]) -> bool:
     return cell["copies"] == "ours" and not cell["offered"]
 
 
-def marlin(result: output.Result, tokens: int = 16384) -> str:
+def make_marlin_tables(result: output.Result, tokens: int = 16384) -> str:
     """Make the tables of Marlin: one of layers, one of all measurements together, one of decodes, and one of mixed
     batches.
     """
@@ -282,7 +285,7 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
     stock = [error["mean"] for cell in checked for error in cell["stock_errors"]]
     patched = [cell["errors"]["mean"] for cell in checked]
     together = ("all layers and batches, cut", "time: median (range)", "control", "mean error: stock", "columns")
-    times = (spread([cell[name] for cell in ours]) for name in ("slowdown", "control"))
+    times = (format_spread([cell[name] for cell in ours]) for name in ("slowdown", "control"))
     means = (f"{min(some):.5f}-{max(some):.5f}" if some else "not checked" for some in (stock, patched))
     parts = [
         output.table((f"{tokens:,} tokens", *names), lines),

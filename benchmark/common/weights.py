@@ -37,7 +37,7 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A few layers of a model. All sizes that decide the activations' sizes are its own, except for the vocabulary.
+    """A few layers of a model. The layers have the model's own sizes. Only the vocabulary has another size.
 
     :param dense_layers: number of dense layers. It becomes 0 for a model without dense layers.
     :param moe_layers: number of MoE layers.

@@ -85,13 +85,13 @@ def _measure(loader: Any) -> None:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         begin = time.monotonic()
         model = load(*args, **kwargs)
-        print(_LOG_PREFIX + json.dumps(_memory() | {"seconds": round(time.monotonic() - begin, 2)}), flush=True)
+        print(_LOG_PREFIX + json.dumps(_read_memory() | {"seconds": round(time.monotonic() - begin, 2)}), flush=True)
         return model
 
     loader.DummyModelLoader.load_model = load_model
 
 
-def _memory() -> dict[str, int]:
+def _read_memory() -> dict[str, int]:
     """Return unused segments to the driver. Then read the memory figures of this process's allocator, in bytes. The
     result is empty without a GPU.
     """
@@ -153,10 +153,10 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             found["said"] = growth.kv_sizing_lines(server.log_text())
     except Exception as error:
         found["failed"] = failure(log.read_text() if log.exists() else "", error)
-    return loaded(log.read_text() if log.exists() else "") | found
+    return read_memory_figures(log.read_text() if log.exists() else "") | found
 
 
-def loaded(log: str) -> dict[str, Any]:
+def read_memory_figures(log: str) -> dict[str, Any]:
     """Read from a server's log the figures of the rank that reserved the most memory. The result is empty if the model
     was not loaded.
     """

@@ -77,7 +77,7 @@ def quantize(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> dict[str, tor
     return quantize_experts(spec, weights, expert_inputs)
 
 
-def shipped_bf16(folder: Path) -> dict[str, torch.Tensor]:
+def load_shipped_bf16(folder: Path) -> dict[str, torch.Tensor]:
     """Load the bfloat16 weights from which the checkpoint in a folder was quantized."""
     experts = unpack_experts(load_file(str(folder / EXPERTS)))
     weights = load_file(str(folder / MODEL / "model.safetensors"))
@@ -96,7 +96,7 @@ def main() -> None:
     restoring.add_argument("output", type=Path, help="new folder for the bfloat16 checkpoint")
     options = parser.parse_args()
     if options.command == "bf16":
-        write_checkpoint(options.output, SPEC, shipped_bf16(options.folder), quantized=False)
+        write_checkpoint(options.output, SPEC, load_shipped_bf16(options.folder), quantized=False)
         return
     weights = load_file(str(options.trained))
     packed = pack_experts(weights)

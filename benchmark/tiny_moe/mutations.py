@@ -64,7 +64,7 @@ def swap_scales(patcher: Patcher) -> None:
     _break_loaded_weights(patcher, exchange, every_layer=False)
 
 
-def misplaced_row(patcher: Patcher) -> None:
+def swap_rows(patcher: Patcher) -> None:
     """Swap two rows of w13 in every expert, as by a wrong index in the permutation that all experts share."""
 
     def exchange(layer: Any) -> None:
@@ -74,7 +74,7 @@ def misplaced_row(patcher: Patcher) -> None:
     _break_loaded_weights(patcher, exchange, every_layer=True)
 
 
-def residual_as_buffer(patcher: Patcher) -> None:
+def offer_residual_as_buffer(patcher: Patcher) -> None:
     """Make each layer offer its residual as the output buffer of the MoE runner, although the layer still needs it."""
     from sglang_moe_patches.core.dead_input import offer
     from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
@@ -93,11 +93,11 @@ def residual_as_buffer(patcher: Patcher) -> None:
     patcher.replace(offer, "make_layer_forward", make)
 
 
-def lost_row(patcher: Patcher) -> None:
-    """Set the last output row of every MoE input of two or more rows to zero.
+def clear_last_row(patcher: Patcher) -> None:
+    """Set the last output row of every MoE layer to zero, if its input has two or more rows.
 
-    A MoRI limit that is one row too low has this effect. MoRI needs AMD GPUs, so the mutation clears the row after the
-    kernel.
+    A limit of MoRI that is one row too low would have this effect. MoRI needs AMD GPUs, so the mutation clears the row
+    after the kernel.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -131,9 +131,9 @@ def skip_shared_experts(patcher: Patcher) -> None:
 
 MUTATIONS: dict[str, Callable[[Patcher], None]] = {
     "one expert's scales swapped": swap_scales,
-    "one row of w13 misplaced": misplaced_row,
-    "residual used as output buffer": residual_as_buffer,
-    "a lost MoRI row": lost_row,
+    "one row of w13 misplaced": swap_rows,
+    "residual used as output buffer": offer_residual_as_buffer,
+    "a lost MoRI row": clear_last_row,
     "shared experts skipped in one layer": skip_shared_experts,
 }
 

@@ -168,7 +168,7 @@ def import_error(module: str = "sglang.test.test_utils") -> str:
 # --- Comparison -----------------------------------------------------------------------------------------------------
 
 
-def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+def find_differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
     """Find the tests whose outcome differs between the stock and the patched engine.
 
     :returns: names of the tests. The name "" means that only one of the two engines has a result for the file.
@@ -183,7 +183,7 @@ def differing_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]
     return different + [""] * (bool(stock["errors"]) != bool(patched["errors"]))
 
 
-def broken_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+def find_broken_tests(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
     """Find the tests that pass with the stock engine and do not pass with the patched engine.
 
     :returns: names of the tests. The name "" means that only the stock engine has a result for the file.
@@ -214,7 +214,7 @@ def tables(result: output.Result) -> str:
             fails.setdefault(f"No result of {{}}: {words}" if not name else f"Stock fails {{}}: {words}", []).append(
                 format_place(path, name)
             )
-        other = differing_tests(stock, patched)
+        other = find_differing_tests(stock, patched)
         for name in other:
             words = failure_messages(patched).get(name, "")
             differ.append(f"Differs: {format_place(path, name)}" + (f": {words}" if words else ""))
@@ -225,7 +225,7 @@ def tables(result: output.Result) -> str:
             cells = (f"`{path}`", outcomes[0], '"' if outcomes[0] == outcomes[1] else outcomes[1], acted or "-")
             rows.append((*cells, f"{subtests:,}" if subtests else "-", str(len(other))))
     ran = {path: len(stock["tests"]) for path, (stock, _) in files.items() if stock["tests"]}
-    lost = sum(len(broken_tests(stock, patched)) for stock, patched in files.values())
+    lost = sum(len(find_broken_tests(stock, patched)) for stock, patched in files.values())
     whose = f" of {figures['checkout']}" if figures["checkout"] else ""
     verdict = f"{sum(ran.values())} tests of {len(ran)} files{whose}; {lost} pass stock and not patched."
     reasons = Counter(reason.split(":")[0] for reason in figures["not_run"].values())
@@ -277,7 +277,7 @@ def main() -> int:
         )
     figures = run_suite(files, options)
     output.finish(options, output.result("engine_suite", figures), tables)
-    return int(any(broken_tests(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
+    return int(any(find_broken_tests(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
 
 
 def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def on_hopper(results: list[output.Result]) -> str:
 
 def tables(results: list[output.Result]) -> str:
     """Make a table with a row for each recipe. The row shows the report of :func:`first_answer`."""
-    wholes, alone = measured()
+    wholes, alone = link_measurements()
     rows, absent = [], set()
     for answers in zip(*(result["figures"]["recipes"] for result in results), strict=True):
         recipe = answers[0]["recipe"]
@@ -168,7 +168,7 @@ def tables(results: list[output.Result]) -> str:
     return f"Published: {named}.{lacking}\n\n{output.table(header, rows, left=len(header))}"
 
 
-def measured() -> tuple[dict[Key, str], dict[Key, str]]:
+def link_measurements() -> tuple[dict[Key, str], dict[Key, str]]:
     """Make links to the pages with measurements: of whole forward passes, and of the runner alone.
 
     :returns: two dictionaries. A key is the sizes of one rank's MoE layer, with the tokens of a prefill chunk.

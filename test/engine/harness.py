@@ -77,7 +77,7 @@ def run_experts(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: to
         return experts.run_moe_core(StandardDispatchOutput(rows.clone(), None, routed)).hidden_states.clone()
 
 
-def norms_out_of_place(monkeypatch: Any) -> None:
+def make_norms_out_of_place(monkeypatch: Any) -> None:
     """Make all norms write their output to a new tensor, as with ``--enable-deterministic-inference``."""
     from sglang.srt.layers.layernorm import RMSNorm
 

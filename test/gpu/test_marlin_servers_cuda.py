@@ -27,7 +27,7 @@ from sglang_moe_patches.lab.regress import gsm8k  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 from sglang_moe_reference import environment  # noqa: E402
 from sglang_moe_reference.model import write_checkpoint  # noqa: E402
-from tiny_moe.export import QUESTIONS, shipped_bf16  # noqa: E402
+from tiny_moe.export import QUESTIONS, load_shipped_bf16  # noqa: E402
 from tiny_moe.mutations import SHIPPED  # noqa: E402
 from tiny_moe.train import SPEC  # noqa: E402
 
@@ -70,7 +70,7 @@ def quantize_int4(weight: Any) -> dict[str, Any]:
 
 def write_int4(folder: Path) -> Path:
     weights: dict[str, Any] = {}
-    for name, tensor in shipped_bf16(SHIPPED).items():
+    for name, tensor in load_shipped_bf16(SHIPPED).items():
         parts = quantize_int4(tensor) if ".mlp.experts." in name else {}
         weights |= {f"{name.removesuffix('.weight')}.{part}": made for part, made in parts.items()} or {name: tensor}
     write_checkpoint(folder, SPEC, weights, quantized=False)

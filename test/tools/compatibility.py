@@ -36,7 +36,7 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def installed(release: str) -> Iterator[Path]:
+def install_release(release: str) -> Iterator[Path]:
     """Within the block, install a release with this package into ``.venvs``. If its environment did not exist before,
     remove it at the end of the block.
 
@@ -179,7 +179,7 @@ def main() -> None:
     if options.record:
         save(pages.WHOLE, read_test_all(options.record, json.loads(pages.WHOLE.read_text())))
     for release in wanted:
-        with installed(release) as place:
+        with install_release(release) as place:
             print(f"SGLang {release}: running doctor{'' if options.doctor else ' and tests'}", flush=True)
             tests = found[release]["tests"] if options.doctor else run_tests(release, place)
             found[release] = {**run_doctor(release, place), "tests": tests}

@@ -76,7 +76,7 @@ def remove_fraction(arguments: Sequence[str]) -> list[str]:
     return [argument for argument in kept if not argument.startswith(f"{FRACTION_FLAG}=")]
 
 
-def fragments(start: Start, *, gpu: bool) -> dict[str, str]:
+def make_fragments(start: Start, *, gpu: bool) -> dict[str, str]:
     """Make HTML that describes a start, for a report of ``regress``.
 
     :returns: HTML by the name of a marker in the report. :func:`insert` inserts the HTML before this marker.
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     start = start_server(environment.server_arguments(arguments), variables, output)
     if options.report is not None:
-        insert(options.report, fragments(start, gpu=has_gpu()))
+        insert(options.report, make_fragments(start, gpu=has_gpu()))
         print(f"The report shows the KV cache, too: {options.report}")
     if start.growth:
         return 0

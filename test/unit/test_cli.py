@@ -362,7 +362,7 @@ def test_a_locale_without_unicode_only_replaces_letters_of_the_output():
     assert (done.returncode, done.stdout.isascii()) == (0, True), done.stderr
 
 
-def fake_engine(folder: Path) -> str:
+def install_fake_engine(folder: Path) -> str:
     """Install a distribution called sglang without a plugin framework, and return its folder."""
     for package in ("sglang", "sglang/srt"):
         (folder / package).mkdir(parents=True)
@@ -374,7 +374,7 @@ def fake_engine(folder: Path) -> str:
 
 
 def test_an_engine_without_the_plugin_framework_is_named(tmp_path):
-    done = command("doctor", PYTHONPATH=fake_engine(tmp_path))
+    done = command("doctor", PYTHONPATH=install_fake_engine(tmp_path))
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "sglang-moe-patches: SGLang 0.5.10.post1 has no plugin framework (sglang.srt.plugins); "

@@ -21,12 +21,12 @@ plugin.register()
 """
 
 
-def names(requirements: list[str]) -> set[str]:
+def import_names(requirements: list[str]) -> set[str]:
     """Return the names with which the required packages are imported."""
     return {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in requirements}
 
 
-EXTRAS = {name for extra in PROJECT["optional-dependencies"].values() for name in names(extra)}
+EXTRAS = {name for extra in PROJECT["optional-dependencies"].values() for name in import_names(extra)}
 
 
 def register_without(absent: set[str]) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def register_without(absent: set[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_installing_the_package_adds_only_its_three_dependencies():
-    assert names(PROJECT["dependencies"]) == {"wrapt", "typer", "rich"}
+    assert import_names(PROJECT["dependencies"]) == {"wrapt", "typer", "rich"}
 
 
 def test_a_server_needs_wrapt_alone():

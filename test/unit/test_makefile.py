@@ -14,7 +14,7 @@ ROOT = releases.FILE.parent
 UNKNOWN = "99.9"
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``make`` without the variables that an outer ``make`` exports."""
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ENGINE")}
     command = ["make", f"PYTHON={sys.executable}", *arguments]
@@ -23,7 +23,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("target", ["env", "constraints"])
 def test_a_release_without_a_constraints_file_can_be_installed(target: str):
-    done = make("-n", target, f"ENGINE={UNKNOWN}")
+    done = run_make("-n", target, f"ENGINE={UNKNOWN}")
     assert done.returncode == 0, done.stderr
     assert f'"sglang=={UNKNOWN}"' in done.stdout
     assert "--constraint " not in done.stdout
@@ -40,7 +40,7 @@ def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fai
         f'echo "begin $release"; sleep 0.2; echo "=== 1 passed on $release in 0.2s ==="; [ $release != {failing} ]\n'
     )
     tests.chmod(0o755)
-    done = make("test-releases", f"MAKE={tests}", f"UV={sys.executable}", f"LOGS={tmp_path / 'logs'}", "JOBS=3")
+    done = run_make("test-releases", f"MAKE={tests}", f"UV={sys.executable}", f"LOGS={tmp_path / 'logs'}", "JOBS=3")
     others = [release for release in reversed(releases.EVERY_TIME) if release != releases.DEFAULT]
     shown = [line for line in done.stdout.splitlines() if "started" not in line]
     assert shown == [
@@ -50,5 +50,5 @@ def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fai
         for line in (f"== SGLang {release}", *3 * (f"begin {release}", f"=== 1 passed on {release} in 0.2s ==="))
     ]
     assert done.returncode
-    passing = make("test-releases", "MAKE=true", f"UV={sys.executable}", f"LOGS={tmp_path / 'logs'}")
+    passing = run_make("test-releases", "MAKE=true", f"UV={sys.executable}", f"LOGS={tmp_path / 'logs'}")
     assert passing.returncode == 0, passing.stderr

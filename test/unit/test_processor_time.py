@@ -54,7 +54,7 @@ def pytest_configure(config):
 """
 
 
-def run(folder: Path, **variables: str) -> set[str]:
+def run_tests(folder: Path, **variables: str) -> set[str]:
     """Run tests in a new process. Return the names of the tests that failed."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
@@ -66,15 +66,15 @@ def run(folder: Path, **variables: str) -> set[str]:
 
 
 def test_a_test_that_takes_too_long_with_its_child_processes_fails_unless_marked(tmp_path):
-    assert run(tmp_path) == {"test_first", "test_by_itself", "test_below"}
+    assert run_tests(tmp_path) == {"test_first", "test_by_itself", "test_below"}
 
 
 def test_on_a_slow_machine_the_limit_is_higher(tmp_path):
-    assert run(tmp_path, SLOW="100") == set()
+    assert run_tests(tmp_path, SLOW="100") == set()
 
 
 def test_with_all_random_cases_there_is_no_limit(tmp_path):
-    assert run(tmp_path, ALL_CASES="1") == set()
+    assert run_tests(tmp_path, ALL_CASES="1") == set()
 
 
 def test_this_session_has_the_limit_on_processor_time(request: pytest.FixtureRequest):

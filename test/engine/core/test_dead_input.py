@@ -15,7 +15,7 @@ import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
-from harness import Keeper, Pool, norms_out_of_place, same_answers, watch_forwards
+from harness import Keeper, Pool, make_norms_out_of_place, same_answers, watch_forwards
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
@@ -244,7 +244,7 @@ def keep_norms_inputs(model, keeper):
 )
 def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, engine, path, monkeypatch):
     if not in_place:
-        norms_out_of_place(monkeypatch)
+        make_norms_out_of_place(monkeypatch)
 
     def intact(*changes):
         keeper = Keeper()

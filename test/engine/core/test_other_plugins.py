@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed, without_buffer
-from harness import Keeper, norms_out_of_place
+from harness import Keeper, make_norms_out_of_place
 from sglang_moe_patches import plugin
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import engine as engine_code
@@ -272,7 +272,7 @@ def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, che
     find, keeps, in_place = KEPT_TENSORS[kept]
     owner, method = find(engine.load(path).model.layers[1])
     if not in_place:  # an in-place norm of the next layer would overwrite the kept tensor
-        norms_out_of_place(monkeypatch)
+        make_norms_out_of_place(monkeypatch)
 
     def tensors(arguments: Any) -> Iterator[torch.Tensor]:
         for one in arguments:

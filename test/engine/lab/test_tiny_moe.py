@@ -129,7 +129,7 @@ def test_the_networks_rope_equals_the_engines(engine):
 def test_the_network_predicts_the_engines_answers(engine, stock):
     """The plain PyTorch network, with NVFP4 experts, predicts each token of an answer from the tokens before it."""
     tokenizer = engine.tokenizer_of(SHIPPED / "model")
-    model = network.from_checkpoint(SPEC, export.shipped_bf16(SHIPPED))
+    model = network.from_checkpoint(SPEC, export.load_shipped_bf16(SHIPPED))
     model.quantize(True)
     equal = 0
     for answer in stock.answers[:8]:

@@ -54,12 +54,12 @@ STAND_INS = {name: (ROOT / f"test/standins/{name}.py").read_text() for name in (
 MARGIN = str(eligibility.LEAST_MARGIN)
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
-OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
-OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
+POOL_MODULES = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
+POOL_MODULES["SWAKVPool"] = "swa_memory_pool"
 LOG_PREFIX = "sglang-moe-patches: kv-sizing: "
 
 
-NO_STORES = {
+FLUSHED_CACHE_ARGUMENTS = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
@@ -120,7 +120,7 @@ def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompt
     names = {name for name in arguments() if any(seen.mentions(each, name) for each in chooses)}
     stores = {name for name in names if name.startswith("enable_") or name.endswith("_backend")}
     assert "enable_lmcache" in stores
-    assert stores - arguments_read() <= NO_STORES
+    assert stores - arguments_read() <= FLUSHED_CACHE_ARGUMENTS
 
 
 @pytest.mark.every_release
@@ -136,7 +136,7 @@ def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
             assert phases._read_capture_limit({"cuda_graph_config": told}) == largest
 
 
-NEVER_SHOWN = {
+UNREPORTED_ATTRIBUTES = {
     # Set before a rehearsal, and a clock that separates arrivals.
     *("kv_cache_allocation_time", "processed_tokens_counter", "_prefill_decode_interval_remaining"),
     # Counters of a profile and of a test of the engine.
@@ -169,7 +169,7 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
         schedulers.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
     names = {name for kind in schedulers for name in attributes_added_to(kind) if not name.startswith("spec_")}
     assert {"forward_ct", "num_generated_tokens"} <= names
-    assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
+    assert names - UNREPORTED_ATTRIBUTES <= set(rehearsal.COUNTERS)
 
 
 @pytest.mark.every_release
@@ -292,7 +292,7 @@ def reported_values(running: Server) -> dict[str, object]:
     return {name: value for name, value in found.items() if not VARYING_NAMES.search(name)}
 
 
-LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
+USER_LIMITS = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ def equal_servers(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
     variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
     if RELEASE == DEFAULT:  # one release is enough: kv-sizing does not run
         variables["unset"] = {eligibility.KV_SIZING.name: ""}
-    more = [*LIMITED, "--random-seed", "1", "--enable-metrics"]
+    more = [*USER_LIMITS, "--random-seed", "1", "--enable-metrics"]
     # A health check would compute a token, and a loaded machine repeats the check.
     counted = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     servers = [
@@ -362,7 +362,7 @@ def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
     return [(number(match[2]), number(match[1]), match.string) for match in found if match]
 
 
-def logged_size(running: Server) -> tuple[int, int, str]:
+def only_logged_size(running: Server) -> tuple[int, int, str]:
     """Return three values of the only log line about a new KV cache size: the new size in tokens, the size by the
     engine's rule in tokens, and the fraction with which the engine would make the new size."""
     ((now, rule, line),) = logged_sizes(running)
@@ -404,7 +404,7 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
         log = grown.log_text()
         assert log.index("rehearsed in") < log.index("The server is fired up")
         assert {answer for answer, text in answered if "rehearsed in" not in text} <= {"ConnectError", "503"}
-        now, rule, _ = logged_size(grown)
+        now, rule, _ = only_logged_size(grown)
         assert tokens(grown) == now > 3 * len(LONG[0]) > rule > 320
         assert not any("not reached" in line for line in log_lines(grown))
         left = [line for line in scan.read_text().splitlines() if not HARMLESS_PATHS.search(line)]
@@ -502,7 +502,7 @@ def test_a_server_starts_if_the_rule_leaves_no_kv_cache(place: Path, checkpoint)
     grown = sized_server("grown", checkpoint(), place, CACHE="-1000000", GAIN="30000000")
     with start_servers(grown):
         assert ask_servers(grown, prompts=[LONG[0]]) == ask_servers(grown, prompts=[LONG[0]])
-        now, rule, _ = logged_size(grown)
+        now, rule, _ = only_logged_size(grown)
         assert tokens(grown) == now > 1000
         assert rule == 0
     assert "leaves too little KV cache to rehearse; starting with" in log_lines(grown)[0]
@@ -518,7 +518,7 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
     )
     with start_servers(alone, shrinks):
         assert ask_servers(alone, prompts=PROMPTS) == ask_servers(shrinks, prompts=PROMPTS)
-        less, rule, fraction = logged_size(shrinks)
+        less, rule, fraction = only_logged_size(shrinks)
         assert (tokens(alone), tokens(shrinks)) == (rule, less)
     assert log_lines(alone) == [
         "using the given --mem-fraction-static 0.9100 because it was given; "
@@ -596,7 +596,7 @@ def test_a_sized_server_with_further_flags_answers_as_stock_before_and_after_shr
         assert ask_servers(grown, prompts=PROMPTS) == expected
         if kind == "grammar":
             assert grammar_answer(grown) == grammar_answer(stock)
-        now, rule, _ = logged_size(grown)
+        now, rule, _ = only_logged_size(grown)
         assert tokens(grown) == now > rule
         short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(grown)[-1])
@@ -672,7 +672,7 @@ def test_schedulers_sleep_only_after_the_start_and_without_work(place: Path, che
     awake._arguments.remove("--sleep-on-idle")  # test servers have it to spare the processors
     with start_servers(sleepy, awake):
         assert ask_servers(sleepy, prompts=PROMPTS) == ask_servers(awake, prompts=PROMPTS)
-        assert tokens(sleepy) == tokens(awake) > logged_size(awake)[1]
+        assert tokens(sleepy) == tokens(awake) > only_logged_size(awake)[1]
         wait_for(lambda: "a scheduler sleeps" in sleepy.log_text())
     before, line, _ = sleepy.log_text().partition("KV cache grown from ")
     assert line
@@ -716,7 +716,9 @@ def watch_health(running: Server) -> list[tuple[str, str]]:
 
 @pytest.mark.every_release
 def test_known_pools_are_classes_of_the_engine():
-    found = {name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in OF_SEVERAL.items()}
+    found = {
+        name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in POOL_MODULES.items()
+    }
     assert {"SWAKVPool", "HybridLinearKVPool"} <= set(found) & pools.KNOWN_POOLS
     for name in ("SWAKVPool", "HybridLinearKVPool"):
         assert seen.sets_attribute(found[name].__init__, "mem_usage")

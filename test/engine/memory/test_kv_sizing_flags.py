@@ -23,7 +23,7 @@ from test_kv_sizing import (
     answers_at_once,
     capacities,
     log_lines,
-    logged_size,
+    only_logged_size,
     sized_server,
     tokens,
     wait_for,
@@ -151,7 +151,7 @@ def test_a_sized_server_with_flags_answers_as_stock_shrinks_and_answers_again(ki
                 session.ask(prompt, stock)
 
     assert not any("not reached" in line for line in log_lines(grown))
-    now, rule, _ = logged_size(grown)
+    now, rule, _ = only_logged_size(grown)
     assert now > 3 * len(LONG[0]) > rule
     assert {tokens(grown) for _ in range(8)} == {now}  # several processes answer if there are several tokenizers
     check_answers()

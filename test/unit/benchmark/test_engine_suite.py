@@ -12,7 +12,7 @@ import pytest
 from common import engine_test_file
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
-from whole.engine_suite import broken_tests, differing_tests, select, skip_reason
+from whole.engine_suite import find_broken_tests, find_differing_tests, select, skip_reason
 
 CUDA = 'register_cuda_ci(est_time=9, stage="stage-b", runner_config="1-gpu-large")\n'
 
@@ -68,18 +68,18 @@ def side(errors: tuple[str, ...] = (), **outcomes: str) -> dict[str, Any]:
 
 def test_differing_and_broken_tests_are_found():
     stock = side(a="passed", b="failed", c="skipped", d="passed")
-    assert differing_tests(stock, stock) == broken_tests(stock, stock) == []
+    assert find_differing_tests(stock, stock) == find_broken_tests(stock, stock) == []
     patched = side(a="failed", b="passed", c="skipped")
-    assert differing_tests(stock, patched) == ["a", "b", "d"]
-    assert broken_tests(stock, patched) == ["a", "d"]
-    assert (differing_tests(stock, side(("ended",))), broken_tests(stock, side(("ended",)))) == (
+    assert find_differing_tests(stock, patched) == ["a", "b", "d"]
+    assert find_broken_tests(stock, patched) == ["a", "d"]
+    assert (find_differing_tests(stock, side(("ended",))), find_broken_tests(stock, side(("ended",)))) == (
         ["a", "b", "c", "d", ""],
         [""],
     )
-    assert differing_tests(side(("ended",)), side(("ended",))) == []
+    assert find_differing_tests(side(("ended",)), side(("ended",))) == []
     fewer_subtests = side(a="passed")
     fewer_subtests["tests"]["a"]["subtests"] = 1
-    assert differing_tests(side(a="passed"), fewer_subtests) == ["a"]
+    assert find_differing_tests(side(a="passed"), fewer_subtests) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def shipped_weights():
 
 def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped_weights):
     anything = torch.ones(1, train.SPEC.hidden)
-    made = quantize_experts(train.SPEC, export.shipped_bf16(SHIPPED), lambda layer, expert: anything)
+    made = quantize_experts(train.SPEC, export.load_shipped_bf16(SHIPPED), lambda layer, expert: anything)
     assert set(made) == set(shipped_weights)
     for name, tensor in shipped_weights.items():
         assert made[name].dtype == tensor.dtype
@@ -131,7 +131,7 @@ def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped_weigh
     """A new calibration must give nearly the same scales. Exactly equal scales are not expected, because processors
     round sums of products differently.
     """
-    made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
+    made = export.quantize(train.SPEC, export.load_shipped_bf16(SHIPPED))
     for name in (name for name in shipped_weights if name.endswith(".input_scale")):
         torch.testing.assert_close(made[name], shipped_weights[name], rtol=1e-4, atol=0)
 

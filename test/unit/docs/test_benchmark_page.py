@@ -15,7 +15,7 @@ from memory.first_starts import ROWS
 DOCS = render.DOCS
 
 
-def names() -> list[str]:
+def result_names() -> list[str]:
     """Return the names of all results, as ``output.load`` expects them."""
     return sorted(str(path.relative_to(output.RESULTS).with_suffix("")) for path in output.RESULTS.rglob("*.json"))
 
@@ -30,7 +30,7 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
     assert sorted(shown) == sorted(render.SECTIONS)
     results = {result for name in shown for result in render.SECTIONS[name].results}
     results |= {f"{overview.FOLDER}/{name}" for name in overview.stored_rows()}
-    assert results == set(names())
+    assert results == set(result_names())
     images = {path.name for path in render.IMAGES.iterdir()}
     assert set(render.images()) <= images
     assert images <= set(re.findall(r"images/([^)\s\"]+)", text))
@@ -38,7 +38,7 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
 
 def test_no_server_is_stored_twice_and_no_run_is_on_two_tables():
     stored: dict[str, list[str]] = {}
-    for name in names():
+    for name in result_names():
         servers = output.load(name)["figures"].get("servers")
         for kind, server in servers.items() if isinstance(servers, dict) else ():
             stored.setdefault(json.dumps(server, sort_keys=True), []).append(f"{name}, {kind}")

@@ -33,7 +33,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
-def prose_words(text: str) -> int:
+def count_prose_words(text: str) -> int:
     """Count the words of a page that contain a letter, without tables, code and generated parts."""
     text = re.sub(r"<!-- (generated|figures):.*?<!-- /\1 -->|```.*?```", "", text, flags=re.DOTALL)
     lines = (line for line in text.splitlines() if not line.startswith("|"))
@@ -60,7 +60,7 @@ def test_links_lead_somewhere(name: str):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
 def test_a_page_is_short_enough_to_be_read(name: str):
-    words = prose_words((pages.ROOT / name).read_text())
+    words = count_prose_words((pages.ROOT / name).read_text())
     assert words <= MAX_PROSE_WORDS
 
 
@@ -75,7 +75,7 @@ def test_the_readme_and_its_first_screen_are_short():
     first_screen = re.sub(r"<!-- .*? -->", "", readme[: readme.index("\n## ")])
     assert len([token for token in first_screen.split() if re.search(r"\w", token)]) <= MAX_FIRST_SCREEN_WORDS
     assert all(text in first_screen for text in ("pip install", "sglang serve", "When not to use it"))
-    assert prose_words(readme) <= MAX_README_WORDS
+    assert count_prose_words(readme) <= MAX_README_WORDS
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,7 +51,7 @@ VALUES: dict[str, tuple[object, object]] = {
 argument that is not listed is False without the feature, and True with it."""
 
 
-def arguments(**more):
+def server_arguments(**more):
     """Return a stand-in for the engine's ``ServerArgs``. All features are off, except for the features in ``more``."""
     off = {each.argument: VALUES.get(each.argument, (False, True))[0] for each in FEATURES}
     return SimpleNamespace(**{"device": "cuda", **off, **more})
@@ -59,7 +59,7 @@ def arguments(**more):
 
 def skip_reason(setting=None, environ=None, pytorch=TESTED, **more):
     """Return why the change is skipped on a server with these settings; ``None`` if it is not skipped."""
-    found = skip(setting, environ or {}, pytorch, arguments(**more))
+    found = skip(setting, environ or {}, pytorch, server_arguments(**more))
     return found and found.reason
 
 
@@ -118,14 +118,14 @@ def environ(monkeypatch):
 def test_a_skipped_server_is_not_probed(environ):
     for setting, why in (("", UNTESTED.format("--dcp-size")), ("on", None), ("off", f"{NAME} is off")):
         environ.setenv(NAME, setting)
-        skipped = CHANGE.skip(arguments(dcp_size=2))
+        skipped = CHANGE.skip(server_arguments(dcp_size=2))
         assert (skipped and skipped.reason) == why
     environ.delenv(NAME)
     for has in ({"enable_memory_saver": True}, {"nnodes": 2}, {"device": "cpu"}):
         environ.delenv(NAME, raising=False)
-        why = CHANGE.skip(arguments(**has)).reason
+        why = CHANGE.skip(server_arguments(**has)).reason
         environ.setenv(NAME, "on")
-        found = patch.plan_for(CHANGE, {CHANGE.name}, arguments(**has))
+        found = patch.plan_for(CHANGE, {CHANGE.name}, server_arguments(**has))
         assert found == patch.Plan.unsupported(f"{NAME}=on, but {why}")
     environ.delenv(NAME)
     assert CHANGE.skip(SimpleNamespace(device="cuda")) is None  # a release of the engine may lack the arguments

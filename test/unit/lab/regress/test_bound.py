@@ -18,7 +18,7 @@ ALPHA = 0.05
 THREE = MAX_DROP / 100
 
 
-def score(n: int, losses: int, gains: int, drop: float) -> float:
+def compute_score(n: int, losses: int, gains: int, drop: float) -> float:
     """Compute the score statistic by its definition. The most likely rate of gains is found by a numerical search."""
 
     def negative_log_likelihood(rate):
@@ -40,7 +40,7 @@ def probability(n: int, losses: int, gains: int, loss: float, gain: float) -> fl
 @pytest.mark.parametrize(("n", "drop"), [(9, 0.1), (14, 0.25), (20, 0.03)])
 def test_the_p_value_is_the_probability_of_all_tables_at_least_as_favourable(n, drop):
     tables = [(b, c) for b in range(n + 1) for c in range(n + 1 - b)]
-    scores = {table: score(n, *table, drop) for table in tables}
+    scores = {table: compute_score(n, *table, drop) for table in tables}
     rates = [(1 - drop) / 2 * (step / bound.GRID_RATES) ** 2 for step in range(bound.GRID_RATES)]
     for observed in ((0, 0), (1, 0), (0, 1), (2, 2), (3, 1)):
         favourable = [table for table in tables if scores[table] >= scores[observed] - 1e-6]

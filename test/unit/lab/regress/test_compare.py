@@ -91,8 +91,8 @@ def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost,
 
 
 def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
-    """For example, 5 losses and 4 gains in 200 answers are not a significant drop. But a true drop of 3 points is still
-    possible, so the run is inconclusive (code 2)."""
+    """A run without a significant drop is inconclusive (code 2) if the interval also contains larger drops than the
+    allowed 3 points. For example, this is so with 5 losses and 4 gains in 200 answers."""
     for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 2), (4, 0, 2), (6, 0, 1), (3, 9, 0)):
         found = compare_counts(losses, gains, 200 - losses - gains)
         assert (found.exit_code, found.conclusive) == (code, code != 2), (losses, gains)

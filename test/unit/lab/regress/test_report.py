@@ -88,7 +88,7 @@ def find_line(table: str, label: str) -> str:
     return next(text for text in table.splitlines() if label in text)
 
 
-GPU = Memory("cuda", 3_027_700_000, None, 16384, 40, reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)
+GPU_MEMORY = Memory("cuda", 3_027_700_000, None, 16384, 40, reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)
 """Memory figures of a server on a GPU with the Triton runner. The number of output buffers is missing, because the
 observer does not observe this runner's kernels."""
 
@@ -242,8 +242,8 @@ def test_figures_that_were_not_measured_are_left_out_or_marked():
 
 def test_a_gpu_run_without_observed_kernels_shows_only_allocator_figures():
     table, page = (
-        render_table(compare_identical_answers(memory=GPU)),
-        report.render_html(compare_identical_answers(memory=GPU)),
+        render_table(compare_identical_answers(memory=GPU_MEMORY)),
+        report.render_html(compare_identical_answers(memory=GPU_MEMORY)),
     )
     for label, figure in (
         ("Peak memory of one forward pass", "3,027.7 MB"),
@@ -255,7 +255,7 @@ def test_a_gpu_run_without_observed_kernels_shows_only_allocator_figures():
     for label in ("MoE output buffers", "Activations alive when", "MoE layers", "Workspaces of"):
         assert label not in table
     assert "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran" in page
-    assert [title for title, _ in report._bars(compare_identical_answers(memory=GPU))] == [
+    assert [title for title, _ in report._bars(compare_identical_answers(memory=GPU_MEMORY))] == [
         "Accuracy",
         "Activation memory",
     ]

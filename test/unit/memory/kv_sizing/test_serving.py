@@ -189,8 +189,8 @@ def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank)
 
 
 def test_prefixes_in_the_tail_are_evicted_while_memory_is_short(make_rank):
-    """Prefixes in the radix cache use slots of the tail. A busy server never flushes its radix cache, so these prefixes
-    must be evicted."""
+    """Prefixes in the radix cache use slots of the tail. A busy server cannot flush its radix cache, so rank 0 orders
+    all ranks to evict these prefixes."""
     made = make_rank(int(0.5 * GB))
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     made.one.run_turn()
@@ -201,8 +201,8 @@ def test_prefixes_in_the_tail_are_evicted_while_memory_is_short(make_rank):
 
 
 def test_a_pipeline_stage_with_a_running_prefill_is_not_flushed(make_rank):
-    """Up to engine release 0.5.12.post1, the scheduler of such a stage reports that it is idle, although a prefill is
-    running."""
+    """Up to engine release 0.5.12.post1, the scheduler of a pipeline stage reports that it is idle although a prefill
+    is running. The radix cache must not be flushed then."""
     made = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
     made.allocator.free_pages = made.allocator.free_pages[:8700]
     obey_order(Retire(8500), made)
