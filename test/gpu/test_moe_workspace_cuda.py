@@ -258,7 +258,7 @@ def slice_counts(monkeypatch):
     return counts
 
 
-def patched():
+def install_column_slices():
     return patched_by(triton.plan().install)
 
 
@@ -267,7 +267,7 @@ def run_both(modules, given):
     slices.
     """
     stock = run(modules, given)
-    with patched():
+    with install_column_slices():
         return stock, run(modules, given)
 
 
@@ -307,7 +307,7 @@ def test_column_slices_give_the_same_bits(modules, slice_counts, kind, inplace):
     assert same_bits(stock, ours)
 
 
-def elsewhere():
+def route_elsewhere():
     """Return a copy of the routing in which some experts are on other ranks. All experts of row 7 are on other
     ranks.
     """
@@ -336,7 +336,7 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, slice
     if more.get("is_gated") is False:
         more = {**more, "w1": layer(intermediate=16)["w1"]}
     if more.get("filter_expert"):
-        more = {**more, "ids": elsewhere()}
+        more = {**more, "ids": route_elsewhere()}
     if more.get("biases"):
         b1, b2 = (torch.randn(4, columns, device=DEVICE).to(DTYPE) for columns in (64, 256))
         more = {"b1": b1, "b2": b2}
@@ -382,7 +382,7 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
     with monkeypatch.context() as patch:
         engines(patch)
         stock = [run(modules, given(inplace)) for inplace in (False, True)]
-    with patched(), monkeypatch.context() as patch:
+    with install_column_slices(), monkeypatch.context() as patch:
         # The engine's kernels are replaced only here, because ``patched()`` reads the function's source code.
         engines(patch)
         ours = [run(modules, given(inplace)) for inplace in (False, True)]
@@ -403,7 +403,7 @@ def test_forward_passes_in_two_threads_share_no_state(modules, slice_counts):
         for _ in range(3):
             ours[index] = run(modules, given[index])
 
-    with patched():
+    with install_column_slices():
         threads = [threading.Thread(target=work, args=(index,)) for index in range(len(given))]
         for thread in threads:
             thread.start()
@@ -418,10 +418,9 @@ def test_forward_passes_in_two_threads_share_no_state(modules, slice_counts):
 
 @pytest.fixture
 def concurrent_reads(modules, monkeypatch):
-    """List with one entry for each GEMM: the input's values that another stream reads while the GEMM runs.
-
-    Shared experts that run at the same time as the routed experts read the input in this way. The reading ends with the
-    GEMM.
+    """Object with two attributes. ``watch`` makes another stream read the input while each GEMM runs, as shared experts
+    do that run at the same time as the routed experts. ``found`` has one entry for each GEMM: the values that were
+    read.
     """
     found, side = [], None if INTERPRETED else torch.cuda.Stream()
     invoke = getattr(modules.sequence, triton.INVOKE)
@@ -450,7 +449,7 @@ def test_an_input_that_another_stream_reads_is_overwritten_only_after_the_last_g
     monkeypatch.setattr(streams, "has_concurrent_reader", beside)
     given = layer(inplace=True)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
-    with patched():
+    with install_column_slices():
         concurrent_reads.watch(hidden)
         ours = run_with_dead_input(modules, given, None, hidden)
     assert slice_counts == [4]
@@ -498,7 +497,7 @@ def output_into_dead_input():
 def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modules, slice_counts, kind):
     given = layer(kind=kind, inplace=True)
     stock, dead, hidden = run(modules, given), nans(40, 256), given["hidden_states"].clone()
-    with patched(), Allocations() as made:
+    with install_column_slices(), Allocations() as made:
         ours = run_with_dead_input(modules, given, dead, hidden)
     assert slice_counts[0] > 1
     assert same_bits(stock, ours)
@@ -511,11 +510,11 @@ def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modul
 @pytest.mark.parametrize(
     ("changes", "slices"),
     [
-        ((patched,), 4),
+        ((install_column_slices,), 4),
         ((output_into_dead_input,), None),
-        ((output_into_dead_input, patched), 4),
-        ((patched, output_into_dead_input), 4),
-        ((output_into_dead_input, patched), None),  # a small sequence
+        ((output_into_dead_input, install_column_slices), 4),
+        ((install_column_slices, output_into_dead_input), 4),
+        ((output_into_dead_input, install_column_slices), None),  # a small sequence
     ],
 )
 def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(
@@ -555,7 +554,7 @@ def test_memory_that_is_not_a_dead_input_is_left_alone(modules, slice_counts, un
     given = layer(inplace=inplace)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
     dead = UNUSABLE[unusable](hidden)
-    with output_into_dead_input(), patched():
+    with output_into_dead_input(), install_column_slices():
         ours = run_with_dead_input(modules, given, dead, hidden)
     assert slice_counts == [4]
     assert same_bits(stock, ours)
@@ -569,7 +568,7 @@ def test_overwriting_the_moe_input_changes_the_answers(modules, inplace, monkeyp
     given = layer(inplace=inplace)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
     monkeypatch.setattr(channel, "withhold_if_shared", lambda moe_input: None)
-    with patched():
+    with install_column_slices():
         ours = run_with_dead_input(modules, given, hidden, hidden)
     assert not (same_bits(stock, ours) if inplace else torch.equal(hidden, given["hidden_states"]))
 
@@ -604,7 +603,7 @@ def test_another_tile_size_changes_the_bits(modules, slice_counts, monkeypatch):
         return slices(deferred, output)
 
     monkeypatch.setattr(deferred_tensor, "choose_column_slices", with_other_tiles)
-    with patched():
+    with install_column_slices():
         assert not same_bits(stock, run(modules, given))
     assert slice_counts == [2, 2]
 
@@ -630,7 +629,7 @@ def test_no_tensor_of_the_full_size_is_made(modules, slice_counts):
     given = layer(inplace=True)
     with Allocations() as stock:
         run(modules, given)
-    with patched(), Allocations() as ours:
+    with install_column_slices(), Allocations() as ours:
         run(modules, given)
     assert (40, 3, 256) in stock.sizes
     assert (40, 3, 256) not in ours.sizes
@@ -651,7 +650,7 @@ def test_no_unwritten_tensor_is_allocated(modules, slice_counts, monkeypatch, in
     given = layer(**more)
     with Allocations() as stock:
         expected = run(modules, given)
-    with patched(), Allocations() as ours:
+    with install_column_slices(), Allocations() as ours:
         output = run(modules, given)
     assert stock.sizes.count((40, 3, 256)) == stock_tensors
     assert ours.sizes.count((40, 3, 256)) == stock_tensors - 1
@@ -712,7 +711,7 @@ def test_activations_are_quantized_once_for_each_gemm(modules, slice_counts, mon
 
             monkeypatch.setattr(modules.kernels, name, counted)
     given = layer(kind=kind)
-    with patched():
+    with install_column_slices():
         run(modules, given)
     assert slice_counts == [2 if "block" in kind else 4]
     assert calls == [(40, 256), (120, 32)]

@@ -152,7 +152,7 @@ def run(module, given):
     return getattr(module, marlin.NAME)(**given | {"hidden_states": given["hidden_states"].clone()})
 
 
-def patched():
+def install_column_slices():
     return patched_by(marlin.plan().install)
 
 
@@ -176,7 +176,7 @@ class Poison(TorchDispatchMode):
 def run_both(module, given):
     """Return the output of the engine's function, and the output in column slices on memory filled with NaN."""
     stock = run(module, given)
-    with patched(), Poison():
+    with install_column_slices(), Poison():
         return stock, run(module, given)
 
 
@@ -313,7 +313,7 @@ def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
     """
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
-    with patched():
+    with install_column_slices():
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
     assert ours.data_ptr() == x.data_ptr()
     assert same(stock, ours)
@@ -324,7 +324,7 @@ def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
 
 def test_no_tensor_is_larger_than_the_output(module, slices_per_call):
     given = layer(intermediate=64)
-    with patched(), Poison() as poison:
+    with install_column_slices(), Poison() as poison:
         run(module, given)
     assert len(slices_per_call[0]) == 4
     assert poison.largest == 40 * 512  # one tensor of this size is the output
@@ -347,7 +347,7 @@ def test_the_first_gemms_output_is_freed_before_the_slices_begin(module, monkeyp
 
     monkeypatch.setattr(marlin._FirstOutput, "allocate", filled)
     monkeypatch.setattr(marlin, "run_gemm_and_sum", summed)
-    with patched():
+    with install_column_slices():
         run(module, layer())
     assert sums == [None]
 
@@ -360,7 +360,7 @@ def test_moe_workspace_mb_bounds_the_workspace(module, slices_per_call, monkeypa
     assert len(slices_per_call[0]) > 1
     assert same(stock, ours)
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "100")
-    with patched():
+    with install_column_slices():
         run(module, given)
     assert len(slices_per_call) == 1  # the tensor is far too small for column slices
 
@@ -376,7 +376,7 @@ def test_the_output_lies_in_the_dead_input(module, slices_per_call, monkeypatch,
     if offered == "to a whole call":
         monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
     before = buffer.clone()
-    with patched(), channel.moe_output_buffer_ctx(buffer):
+    with install_column_slices(), channel.moe_output_buffer_ctx(buffer):
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
         assert channel.offered_buffer() is (buffer if offered == "to a whole call" else None)
     assert [len(slices) for slices in slices_per_call] == ([] if offered == "to a whole call" else [4])
@@ -412,7 +412,7 @@ def test_small_and_unsupported_calls_do_not_run_in_slices(module, slices_per_cal
     monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
     whole = []
     original = getattr(module, marlin.NAME)
-    with patched(), caplog.at_level("INFO"):
+    with install_column_slices(), caplog.at_level("INFO"):
         wrapper = getattr(module, marlin.NAME)
         by_columns = wrapper.__closure__[wrapper.__code__.co_freevars.index("original")]
         monkeypatch.setattr(by_columns, "cell_contents", lambda *args, **kwargs: whole.append(kwargs))
@@ -441,7 +441,7 @@ def test_a_call_with_positional_arguments_runs_in_slices(module, slices_per_call
     given = layer()
     stock = run(module, given)
     first = [given.pop(name) for name in marlin._PARAMETERS]
-    with patched():
+    with install_column_slices():
         ours = getattr(module, marlin.NAME)(*first, **given)
     assert len(slices_per_call) == 1
     assert same(stock, ours)
@@ -452,7 +452,7 @@ def test_a_call_with_positional_arguments_runs_in_slices(module, slices_per_call
 
 def test_undo_restores_the_module(module):
     before = dict(vars(module))
-    with patched():
+    with install_column_slices():
         assert vars(module) != before
     assert vars(module) == before
 
@@ -532,7 +532,7 @@ def test_our_kernels_write_only_the_slice_that_they_sum_or_copy(dtype, tokens, c
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_a_captured_call_equals_the_eager_call(module, slices_per_call):
     given = layer(tokens=400, intermediate=64)
-    with patched():
+    with install_column_slices():
         eager = run(module, given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

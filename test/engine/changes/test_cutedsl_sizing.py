@@ -72,7 +72,7 @@ def run(engine, path, *changes, steps=STEPS, **arguments):
 
 @pytest.fixture(scope="module")
 def stock(engine, checkpoint):
-    """Return the stock engine's tokens, logits and model. The results are computed once for each checkpoint."""
+    """Function that returns the stock engine's tokens, logits and model. It caches the results of each checkpoint."""
     return functools.cache(lambda **options: run(engine, checkpoint(**options)))
 
 

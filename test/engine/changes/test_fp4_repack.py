@@ -45,6 +45,7 @@ def earlier_results(monkeypatch):
 
 @pytest.fixture(params=[MXFP4, NVFP4])
 def name(request, earlier_results):
+    """Name of the engine's function that prepares a layer's FP4 experts for Marlin: :data:`MXFP4` or :data:`NVFP4`."""
     if not hasattr(engine_code.module(fp4_weights._MARLIN_UTILS), request.param):
         pytest.skip("this release runs no NVFP4 experts by Marlin")
     return request.param

@@ -68,11 +68,13 @@ MXFP4 = ("triton_kernels", "gpt_oss_on_marlin", "deepseek_v4_on_marlin")
 
 @pytest.fixture(params=MXFP4)
 def mxfp4_kind(request, engine, monkeypatch):
+    """Kind of MoE layer with MXFP4 weights (see :func:`make_kind`)."""
     return make_kind(request.param, engine, monkeypatch)
 
 
 @pytest.fixture(params=[*MXFP4, "nvfp4_on_marlin", "nvfp4_on_trtllm"])
 def any_kind(request, engine, monkeypatch):
+    """Kind of MoE layer with MXFP4 or NVFP4 weights (see :func:`make_kind`)."""
     return make_kind(request.param, engine, monkeypatch)
 
 

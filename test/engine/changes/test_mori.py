@@ -48,13 +48,13 @@ def _environment(engine, monkeypatch):
 
 
 @pytest.fixture
-def cuts_in_layer():
+def require_cut_in_layer():
     if hooks.layer_class().__name__ != "MoriEPMoE":
         pytest.skip("this engine release has no layer of its own for MoRI")
 
 
 @pytest.fixture
-def cuts_in_runner():
+def require_cut_in_runner():
     if hooks.layer_class().__name__ == "MoriEPMoE":
         pytest.skip("this engine release cuts in its layer for MoRI")
 
@@ -290,14 +290,14 @@ def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]
     return results
 
 
-@pytest.mark.usefixtures("cuts_in_layer")
+@pytest.mark.usefixtures("require_cut_in_layer")
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
 def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
     make_layers, kernel_calls, monkeypatch, mode, dtype
 ):
-    """The engine's own forward pass gives equal results with a quarter of the rows. The test covers normal and
-    low-latency dispatch, with BF16, FP8 and FP4 rows.
+    """If the change is switched on, the MoE kernel computes a quarter of the receive buffer's rows, and the engine's
+    forward pass gives the same results. The test covers normal and low-latency dispatch, with BF16, FP8 and FP4 rows.
     """
     padded = pad_tokens(monkeypatch, [4, 2, 4, 3], 1, extend=False)
     assert padded == [4, 4, 4, 4]
@@ -314,7 +314,7 @@ def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
     assert all((call["a1_scale"] is None) == (dtype is None) for call in kernel_calls)
 
 
-@pytest.mark.usefixtures("cuts_in_layer")
+@pytest.mark.usefixtures("require_cut_in_layer")
 @pytest.mark.parametrize("value", [None, "0"])
 def test_unset_or_zero_variables_change_nothing(make_layers, kernel_calls, monkeypatch, value):
     exchange = Exchange(random_inputs([4] * 4, 1, seed=2), output_types()[0], kernel_calls)
@@ -332,7 +332,7 @@ def test_unset_or_zero_variables_change_nothing(make_layers, kernel_calls, monke
     assert call["num_local_tokens"] is dispatched.num_recv_tokens_per_expert
 
 
-@pytest.mark.usefixtures("cuts_in_layer")
+@pytest.mark.usefixtures("require_cut_in_layer")
 def test_the_engines_own_cut_is_off_in_layers_with_a_limit(make_layers, monkeypatch):
     monkeypatch.setenv(LIMIT.name, "3")
     assert [getattr(layer, hooks._ENGINE_LIMIT) for layer in make_layers()] == [3] * RANKS
@@ -344,7 +344,7 @@ def test_the_engines_own_cut_is_off_in_layers_with_a_limit(make_layers, monkeypa
     ]
 
 
-@pytest.mark.usefixtures("cuts_in_runner")
+@pytest.mark.usefixtures("require_cut_in_runner")
 def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
     """Each MoE layer of the engine that uses MoRI calls the wrapped methods. In newer releases this includes the layer
     for EPv2, the second version of MoRI's dispatch. The settings of each layer (its policy) are read from the engine's
@@ -427,8 +427,8 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
 
 
 def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel_calls, set_limit):
-    """The engine announces the padded batch size and no counts of tokens while it captures a CUDA graph. The
-    captured shapes must be valid for every later batch.
+    """While the engine captures a CUDA graph, it announces the padded batch size, but not the ranks' counts of tokens.
+    The number of rows that the change chooses then must suffice for every batch that replays the graph.
     """
     from sglang.srt.layers import dp_attention
 
@@ -442,7 +442,7 @@ def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel_calls, s
             assert max(int(received.count) for received in exchange.received) <= 8 * RANKS
 
 
-@pytest.mark.usefixtures("cuts_in_runner")
+@pytest.mark.usefixtures("require_cut_in_runner")
 @pytest.mark.parametrize(("limit", "rows"), [(3, 32), (40, 40), (2 * BUFFER, BUFFER)])
 def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kernel_calls, set_limit, limit, rows):
     layers, kind = make_layers(), output_types()[0]
@@ -457,8 +457,8 @@ def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kerne
 
 
 def test_no_row_is_lost_in_random_forwards(make_layers, kernel_calls, set_limit, monkeypatch):
-    """The change loses no row in random forward passes. The cases have the engine's padding, uneven and idle ranks,
-    three layouts, limits up to twice the buffer, and forward passes with and without counts.
+    """In random forward passes, the MoE kernel computes every received row. The cases have the engine's padding, uneven
+    and idle ranks, three layouts, limits up to twice the receive buffer, and known or unknown counts of tokens.
     """
     seen: Counter[str] = Counter()
     layers, forwards = make_layers(), []

@@ -1,5 +1,5 @@
-"""Tests of output-buffer on the engine's own model: answers are equal to stock's, all layers share one buffer, and
-every guard is needed.
+"""Tests of output-buffer on the engine's own model: answers are equal to stock's, and all layers share one buffer. Some
+tests remove a check of the change, and find wrong answers without it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def require_engine_buffer():
 
 @pytest.fixture
 def stock(engine):
-    """Return the stock engine's greedy tokens and logits without any shared buffer, once for each model of a test."""
+    """Function that returns a model's greedy tokens and logits from the stock engine, without any shared buffer. It
+    caches the results of each model.
+    """
 
     @functools.cache
     def stock(path):
@@ -55,7 +57,7 @@ def stock(engine):
     return stock
 
 
-def patched(engine, path):
+def generate_patched(engine, path):
     with installed(*CHANGES):
         return engine.generate(engine.load(path), PROMPTS, STEPS)
 
@@ -88,10 +90,10 @@ def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, 
     assert same_answers(engines[first_is_dense], stock(first_is_dense))
     assert engines[first_is_moe][0] != stock(first_is_moe)[0]
     for path in (first_is_dense, first_is_moe):
-        assert same_answers(patched(engine, path), stock(path))
+        assert same_answers(generate_patched(engine, path), stock(path))
     # Without the guard, the engine's own offer stays active in addition to this package's.
     monkeypatch.setattr(offer, "make_empty_offer", lambda original: original)
-    assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
+    assert generate_patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
 
 
 @pytest.mark.compatibility
@@ -284,10 +286,10 @@ def test_a_buffer_of_another_shape_is_not_used(engine, checkpoint, stock, monkey
         return forward
 
     monkeypatch.setattr(offer, "make_layer_forward", offer_fewer_tokens)
-    assert same_answers(patched(engine, checkpoint()), right)
+    assert same_answers(generate_patched(engine, checkpoint()), right)
     monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
-        patched(engine, checkpoint())
+        generate_patched(engine, checkpoint())
 
 
 @pytest.mark.usefixtures("require_package_buffer")
@@ -306,6 +308,6 @@ def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, m
             return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
-    assert same_answers(patched(engine, checkpoint()), right)
+    assert same_answers(generate_patched(engine, checkpoint()), right)
     monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
-    assert not same_answers(patched(engine, checkpoint()), right)
+    assert not same_answers(generate_patched(engine, checkpoint()), right)

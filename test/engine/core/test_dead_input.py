@@ -59,7 +59,7 @@ def path(family, checkpoint):
 
 
 @pytest.fixture(scope="session")
-def bf16(tmp_path_factory):
+def write_bf16(tmp_path_factory):
     """Function that writes an unquantized checkpoint of a family whose layers are all MoE layers."""
     made = {}
 
@@ -304,8 +304,8 @@ def layer_class(family):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["deepseek-v3", *FAMILIES_ONE_IN_CI])
 def test_offering_the_residual_changes_a_familys_answers(family, path, run, monkeypatch):
-    """The answers change if the first layer offers its input, which becomes the residual. The guard prevents this
-    offer, and the test removes the guard.
+    """If the first layer offered its input, which becomes the residual, the answers would change. ``may_offer``
+    prevents this offer. The test replaces ``may_offer`` and finds other answers.
     """
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
@@ -454,9 +454,9 @@ OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
     ],
 )
 def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
-    family, selected, expected, bf16, run, taken_buffers
+    family, selected, expected, write_bf16, run, taken_buffers
 ):
-    path = bf16(family)
+    path = write_bf16(family)
     stock = run(path)
     assert stock[1].isfinite().all()
     assert taken_buffers == []
@@ -466,12 +466,12 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("use_triton")
-def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher):
+def test_actions_of_the_changes_in_triton_layers_are_counted(write_bf16, run, patcher):
     """Each change counts its actions. The model has four layers, and the input of the first layer is never dead."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
     tally = counting.Tally([count for counts in counting.active_counts(applied).values() for count in counts])
     tally.install(patcher)
-    run(bf16("qwen3-moe"), *TRITON_CHANGES["all"])
+    run(write_bf16("qwen3-moe"), *TRITON_CHANGES["all"])
     assert counting.describe_actions(applied, tally.acted) == [
         "output-buffer: offered the dead input in 3 of 4 MoE layers",
         "deferred-shared-experts: did nothing",
@@ -483,8 +483,8 @@ def test_actions_of_the_changes_in_triton_layers_are_counted(bf16, run, patcher)
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("use_triton", "taken_buffers")
 @pytest.mark.parametrize(("family", "selected"), [("deepseek-v3", "deferred-shared-experts"), ("qwen3-moe", "all")])
-def test_offering_the_residual_to_triton_changes_the_answers(family, selected, bf16, run, monkeypatch):
-    path = bf16(family)
+def test_offering_the_residual_to_triton_changes_the_answers(family, selected, write_bf16, run, monkeypatch):
+    path = write_bf16(family)
     stock = run(path)
     monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
@@ -530,7 +530,7 @@ def expert_outputs(monkeypatch):
     ("selected", "columns_pay"), [("deferred-shared-experts", True), ("all", True), ("all", False)]
 )
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
-    selected, columns_pay, bf16, engine, run, expert_outputs, monkeypatch
+    selected, columns_pay, write_bf16, engine, run, expert_outputs, monkeypatch
 ):
     """If the server uses symmetric memory, the output of the experts must lie in the pool of that memory. The stock
     Triton runner writes over its input, which is in the pool. The changes write elsewhere, so they must allocate the
@@ -541,7 +541,7 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
     """
     if not columns_pay:
         monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", 0)
-    path = bf16("deepseek-v3")
+    path = write_bf16("deepseek-v3")
     stock = run(path)
     assert [in_place for _, in_place in expert_outputs] == [True] * 4 * (STEPS + 1)
     expert_outputs.clear()
@@ -551,12 +551,14 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
 
 
 @pytest.mark.usefixtures("require_package_deferral", "use_triton")
-def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(bf16, engine, expert_outputs):
+def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(
+    write_bf16, engine, expert_outputs
+):
     """If a block's routed experts run alone, after the shared experts, the Triton runner writes its output over its
     input, as in the stock server. Traced prefill graphs run the experts in this way.
     """
     with installed(deferred_shared_experts.CHANGE):
-        block = engine.load(bf16("deepseek-v3")).model.layers[1].mlp
+        block = engine.load(write_bf16("deepseek-v3")).model.layers[1].mlp
         hidden = torch.randn(5, 512).bfloat16()
         with torch.no_grad():
             waited = block.forward_normal(hidden.clone())
@@ -569,8 +571,8 @@ def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_tha
 
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("use_triton")
-def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken_buffers, monkeypatch):
-    path = bf16("deepseek-v3")
+def test_in_a_server_with_lora_triton_stays_in_place(write_bf16, run, taken_buffers, monkeypatch):
+    path = write_bf16("deepseek-v3")
     stock = run(path)
     monkeypatch.setattr(deferred_shared_experts.runners, "serves_lora", lambda: True)
     assert same_answers(run(path, *TRITON_CHANGES["all"]), stock)

@@ -17,11 +17,11 @@ class Owner:
     value = "stock"
 
 
-def change(name="a", plan=Plan.applied(lambda patcher: None), **more):
+def make_change(name="a", plan=Plan.applied(lambda patcher: None), **more):
     return Change(name, "", lambda: plan, **more)
 
 
-THREE = (change("one"), change("two"), change("three"))
+THREE_CHANGES = (make_change("one"), make_change("two"), make_change("three"))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ THREE = (change("one"), change("two"), change("three"))
     ],
 )
 def test_selected_names(value, expected):
-    assert patch.selected_names(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
+    assert patch.selected_names(THREE_CHANGES, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
 
 
 def raise_for_cpu_server(server_args):
@@ -93,7 +93,7 @@ def test_a_plan_without_installer_is_reported_and_an_unexpected_engine_is_unsupp
 )
 def test_a_skipped_change_has_its_reason_and_is_not_probed(selected, skip, plan):
     skipped = Change("a", "", pytest.fail, skip=skip)
-    plans = patch.apply([skipped, change("b")], selected, SimpleNamespace(backend="triton"))
+    plans = patch.apply([skipped, make_change("b")], selected, SimpleNamespace(backend="triton"))
     assert plans["a"] == plan
     assert plans["b"].status is Status.APPLIED
 
@@ -115,7 +115,7 @@ def test_a_failed_installation_is_undone_and_unsupported():
         patcher.replace(Owner, "value", "patched")
         patcher.replace(Owner, "missing", "patched")
 
-    plan = patch.apply([change(plan=Plan.applied(install))], {"a"})["a"]
+    plan = patch.apply([make_change(plan=Plan.applied(install))], {"a"})["a"]
     assert plan.status is Status.UNSUPPORTED
     assert "installing failed and was undone: AttributeError" in plan.reason
     assert Owner.value == "stock"
@@ -128,7 +128,7 @@ SWITCH = Variable("A_SWITCH", "on or off", parse_zero_or_one, default="0")
 
 
 def test_an_invalid_value_is_refused_only_if_its_change_is_selected():
-    reads = change(variables=(SWITCH,))
+    reads = make_change(variables=(SWITCH,))
     with pytest.raises(ValueError, match="A_SWITCH: expected 0 or 1, got 'on'"):
         patch.check_environment([reads], {"A_SWITCH": "on"})
     patch.check_environment([reads], {"A_SWITCH": "on", patch.SELECT_VARIABLE: "none"})
