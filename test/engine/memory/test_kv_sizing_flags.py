@@ -58,17 +58,21 @@ SERVERS = {
         {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": str(PATIENCE)},
     ),
     "pages of 16": Flags(["--page-size", "16"], ONE_A_TURN),
-    # Each open session keeps one of the server's request slots.
+    # Each open session keeps one of the server's request slots. A stock server without a free slot answers no request,
+    # even after a session is closed. The test opens three sessions.
     "sessions": Flags(["--page-size", "64", "--enable-streaming-session", "--max-running-requests", "4"]),
     "beams": Flags(["--page-size", "1"], ONE_A_TURN),
 }
-HAS_BEAMS = ALL.index(RELEASE) >= ALL.index("0.5.23")
+UNSUPPORTED = (
+    {"beams": "this release has no beam search"}
+    if ALL.index(RELEASE) < ALL.index("0.5.23")
+    else {"deterministic": "this release cannot sample with a seed on the CPU"}
+)
+"""Reason for each case that is skipped with the installed release."""
 MARKS = {name: [pytest.mark.ci] for name in SERVERS}
-MARKS["sessions"] = [pytest.mark.product]  # `ci` once it has passed
-MARKS["beams"] = [
-    pytest.mark.product,  # `every_release` once it has passed on 0.5.23
-    pytest.mark.skipif(not HAS_BEAMS, reason="this release has no beam search"),
-]
+MARKS["beams"].append(pytest.mark.every_release)
+for name, reason in UNSUPPORTED.items():
+    MARKS[name].append(pytest.mark.skip(reason=reason))
 
 
 def post(running: Server, path: str, body: dict[str, Any]) -> Any:
@@ -117,16 +121,12 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Ite
     place = made / "servers"
     place.mkdir()
     model = checkpoint(family="qwen3-moe")  # with this attention, the engine refuses deterministic DeepSeek
-    found = {
-        # With a seed, only a deterministic server's answers repeat.
-        "stock": sized_server(
-            *("stock", model, place, "--enable-deterministic-inference"),
-            limited=True,
-            **{"SGLANG_MOE_PATCHES": "none", **INTERPRETED},
-        )
-    }
+    # With a seed, only a deterministic server's answers repeat.
+    seeds = ["--enable-deterministic-inference"] if "deterministic" in wanted else []
+    variables = {"SGLANG_MOE_PATCHES": "none", **INTERPRETED}
+    found = {"stock": sized_server("stock", model, place, *seeds, limited=True, **variables)}
     for name, flags in SERVERS.items():
-        if name in wanted and (name != "beams" or HAS_BEAMS):
+        if name in wanted:
             variables = {**FREE, **CHECKED, **INTERPRETED, **flags.variables, "SHORT": str(place / f"short {name}")}
             found[name] = sized_server(name.replace(" ", "-"), model, place, *flags.arguments, **variables)
     with start_servers(*found.values()):
