@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _forget_logged_messages() -> None:
-    """Make ``log.once`` log each message once per test instead of once per process."""
+    """Make ``log.log_once`` log each message once per test instead of once per process."""
     log._logged.clear()
 
 

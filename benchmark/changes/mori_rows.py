@@ -90,7 +90,9 @@ def make_cases(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
         buffer_rows, limit = ep * BUFFER_PER_RANK, ep * LIMIT_BATCH
         for routing in ROUTINGS:
             for batch in batches:
-                bound = rows_bound.max_received_rows(batch, [batch] * ep, rows_bound.Layout(ranks=ep), buffer_rows)
+                bound = rows_bound.compute_max_received_rows(
+                    batch, [batch] * ep, rows_bound.Layout(ranks=ep), buffer_rows
+                )
                 received = count_received_rows(ep, batch, routing, generator)
                 assert bound is not None
                 assert received <= bound

@@ -124,7 +124,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.core.dead_input.probe import make_offering, probe_layer
+    from sglang_moe_patches.core.dead_input.probe import make_forward_wrapper, probe_layer
     from sglang_moe_patches.core.patch import SELECT_VARIABLE, probe
     from sglang_moe_reference.model import ModelSpec, make_model
 
@@ -166,7 +166,7 @@ def measure_host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]
 
     # In a server, the layers are wrapped when the model is built. This model is built only once, so layer_us() wraps
     # its layer.
-    offering = make_offering(probe_layer(DeepseekV2DecoderLayer))
+    offering = make_forward_wrapper(probe_layer(DeepseekV2DecoderLayer))
     around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
     hidden_states = torch.empty_like(skeleton.hidden_states)

@@ -150,7 +150,7 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
     Triton's cache is empty, the first call also compiles our kernels.
     """
     layer = random_layer(case)
-    shuffle.row_permutations(case.hidden, case.intermediate, True)
+    shuffle.compute_row_permutations(case.hidden, case.intermediate, True)
 
     def ours() -> Any:
         return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)

@@ -90,7 +90,7 @@ def require_engine() -> None:
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
+def show_progress(text: str) -> Iterator[None]:
     """Show a text with a spinner while the ``with`` block runs. If standard error is not a terminal, show nothing."""
     from rich.console import Console
 
@@ -158,7 +158,7 @@ def doctor(
 
     require_engine()
     try:
-        with progress("importing the engine and probing what each change wraps: about 10 s"):
+        with show_progress("importing the engine and probing what each change wraps: about 10 s"):
             report = doctor.examine()
     except ValueError as error:
         refuse(str(error), json=json)
@@ -177,7 +177,7 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     doing = f"SGLang {engine.version()} resolves the arguments and builds layers without memory: about 10 s"
     try:
         patch.check_environment(CHANGES)
-        with progress(doing):
+        with show_progress(doing):
             report = model_report.examine(model, server_args, gpu)
     except engine_query.Refused as error:
         refuse(f"the engine refuses this server: {error}", json=json)

@@ -47,7 +47,7 @@ class Coordinator:
     def graph_capture(self):
         yield torch.empty(33 * MB, dtype=torch.uint8, device="cuda")
 
-assert switch.allocator_skip_reason() is None, switch.allocator_skip_reason()
+assert switch.find_allocator_skip_reason() is None, switch.find_allocator_skip_reason()
 turn, patcher = switch.Switch(switch.find_settings_function()), Patcher()
 
 def start(guarded=True):

@@ -567,7 +567,7 @@ def test_memory_that_is_not_a_dead_input_is_left_alone(modules, slice_counts, un
 def test_overwriting_the_moe_input_changes_the_answers(modules, inplace, monkeypatch):
     given = layer(inplace=inplace)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
-    monkeypatch.setattr(channel, "withhold_if_shared", lambda moe_input: None)
+    monkeypatch.setattr(channel, "withdraw_if_shared", lambda moe_input: None)
     with install_column_slices():
         ours = run_with_dead_input(modules, given, hidden, hidden)
     assert not (same_bits(stock, ours) if inplace else torch.equal(hidden, given["hidden_states"]))

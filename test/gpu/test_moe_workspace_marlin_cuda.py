@@ -378,7 +378,7 @@ def test_the_output_lies_in_the_dead_input(module, slices_per_call, monkeypatch,
     before = buffer.clone()
     with install_column_slices(), channel.moe_output_buffer_ctx(buffer):
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
-        assert channel.offered_buffer() is (buffer if offered == "to a whole call" else None)
+        assert channel.get_offered_buffer() is (buffer if offered == "to a whole call" else None)
     assert [len(slices) for slices in slices_per_call] == ([] if offered == "to a whole call" else [4])
     assert (ours.data_ptr() == buffer.data_ptr()) == (offered == "a dead input")
     assert same(stock, ours)

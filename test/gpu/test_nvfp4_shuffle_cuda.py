@@ -94,7 +94,7 @@ def test_kernels_that_work_in_place_have_no_race(hidden, intermediate):
     threads would be a race. Many programs run many times, and their results must equal an out-of-place gather.
     """
     w13, w2, s13, s2 = random_layer(64, hidden, intermediate)
-    plan = shuffle.row_permutations(hidden, intermediate, True)
+    plan = shuffle.compute_row_permutations(hidden, intermediate, True)
     for _ in range(20):
         before = w13.clone(), w2.clone(), s13.view(torch.uint8).clone()
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(w13, w2, s13, s2, hidden, intermediate, 64)
@@ -112,9 +112,9 @@ def test_a_tensor_of_more_than_four_gib_is_permuted_correctly():
     matrices = torch.zeros(experts, rows, row_bytes, dtype=torch.uint8, device="cuda")
     for expert in (0, experts // 2, experts - 1):
         matrices[expert] = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, device="cuda")
-    permutation = shuffle.row_permutations(7168, 2048, True)[0]
+    permutation = shuffle.compute_row_permutations(7168, 2048, True)[0]
     expected = {e: matrices[e][permutation.rows.cuda()] for e in (0, experts // 2, experts - 1)}
-    config = shuffle.row_kernel_config(rows, row_bytes, False)
+    config = shuffle.choose_row_kernel_config(rows, row_bytes, False)
     shuffle.permute_rows_triton(matrices, permutation.rows.to("cuda", torch.int32), config)
     for expert, rows_expected in expected.items():
         assert torch.equal(matrices[expert], rows_expected)

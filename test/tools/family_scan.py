@@ -254,8 +254,8 @@ class _Engine:
         name, forward = layer.node.name, self.method(layer, "forward")
         assert forward is not None
         return (
-            proofs.layer_skip_reason(name, forward, functools.partial(self.method, layer))
-            or proofs.loop_skip_reason(stack.node.name, loop)
+            proofs.find_layer_skip_reason(name, forward, functools.partial(self.method, layer))
+            or proofs.find_loop_skip_reason(stack.node.name, loop)
             or self._sum_skip_reason(layer, forward)
             or self._experts_skip_reason(layer)
         )

@@ -102,14 +102,14 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer": [
             ("    if shares:", "    if False:"),
             ("shares and key in _shared", "False"),
-            ("max_forward_tokens(forward_limits(server_args, _largest_pools))", "128"),
+            ("compute_max_forward_tokens(read_forward_limits(server_args, _largest_pools))", "128"),
         ],
     },
     OURS + "changes/fp4_weights/unread.py": {
         "test_unread_scales_take_no_memory_and_the_answer_is_the_same": [("and name not in read", "")],
         "test_scales_that_a_newer_release_may_read_stay": [
             ("and name not in read", ""),
-            ("name in _changing_attributes(kind)", "False"),
+            ("name in _find_changing_attributes(kind)", "False"),
             ("and not _is_named_elsewhere(type(method), type(layer), name)", ""),
             ("engine.require(not holds_layer,", "engine.require(True,"),
             ("engine.require(not replaced,", "engine.require(True,"),
@@ -139,7 +139,11 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_a_scale_whose_memory_is_read_is_not_counted": [(" if storage.expired()", "")],
         "test_a_weight_update_ends_as_on_the_stock_server": [("    if loader is not None:", "    if False:")],
         "test_placeholders_are_not_allocated": [
-            ("_placeholder(scale) if _no_swizzled_scales.get() else original(scale)", "original(scale)", SWIZZLED_UNTIL)
+            (
+                "_make_placeholder(scale) if _no_swizzled_scales.get() else original(scale)",
+                "original(scale)",
+                SWIZZLED_UNTIL,
+            )
         ],
         "test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts": [
             (
@@ -165,7 +169,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_weights_are_laid_out_in_the_memory_that_they_were_loaded_into": [
             ("missing = 0 if layout is None else", "missing = 0 if True else"),
-            ("memory = _memory_of(loaded, data)", "memory = None"),
+            ("memory = _find_memory(loaded, data)", "memory = None"),
         ],
         "test_weights_with_another_reference_are_not_laid_out_in_place": [
             ("weight.untyped_storage()._cdata not in shared", "True")
@@ -181,7 +185,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("self._written.append(memory.view(result.shape).copy_(result))", "self._written.append(result)"),
         ],
         "test_weights_with_another_reference_are_not_repacked_in_place": [
-            (" if _references(layer._parameters, name) != unshared", " if False"),
+            (" if _count_references(layer._parameters, name) != unshared", " if False"),
             ("sys.getrefcount(parameters[name])", "0"),
             ("torch._C._storage_Use_Count(memory._cdata)", "0"),
             (", *self._kept)", ",)"),
@@ -245,7 +249,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         SAID + "[graphs of prefills that are off by themselves]": [('None if settings["off"]', "None if False")],
         SAID + "[NVFP4 on TRT-LLM]": [('name.endswith("_blockscale_swizzled")', "False", SWIZZLED_UNTIL)],
-        SAID + "[MXFP4 experts, whose loading leaves pieces]": [("loading=found.kept, ", "")],
+        SAID + "[MXFP4 experts, whose loading leaves pieces]": [("loading=found.kept_bytes, ", "")],
         SAID + "[MXFP4 experts that the stock server cannot load]": [(", layout=found.transient", "")],
         SAID + "[DeepSeek-V4's experts on Marlin]": [
             ('type(quantization).__name__.startswith("Mxfp4")', "False", SWIZZLED_UNTIL)
@@ -327,7 +331,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         SAID + "[an activation that is too large for the dead input]": [(" and rows * inner <= tokens * hidden", "")],
         SAID + "[Marlin, where a slice costs too much]": [('cut=used, uncut=""', "cut=used, uncut=used")],
-        SAID + "[Marlin, cut because it is asked for]": [("_empty(tokens, hidden) if offered else None", "None")],
+        SAID + "[Marlin, cut because it is asked for]": [
+            ("_make_meta_tensor(tokens, hidden) if offered else None", "None")
+        ],
         SAID + "[Marlin, which may hold as much]": [("if max_bytes is not None and", "if False and")],
     },
     OURS + "changes/deferred_shared_experts.py": {

@@ -117,7 +117,7 @@ def variables_table() -> str:
 
     rows = [
         (f"`{variable.name}`", f"`{variable.default}`" if variable.default else "unset", reader, variable.meaning)
-        for reader, variable in patch.variables(stated.CHANGES)
+        for reader, variable in patch.list_variables(stated.CHANGES)
         if reader != "observers"  # users do not set these variables: `regress` sets them
     ]
     return table(("variable", "default", "read by", "meaning"), rows)

@@ -394,7 +394,7 @@ def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without
 
     ``doctor`` runs here without the packages of the extra ``regress``.
     """
-    ours = {variable.name: variable.default or "4096" for _, variable in patch.variables(CHANGES)}
+    ours = {variable.name: variable.default or "4096" for _, variable in patch.list_variables(CHANGES)}
     ours[patch.SELECT_VARIABLE] = "none"  # importing the engine takes seconds
     wrong = {"SGLANG_MOE_PATCHES_STRIKT": "1", "SGLANG_MOE_PATCH": "none"}
     done = command("doctor", PYTHONPATH=without_extras, **ours, **wrong)

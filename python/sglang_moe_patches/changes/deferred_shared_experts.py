@@ -66,7 +66,7 @@ _REASON_TO_RUN_FIRST = "_moe_patches_why_shared_experts_run_first"
 the routed experts. The value is "" if this change runs them last, and ``None`` if the engine itself runs them last."""
 
 
-def reason_to_run_first(
+def find_reason_to_run_first(
     *,
     inplace: bool,
     preserves_input: bool,
@@ -156,7 +156,7 @@ def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Cal
     return _forward_shared_experts
 
 
-def _init(
+def _construct_layer(
     mark: Callable[[Any], None],
     is_native: Callable[[Any], bool],
     original: Callable[..., None],
@@ -164,8 +164,7 @@ def _init(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap the constructor of DeepSeek's MoE layers: construct a layer, and decide whether its shared experts run after
-    its routed experts.
+    """Construct one of DeepSeek's MoE layers, and decide whether its shared experts run after its routed experts.
 
     :param original: the engine's constructor.
     :param mark: function that switches ``inplace`` off in the configuration of the routed experts' runner.
@@ -174,7 +173,7 @@ def _init(
     """
     original(self, *args, **kwargs)
     with best_effort(f"the order of experts in {type(self).__name__}"):
-        reason = reason_to_run_first(
+        reason = find_reason_to_run_first(
             inplace=self.experts.moe_runner_config.inplace,
             preserves_input=runners.preserves_input(self.experts),
             is_overlapped=self._fuse_shared_experts_inside_sbo,
@@ -236,7 +235,7 @@ def _plan() -> Plan:
 
     def install(patcher: Patcher) -> None:
         mark = _clear_inplace if defers_itself else clear_while_deferring
-        patcher.wrap(moe, "__init__", around(functools.partial(_init, mark, is_native)))
+        patcher.wrap(moe, "__init__", around(functools.partial(_construct_layer, mark, is_native)))
         offers.install(patcher)
         install_triton_output(patcher)
         if not defers_itself:
@@ -273,7 +272,7 @@ def decide(built: BuiltModel) -> Decision:
 
 
 DEFERS = Count(
-    *("defers", "ran the shared experts last", __name__, "reason_to_run_first"),
+    *("defers", "ran the shared experts last", __name__, "find_reason_to_run_first"),
     lambda reason, **facts: not reason,
 )
 CHANGE = Change(

@@ -5,13 +5,17 @@ Why
     this size any more, but references keep them allocated.
 
 Hook points
-    ``_initialize_model``: in each model that it returns, the ``forward`` of the known decoder layers then offers its
-    input. If the engine has no output buffer: ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__``
-    and ``DeepseekV2AttentionMLA.forward``. If it has one: its ``moe_output_buffer_ctx``.
+    * ``_initialize_model``: in each model that it returns, ``forward`` of the known decoder layers is wrapped, so that
+      the layers offer their input.
+    * Releases without an output buffer of their own: ``fused_experts_none_to_flashinfer_trtllm_fp4`` takes the offered
+      input, ``FusedMoE.__init__`` switches ``inplace`` off, and ``DeepseekV2AttentionMLA.forward`` frees attention's
+      inputs.
+    * Releases with an output buffer of their own (from 0.5.13 on): ``moe_output_buffer_ctx``, which then offers
+      nothing.
 
 Skipped
-    Up to 0.5.12.post1 without FlashInfer, except for the attention inputs. Layers whose input is not proven dead,
-    modules with forward hooks, and code under ``torch.compile``.
+    * Layers whose input is not proven dead, modules with forward hooks, and code under ``torch.compile``.
+    * Without FlashInfer, up to 0.5.12.post1: everything except the early release of attention's inputs.
 
 Costs
     A comparison of storages in each layer. The change saves memory, not time.
@@ -109,12 +113,12 @@ def decide(built: BuiltModel) -> Decision:
     whether attention's inputs are freed early.
     """
     offering, reasons = probe.find_offers(built.model)
-    taking = [experts for experts in offering if runners.runner_of(experts) in runners.TRTLLM]
+    taking = [experts for experts in offering if runners.find_runner(experts) in runners.TRTLLM]
     effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
     if not probe.has_engine_offer() and _has_attention_inputs(built.model):
         effects.append(INPUTS_DROPPED)
     runner_names = {
-        runners.runner_of(experts) or "the method's own kernel" for experts in runners.layers_of(built.model)
+        runners.find_runner(experts) or "the method's own kernel" for experts in runners.find_layers(built.model)
     }
     used = ", ".join(sorted(runner_names))
     takes_none = f"{used} uses no output buffer here"

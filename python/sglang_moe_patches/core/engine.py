@@ -36,8 +36,9 @@ class Unsupported(Exception):
 
 
 def version() -> str | None:
-    """Return the installed SGLang release, or ``None`` if there is none. It is only displayed: decisions depend on the
-    engine's code.
+    """Return the installed SGLang release, or ``None`` if SGLang is not installed.
+
+    The release is only displayed: decisions depend on the engine's code.
     """
     try:
         return metadata.version("sglang")
@@ -54,7 +55,10 @@ def is_plugin_registered() -> bool:
 
 
 def is_plugin_left_out(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ``SGLANG_PLUGINS`` is set and does not name this plugin. The engine then does not load it."""
+    """Return whether ``SGLANG_PLUGINS`` is set and does not name this plugin.
+
+    The engine then does not load the plugin.
+    """
     named = environ.get("SGLANG_PLUGINS", "")
     return bool(named) and PLUGIN_NAME not in (name.strip() for name in named.split(","))
 
@@ -89,7 +93,7 @@ def resolve_arguments(server_args: Any) -> Any:
     """Return a server's arguments with the values that the engine has resolved.
 
     From 0.5.20 on, the attributes of ``ServerArgs`` keep the values from the command line. The result then has the
-    values of its method ``resolved_dict``.
+    values that ``ServerArgs.resolved_dict`` returns.
     """
     return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
 
@@ -144,7 +148,7 @@ def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
         )
         return value
     original = None
-    for function in _wrapper_chain(value):
+    for function in _follow_wrappers(value):
         home = _top_level_package(getattr(function, "__globals__", {}).get("__name__", ""))
         require(
             home in (package, _THIS_PACKAGE, *_TRANSPARENT_PACKAGES),
@@ -155,7 +159,7 @@ def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
     return value if original is None else original
 
 
-def _wrapper_chain(function: Any) -> Iterator[Any]:
+def _follow_wrappers(function: Any) -> Iterator[Any]:
     """Yield a function and then all functions that it wraps, from the outermost wrapper to the innermost function."""
     before = set()
     while function is not None and id(function) not in before:
@@ -248,10 +252,9 @@ def load_definition(owner: ModuleType, name: str) -> FunctionType:
 
 
 def mentions(function: Callable[..., Any] | None, *names: str) -> bool:
-    """Return whether a function's compiled code refers to all of these names. Inner functions of the function count,
-    too.
+    """Return whether a function's compiled code refers to all of these names.
 
-    A name may be a global, a local, an attribute or an imported module.
+    The code includes the code of inner functions. A name may be a global, a local, an attribute or an imported module.
     """
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return isinstance(code, CodeType) and set(names) <= _names(code)

@@ -15,11 +15,12 @@ def format_line(change: str, message: str) -> str:
     return f"{PREFIX}{change}: {message}"
 
 
-def once(level: int, key: str, message: str, *arguments: Any) -> None:
+def log_once(level: int, key: str, message: str, *arguments: Any) -> None:
     """Log a message once in this process, although the caller may run in every forward pass.
 
     :param level: a level of ``logging``.
-    :param key: identifies the message. A second message with the same key is not logged, even if its arguments differ.
+    :param key: identifier of the message. A second message with the same key is not logged, even if its arguments
+        differ.
     """
     if key not in _logged:
         _logged.add(key)

@@ -127,7 +127,7 @@ class BuiltModel:
 
 
 def combine_installs(*parts: Install | None) -> Install:
-    """Return an installer that runs several installers in this order. A part that is ``None`` is left out."""
+    """Return an installer that runs several installers in this order, except those that are ``None``."""
 
     def install(patcher: Patcher) -> None:
         for part in filter(None, parts):
@@ -237,7 +237,7 @@ _NEW_NAMES = {"nvfp4-weights": "fp4-weights"}
 error message then gives the present name."""
 
 
-def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
+def _define_selection(changes: Iterable[Change]) -> Variable[set[str]]:
     """Return the definition of the environment variable ``SGLANG_MOE_PATCHES``, which selects some of ``changes`` by
     their names.
     """
@@ -269,17 +269,17 @@ def selected_names(changes: Iterable[Change], environ: Mapping[str, str] = os.en
 
     :raises ValueError: a name is unknown. The message lists the valid names.
     """
-    return _selection(changes).read(environ)
+    return _define_selection(changes).read(environ)
 
 
-def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
+def list_variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
     """Return every environment variable that this package and ``changes`` read, each with the name of its reader.
 
     :returns: pairs of a reader and a variable. The reader is a change, ``all changes`` or ``observers``.
     """
     changes = tuple(changes)
     of_changes = [(change.name, variable) for change in changes for variable in change.variables]
-    return [("all changes", _selection(changes)), *OWN_VARIABLES, *of_changes]
+    return [("all changes", _define_selection(changes)), *OWN_VARIABLES, *of_changes]
 
 
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
@@ -293,7 +293,7 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
     """
     changes = tuple(changes)
     not_selected = {change.name for change in changes} - selected_names(changes, environ)
-    for reader, variable in variables(changes):
+    for reader, variable in list_variables(changes):
         if reader not in not_selected and not variable.is_engine_variable:
             variable.read(environ)
     for name, (reader, advice) in RETIRED_VARIABLES.items():
@@ -307,7 +307,7 @@ def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, s
 
     Such a variable is usually a typing error.
     """
-    known = [variable.name for _, variable in variables(changes)]
+    known = [variable.name for _, variable in list_variables(changes)]
     lines = []
     for name in sorted(environ):
         if name.startswith(_VARIABLE_PREFIX) and name not in known:
@@ -347,7 +347,7 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     except WrongValue:
         raise
     except Exception as error:
-        return Plan.unsupported(error_reason(error, "this server's arguments could not be read: "))
+        return Plan.unsupported(format_reason(error, "this server's arguments could not be read: "))
     return Plan.skipped(skip) if skip else probe(change)
 
 
@@ -360,7 +360,7 @@ def _apply_change(change: Change, names: set[str], server_args: Any) -> Plan:
         plan.install(patcher)
     except Exception as error:
         patcher.undo()
-        return Plan.unsupported(f"installing failed and was undone: {one_line_error(error)}")
+        return Plan.unsupported(f"installing failed and was undone: {format_error(error)}")
     return plan
 
 
@@ -371,10 +371,10 @@ def probe(change: Change) -> Plan:
     try:
         return change.plan()
     except Exception as error:
-        return Plan.unsupported(error_reason(error, "probing the engine failed: "))
+        return Plan.unsupported(format_reason(error, "probing the engine failed: "))
 
 
-def error_reason(error: Exception, prefix: str = "") -> str:
+def format_reason(error: Exception, prefix: str = "") -> str:
     """Return the text of an exception that serves as the reason of an *unsupported* plan.
 
     For :class:`engine.Unsupported` the text is the exception's message. For another exception it is ``prefix`` and one
@@ -382,17 +382,18 @@ def error_reason(error: Exception, prefix: str = "") -> str:
 
     :param prefix: text before the line of another exception, such as "probing the engine failed: ".
     """
-    return str(error) if isinstance(error, engine.Unsupported) else prefix + one_line_error(error)
+    return str(error) if isinstance(error, engine.Unsupported) else prefix + format_error(error)
 
 
-def one_line_error(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return the type and the message of an exception as one line."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def best_effort(part: str) -> Iterator[None]:
-    """Log an exception of an optional patch instead of raising it, so that the server starts without the patch.
+    """Context manager around an optional patch. It logs an exception instead of raising it, so that the server starts
+    without the patch.
 
     :param part: name of the part of the engine that stays unpatched, for the log line.
     :raises PatchError: an exception occurred and ``SGLANG_MOE_PATCHES_STRICT=1``.
@@ -400,10 +401,10 @@ def best_effort(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"{log.PREFIX}{part} stays unpatched: {one_line_error(error)}"
+        message = f"{log.PREFIX}{part} stays unpatched: {format_error(error)}"
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}") from error
-        log.once(logging.WARNING, message, "%s", message)
+        log.log_once(logging.WARNING, message, "%s", message)
 
 
 # --- Installing and undoing patches ----------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
 """Values of ``--moe-runner-backend`` for TRT-LLM's kernels, which never write into their input. The last value exists
-from 0.5.13 on. It has kernels of its own for LoRA adapters, and uses the same kernels as the other values otherwise."""
+from 0.5.13 on. It has kernels of its own for LoRA adapters. Without adapters it uses the same kernels as the other
+values."""
 CUTEDSL = "flashinfer_cutedsl"
 OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 """Runners that do not write into their input if ``inplace`` is off. ``inplace`` is an attribute of a runner's
@@ -42,16 +43,16 @@ def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
     return skip
 
 
-def runner_of(experts: Any) -> str | None:
+def find_runner(experts: Any) -> str | None:
     """Return the runner of a ``FusedMoE`` layer, named as for ``--moe-runner-backend``, or ``None`` if it is not known.
 
-    The attribute ``runner`` of the layer's quantization method, scheme or kernel tells the runner. Some methods have no
-    such attribute. They call the kernel that ``--moe-runner-backend`` selects. NVFP4 methods of some
-    releases have the attribute, and call another kernel.
+    The attribute ``runner`` of the layer's quantization method, scheme or kernel names the runner. Some methods have no
+    such attribute. They call the kernel that ``--moe-runner-backend`` selects. NVFP4 methods of some releases have the
+    attribute, but call another kernel (:func:`_find_own_kernel`).
     """
     method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
     for holder in (method, scheme):
-        if (kernel := _own_kernel(holder)) is not None:
+        if (kernel := _find_own_kernel(holder)) is not None:
             return kernel or None
     for holder in (method, scheme, getattr(scheme, "kernel", None)):
         runner = getattr(holder, "runner", None)
@@ -74,14 +75,14 @@ _CUTLASS_FP4 = "cutlass_moe_fp4"
 """Name of the engine's function that runs NVFP4 experts if no attribute selects another kernel."""
 
 
-def _own_kernel(holder: Any) -> str | None:
+def _find_own_kernel(holder: Any) -> str | None:
     """Return the runner of an NVFP4 method or scheme that calls a kernel itself, whatever its attribute ``runner`` is.
 
     With ``--moe-runner-backend auto`` the attribute names TRT-LLM's runner, but ``apply`` calls ``cutlass_moe_fp4``
     (0.5.12.post1). A scheme's attribute names Triton's runner.
 
-    :returns: ``None`` if the method calls its runner, or has none of the attributes. "": the kernel has no name for
-        ``--moe-runner-backend``.
+    :returns: the runner, or "" if ``--moe-runner-backend`` has no name for the kernel. The result is ``None`` if the
+        method calls the runner in its attribute ``runner``, or has none of :data:`_TRTLLM_FLAGS`.
     """
     flag = next((name for name in _TRTLLM_FLAGS if hasattr(holder, name)), None)
     apply: Any = getattr(type(holder), "apply_weights", None) or getattr(type(holder), "apply", None)
@@ -95,7 +96,7 @@ def _own_kernel(holder: Any) -> str | None:
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:
     """Return whether the runner of a ``FusedMoE`` layer may take the layer's dead input. An unknown runner may take it.
 
-    :param runner: the result of :func:`runner_of`. TRT-LLM's runners take a dead input only if the weights are NVFP4.
+    :param runner: the result of :func:`find_runner`. TRT-LLM's runners take a dead input only if the weights are NVFP4.
     """
     if runner in TRTLLM:
         return is_nvfp4(experts)
@@ -104,15 +105,15 @@ def may_take_dead_input(experts: Any, runner: str | None) -> bool:
 
 def is_nvfp4(experts: Any) -> bool:
     """Return whether the weights of a ``FusedMoE`` layer are NVFP4. The class name of its method or scheme decides."""
-    return any("nvfp4" in kind.__name__.lower() for kind in type(quantization_of(experts)).__mro__)
+    return any("nvfp4" in kind.__name__.lower() for kind in type(find_quantization(experts)).__mro__)
 
 
-def quantization_of(experts: Any) -> Any:
+def find_quantization(experts: Any) -> Any:
     """Return the scheme or quantization method that defines the format of a ``FusedMoE`` layer's weights."""
     return getattr(experts, "scheme", None) or getattr(experts, "quant_method", None)
 
 
-def layers_of(model: Any) -> list[Any]:
+def find_layers(model: Any) -> list[Any]:
     """Return the ``FusedMoE`` layers of a model."""
     experts = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
     return [module for module in model.modules() if isinstance(module, experts)]
@@ -128,7 +129,7 @@ def preserves_input(experts: Any) -> bool:
 
     if type(experts.quant_method).__name__ == "KTEPWrapperMethod":  # runs some experts on the CPU at the same time
         return False
-    runner = runner_of(experts)
+    runner = find_runner(experts)
     if runner == "triton" and torch.version.hip:  # not tested on AMD
         return False
     return experts.use_flashinfer_trtllm_moe or runner in OUT_OF_PLACE
@@ -136,10 +137,10 @@ def preserves_input(experts: Any) -> bool:
 
 def serves_lora() -> bool:
     """Return whether this server may run LoRA adapters. Adapters have runners of their own, which read ``inplace``."""
-    return bool(server_setting("get_lora", "enable_lora") or server_setting("get_lora", "lora_paths"))
+    return bool(read_server_setting("get_lora", "enable_lora") or read_server_setting("get_lora", "lora_paths"))
 
 
-def server_setting(context: str, name: str) -> Any:
+def read_server_setting(context: str, name: str) -> Any:
     """Return a setting of this server, or ``None`` if this release has no setting of that name.
 
     :param context: name of the function in ``sglang.srt.runtime_context`` that returns the settings. Releases without
@@ -167,11 +168,11 @@ def plan_without_flashinfer() -> Plan | None:
 
 
 SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
-IN_POOL = "is_tensor_in_symmetric_mempool"
+POOL_QUERY = "is_tensor_in_symmetric_mempool"
 """Name of the engine's function that returns whether a tensor lies in the engine's pool of NCCL symmetric memory. The
 module :data:`SYMMETRIC_MEMORY_MODULE` defines the function."""
 _MAX_ADDRESSES = 4096
-"""Largest number of tensor addresses that the cache of :func:`remember_pool_addresses` stores."""
+"""Largest number of tensor addresses that the cache of :func:`cache_pool_addresses` stores."""
 
 
 class SymmetricMemory:
@@ -187,7 +188,7 @@ class SymmetricMemory:
     def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._module = module
         self._pool = pool
-        self.contains = remember_pool_addresses(lambda tensor: getattr(module, IN_POOL)(tensor))
+        self.contains = cache_pool_addresses(lambda tensor: getattr(module, POOL_QUERY)(tensor))
 
     @property
     def is_enabled(self) -> bool:
@@ -208,7 +209,7 @@ class SymmetricMemory:
         return nullcontext() if self.is_active or not self.is_enabled else self._pool()
 
 
-def remember_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
     """Cache the positive answers of the engine's function that returns whether a tensor lies in the pool of NCCL
     symmetric memory.
 
@@ -244,7 +245,7 @@ def probe_symmetric_memory() -> SymmetricMemory:
     :raises engine.Unsupported: a name or a parameter in the engine's modules is not as expected.
     """
     module = engine.module(SYMMETRIC_MEMORY_MODULE)
-    for name in ("_active_symmetric_memory_context", "is_symmetric_memory_enabled", IN_POOL):
+    for name in ("_active_symmetric_memory_context", "is_symmetric_memory_enabled", POOL_QUERY):
         engine.get(module, name)
     use = engine.get(module, "use_symmetric_memory")
     engine.require_parameters(use, ["group_coordinator", "disabled"])

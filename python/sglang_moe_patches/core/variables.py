@@ -1,7 +1,7 @@
 """Environment variables that this package itself reads. The variables of a change are defined in the change's module.
 
-:func:`.patch.variables` lists all of them. The start-up, ``doctor`` and the pages read that list. This module imports
-no other module of this package.
+:func:`.patch.list_variables` lists the variables of the package and of the changes. The start-up, ``doctor`` and the
+pages read that list. This module imports no other module of this package.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Variable(Generic[T]):
     """An environment variable that a change or this package reads.
 
     :param meaning: one line for ``doctor`` and the pages.
-    :param parse: converts the variable's stripped text into its value. It raises a ``ValueError`` for invalid text; the
-        message names the expected values and the text.
+    :param parse: function that converts the variable's stripped text into its value. It raises a ``ValueError`` for
+        invalid text; the message names the expected values and the text.
     :param default: text that replaces an unset or empty variable.
     :param is_engine_variable: whether the engine reads the variable, too. The engine starts with any value, so an
         invalid value is an error only if a change uses the variable on this server.
@@ -54,7 +54,7 @@ def parse_zero_or_one(text: str) -> bool:
     return text == "1"
 
 
-def positive_number_parser(unit: str) -> Callable[[str], int | None]:
+def make_positive_number_parser(unit: str) -> Callable[[str], int | None]:
     """Return a ``parse`` function for a variable whose value is an integer of at least 1.
 
     The function returns ``None`` for empty text.

@@ -56,7 +56,7 @@ def _examine_here() -> dict[str, Any]:
     import torch
 
     names = patch.selected_names(CHANGES)
-    ours = [variable.name for _, variable in patch.variables(CHANGES)]
+    ours = [variable.name for _, variable in patch.list_variables(CHANGES)]
     plans = [(change, _plan_of_a_server(change, names), patch.plan_for(change, names)) for change in CHANGES]
     return {
         "package": __version__,
@@ -86,7 +86,7 @@ def _describe_wrong_values() -> list[str]:
     Some variables belong to a feature. Only a server that uses the feature would refuse such a value.
     """
     lines = []
-    for change, variable in patch.variables(CHANGES):
+    for change, variable in patch.list_variables(CHANGES):
         try:
             variable.read()
         except WrongValue as error:

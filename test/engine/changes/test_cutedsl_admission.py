@@ -19,8 +19,12 @@ import pytest
 import torch
 from harness import graph_arguments, pad_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, forward_limits
-from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, read_forward_limits
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
+    ForwardLimits,
+    compute_max_forward_tokens,
+    compute_wrapper_tokens,
+)
 from sglang_moe_patches.core.patch import Status, probe
 from share import case_count
 
@@ -245,14 +249,14 @@ def outcomes(tokens_of_forwards) -> list[Outcome]:
         args, found = tokens_of_forwards(case)
         pools = Pools(case.request_slots, case.cache_tokens, case.context_length)
         engine_bound = args.cutedsl_moe_max_num_tokens() if hasattr(args, "cutedsl_moe_max_num_tokens") else None
-        made.append(Outcome(case, forward_limits(args, pools), max(found), engine_bound))
+        made.append(Outcome(case, read_forward_limits(args, pools), max(found), engine_bound))
     return made
 
 
 def test_no_forward_is_larger_than_the_bound(outcomes):
     for seed, outcome in enumerate(outcomes):
-        assert outcome.largest <= max_forward_tokens(outcome.limits), f"seed {seed}: {outcome}"
-    reached = sum(o.largest == max_forward_tokens(o.limits) for o in outcomes)
+        assert outcome.largest <= compute_max_forward_tokens(outcome.limits), f"seed {seed}: {outcome}"
+    reached = sum(o.largest == compute_max_forward_tokens(o.limits) for o in outcomes)
     assert reached > CASES // 50, "a bound that no forward reaches would be no tight one"
 
 
@@ -265,7 +269,7 @@ def test_upstreams_formula_is_exceeded(outcomes):
 def test_the_engines_own_number_is_upstreams_and_below_the_bound(outcomes):
     if outcomes[0].engine_bound is None:
         pytest.skip("this release has no number of its own")
-    assert all(o.engine_bound == upstreams_bound(o.limits) <= max_forward_tokens(o.limits) for o in outcomes)
+    assert all(o.engine_bound == upstreams_bound(o.limits) <= compute_max_forward_tokens(o.limits) for o in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,7 @@ def test_the_engines_own_number_is_upstreams_and_below_the_bound(outcomes):
     ids=lambda limits_changed: next(iter(limits_changed)),
 )
 def test_each_term_is_needed(outcomes, limits_changed):
-    assert any(o.largest > max_forward_tokens(replace(o.limits, **limits_changed)) for o in outcomes)
+    assert any(o.largest > compute_max_forward_tokens(replace(o.limits, **limits_changed)) for o in outcomes)
 
 
 @pytest.mark.usefixtures("tokens_of_forwards")
@@ -294,8 +298,8 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
         counts = [pick.choice([0, bound, pick.randrange(bound + 1)]) for _ in range(ranks)]
         padded = pad_tokens(monkeypatch, counts, attn_tp, extend)
         to_the_longest.add(len(set(padded)) == 1 < len(set(counts)))
-        rank_tokens = max_forward_tokens(ForwardLimits(max_prefill_tokens=bound, padding=attn_tp))
-        assert sum(padded) <= wrapper_tokens(rank_tokens, ranks, None, 1)
+        rank_tokens = compute_max_forward_tokens(ForwardLimits(max_prefill_tokens=bound, padding=attn_tp))
+        assert sum(padded) <= compute_wrapper_tokens(rank_tokens, ranks, None, 1)
         padded_beyond += sum(padded) > bound * ranks
     assert to_the_longest >= ({False} if extend else {True, False})
     assert padded_beyond

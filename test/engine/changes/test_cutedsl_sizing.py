@@ -21,8 +21,8 @@ from conftest import installed
 from harness import graph_arguments, same_answers
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits, is_sized_by_engine
-from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, is_sized_by_engine, read_forward_limits
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import compute_max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core.dead_input import channel
@@ -252,7 +252,7 @@ def test_the_bound_includes_the_pools_of_the_model_runner(engine):
     wrapper._wrap_init_memory_pool(lambda self: None)(runner)
     assert wrapper._largest_pools == Pools(300, 8192, 1024)
     with installed(*CHANGES), engine.override_arguments(**small_buffers()):
-        assert max_forward_tokens(forward_limits(engine.server_args, wrapper._largest_pools)) == 300
+        assert compute_max_forward_tokens(read_forward_limits(engine.server_args, wrapper._largest_pools)) == 300
         assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 
 
@@ -263,7 +263,7 @@ def bound(args):
     """Return the number of tokens for which the change allocates buffers, if the model runner has not yet chosen the
     sizes of its memory pools.
     """
-    return max_forward_tokens(forward_limits(args, Pools()))
+    return compute_max_forward_tokens(read_forward_limits(args, Pools()))
 
 
 @pytest.fixture

@@ -64,9 +64,11 @@ def require_package_deferral():
 @pytest.mark.usefixtures("require_package_deferral")
 def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpoint, run_order, monkeypatch):
     path = checkpoint(layers=2, dense_layers=0)
-    decide = deferred_shared_experts.reason_to_run_first
+    decide = deferred_shared_experts.find_reason_to_run_first
     monkeypatch.setattr(
-        deferred_shared_experts, "reason_to_run_first", lambda **facts: decide(**facts | {"preserves_input": False})
+        deferred_shared_experts,
+        "find_reason_to_run_first",
+        lambda **facts: decide(**facts | {"preserves_input": False}),
     )
     with installed(CHANGE):
         engine.generate(engine.load(path), PROMPTS, 0)
@@ -92,7 +94,7 @@ def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(e
     stock = engine.generate(engine.load(path), PROMPTS, 2)
     with installed(CHANGE):
         assert not torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
-    monkeypatch.setattr(deferred_shared_experts, "reason_to_run_first", lambda **facts: "it mutates")
+    monkeypatch.setattr(deferred_shared_experts, "find_reason_to_run_first", lambda **facts: "it mutates")
     with installed(CHANGE):
         assert torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
 

@@ -199,8 +199,8 @@ def record_loading(engine, mxfp4, monkeypatch, layers, shape):
 
         return call
 
-    plan, create = in_parts.layout_of, in_parts.create_with_room
-    monkeypatch.setattr(in_parts, "layout_of", unrecorded(plan))
+    plan, create = in_parts.choose_layout, in_parts.create_with_room
+    monkeypatch.setattr(in_parts, "choose_layout", unrecorded(plan))
     monkeypatch.setattr(
         in_parts, "create_with_room", lambda swizzle, make, layer: create(swizzle, unrecorded(make), layer)
     )
@@ -248,7 +248,7 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     assert ours.holes < 0.02 * ours.allocated + (20 << 20)
     assert max(transient) < weights / 4
     how = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
-    reckoned = sizes.loading_bytes("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
+    reckoned = sizes.compute_loading("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
     assert transient[0] <= reckoned.transient * 1.05
     assert ours.holes <= reckoned.holes
 

@@ -19,7 +19,7 @@ from architectures import CONFIGS
 from conftest import installed
 from safetensors.torch import save_file
 from sglang_moe_patches.changes import fp4_weights
-from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
+from sglang_moe_patches.changes.fp4_weights.unread import find_unread_scales
 
 pytestmark = pytest.mark.every_release
 
@@ -280,9 +280,9 @@ def test_unread_scales_are_named_or_a_reason_is_given(mxfp4_kind):
     layer = make_processed_layer(mxfp4_kind)
     sizes = {name: getattr(layer, name).nbytes for name in mxfp4_kind.names}
     reason = "" if sizes else f"{type(layer.quant_method).__name__} reads all of its scales"
-    assert unread_scales(layer) == (sizes, reason)
+    assert find_unread_scales(layer) == (sizes, reason)
     layer._mega_moe_weights_built = True
-    assert unread_scales(layer) == ({}, "DeepGEMM's mega kernel runs the layer's experts")
+    assert find_unread_scales(layer) == ({}, "DeepGEMM's mega kernel runs the layer's experts")
 
 
 READS = "use(layer.{0}, layer.{1})"
@@ -367,7 +367,7 @@ def set_switch(self):
     bases = type(layer.quant_method).__mro__[1:2]  # leaves out the functions that the engine's apply calls
     for owner, base, functions in ((layer.quant_method, bases, of_method), (layer, (type(layer),), of_layer)):
         owner.__class__ = type("Newer", base, {"__module__": "sglang.newer"} | functions)
-    found = unread_scales(layer)
+    found = find_unread_scales(layer)
     assert found.bytes_of.keys() & {*freeing_kind.names} == (set() if NEWER[change] else {*freeing_kind.names})
     assert found.bytes_of or NEWER[change] in found.reason
 

@@ -90,7 +90,7 @@ def test_unknown_loading_code_assumes_a_concurrent_reader(engine, monkeypatch):
 @pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
 def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_triton(engine, checkpoint, backend):
     with engine.override_arguments(quantization=None, moe_runner_backend=backend):
-        assert runners.runner_of(find_experts(engine.load(checkpoint(quantized=False)))) == "triton"
+        assert runners.find_runner(find_experts(engine.load(checkpoint(quantized=False)))) == "triton"
     asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
     assert moe_workspace.CHANGE.skip(asked) is None
 
@@ -130,7 +130,7 @@ def test_shared_experts_are_deferred_if_the_routed_experts_run_on_triton(engine,
     with patched_by(plan.install), engine.override_arguments(moe_runner_backend=backend):
         model = engine.load(checkpoint(quantized=False))
     block = model.model.layers[1].mlp
-    assert runners.runner_of(block.experts) == "triton"
+    assert runners.find_runner(block.experts) == "triton"
     assert getattr(block, deferred_shared_experts._DEFERS)
 
 

@@ -49,13 +49,13 @@ def _environment(engine, monkeypatch):
 
 @pytest.fixture
 def require_cut_in_layer():
-    if hooks.layer_class().__name__ != "MoriEPMoE":
+    if hooks.find_layer_class().__name__ != "MoriEPMoE":
         pytest.skip("this engine release has no layer of its own for MoRI")
 
 
 @pytest.fixture
 def require_cut_in_runner():
-    if hooks.layer_class().__name__ == "MoriEPMoE":
+    if hooks.find_layer_class().__name__ == "MoriEPMoE":
         pytest.skip("this engine release cuts in its layer for MoRI")
 
 
@@ -89,7 +89,7 @@ def kernel_calls(monkeypatch):
 @pytest.fixture
 def make_layers(engine, monkeypatch, kernel_calls) -> Iterator[Callable[..., list[Any]]]:
     """Function that constructs one layer for each rank, with the patches that are installed at the time of the call."""
-    if hooks.layer_class().__name__ != "MoriEPMoE":
+    if hooks.find_layer_class().__name__ != "MoriEPMoE":
         yield lambda: [layer_with_runner(rank) for rank in range(RANKS)]
         return
     from sglang.srt.distributed import parallel_state
@@ -371,7 +371,7 @@ def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
         policies += [read_policy(layer), Policy(Layout(1), 7, False, raise_only=True)]
     assert built[::2] == built[1::2]
     assert policies[::2] == policies[1::2]
-    assert all(issubclass(one, hooks.layer_class()) for one in built)
+    assert all(issubclass(one, hooks.find_layer_class()) for one in built)
 
 
 # --- What a limit does -----------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_only_our_offer_remains(engine, checkpoint, kernels, monkeypatch):
     monkeypatch.setattr(
         offer,
         "make_empty_offer",
-        lambda engines: lambda buf: meanwhile.append(channel.offered_buffer()) or make(engines)(buf),
+        lambda engines: lambda buf: meanwhile.append(channel.get_offered_buffer()) or make(engines)(buf),
     )
     with installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
@@ -123,16 +123,16 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
     with installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
         offered = []
-        kernels.at_entry = lambda: offered.append(channel.offered_buffer())
+        kernels.at_entry = lambda: offered.append(channel.get_offered_buffer())
         for layer in model.model.layers:
-            setattr(layer, offer._MIN_OFFER_BYTES, 0)
+            setattr(layer, offer._MIN_OFFER_BYTES_ATTRIBUTE, 0)
         engine.generate(model, PROMPTS[:1], 0)
         # After a layer has used a buffer, this package does not offer the buffer again. The first layer has offered
         # nothing.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
-        assert not hasattr(nextn.decoder, offer._MIN_OFFER_BYTES)
+        assert not hasattr(nextn.decoder, offer._MIN_OFFER_BYTES_ATTRIBUTE)
 
 
 @pytest.mark.parametrize("dense_layers", [1, 0])

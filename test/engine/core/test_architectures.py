@@ -54,7 +54,7 @@ def experts(self: Any, dispatch_output: Any) -> Any:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     given = dispatch_output.hidden_states
-    channel.withhold_if_shared(given)
+    channel.withdraw_if_shared(given)
     buffer = channel.take_output(given.shape, given.dtype, given.device)
     TAKEN.append(buffer is not None)
     if buffer is not None:
@@ -193,9 +193,9 @@ def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(
 
     # Without the guard, the first layer offers its input, which becomes the residual.
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: isinstance(hidden_states, torch.Tensor))
-    monkeypatch.setattr(offer, "residual_of_stream", lambda *given: None)
+    monkeypatch.setattr(offer, "find_stream_residual", lambda *given: None)
     for kind in {type(layer) for layer in stack.layers}:
-        monkeypatch.setattr(kind, offer._MIN_OFFER_BYTES, 0, raising=False)
+        monkeypatch.setattr(kind, offer._MIN_OFFER_BYTES_ATTRIBUTE, 0, raising=False)
     with installed(output_buffer.CHANGE):
         assert not same_answers(run(name), stock)
     assert TAKEN[0]

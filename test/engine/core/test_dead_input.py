@@ -308,7 +308,7 @@ def test_offering_the_residual_changes_a_familys_answers(family, path, run, monk
     prevents this offer. The test replaces ``may_offer`` and finds other answers.
     """
     stock = run(path)
-    monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
+    monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES_ATTRIBUTE, 0, raising=False)
     assert same_answers(run(path, output_buffer.CHANGE), stock)  # the residual is checked in every forward pass
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same_answers(run(path, output_buffer.CHANGE), stock)
@@ -486,7 +486,7 @@ def test_actions_of_the_changes_in_triton_layers_are_counted(write_bf16, run, pa
 def test_offering_the_residual_to_triton_changes_the_answers(family, selected, write_bf16, run, monkeypatch):
     path = write_bf16(family)
     stock = run(path)
-    monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
+    monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES_ATTRIBUTE, 0, raising=False)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same_answers(run(path, *TRITON_CHANGES[selected]), stock)
 

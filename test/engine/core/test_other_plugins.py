@@ -40,7 +40,7 @@ moe-workspace assumes for every model that another stream reads the experts' inp
 OFFERING = {
     *("DeepseekV2DecoderLayer", "DeepseekV2Model", probe.INITIALIZE),
     channel.ENGINE_OFFER,
-    runners.IN_POOL,
+    runners.POOL_QUERY,
 }
 """Names of the functions and classes that offer dead inputs. If another plugin has patched one of them, a change may
 still act, but without the offers of one model family, or without any offers."""

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.changes.cutedsl_sizing import wrapper as module
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, budget_error, check_budget
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, check_budget, find_budget_error
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
-    max_forward_tokens,
+    compute_max_forward_tokens,
+    compute_wrapper_tokens,
     other_tokens_per_request,
     split_tokens,
-    wrapper_tokens,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
@@ -45,21 +45,21 @@ LIMITS = st.builds(
 @given(LIMITS)
 def test_the_bound_is_never_below_upstreams_number(limits):
     upstream = max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)
-    assert max_forward_tokens(limits) >= upstream
-    assert max_forward_tokens(limits) % limits.padding == 0
+    assert compute_max_forward_tokens(limits) >= upstream
+    assert compute_max_forward_tokens(limits) % limits.padding == 0
 
 
 @given(LIMITS, st.sampled_from(["max_prefill_tokens", "graph_requests", "piecewise_tokens", "requests"]), COUNTS)
 def test_the_bound_grows_with_every_limit(limits, name, more):
     larger = replace(limits, **{name: getattr(limits, name) + more})
-    assert max_forward_tokens(larger) >= max_forward_tokens(limits)
+    assert compute_max_forward_tokens(larger) >= compute_max_forward_tokens(limits)
 
 
 @given(LIMITS)
 def test_unknown_limits_add_nothing(limits):
     known = replace(limits, requests=0, request_tokens=0, cache_tokens=0, chunk_tokens=0, padding=1)
     decode = limits.graph_requests * max(limits.draft_tokens, limits.other_tokens_per_request)
-    assert max_forward_tokens(known) == max(limits.max_prefill_tokens, limits.piecewise_tokens, decode)
+    assert compute_max_forward_tokens(known) == max(limits.max_prefill_tokens, limits.piecewise_tokens, decode)
 
 
 def test_tokens_of_a_draft_step_and_of_the_buffers():
@@ -69,17 +69,17 @@ def test_tokens_of_a_draft_step_and_of_the_buffers():
     # are 5, 6, 7 and 8 for n = 4.
     assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
     # The buffers have room for the tokens of all gathered ranks, or for the tokens that the dispatcher accepts.
-    assert [wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]
+    assert [compute_wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]
 
 
 @given(required=st.integers(1, 100_000), budget=st.integers(1, 5_000), ep_size=st.integers(1, 64))
 def test_the_named_budget_is_the_smallest_that_suffices(required, budget, ep_size):
-    error = budget_error(required, budget, ep_size)
+    error = find_budget_error(required, budget, ep_size)
     assert (error is None) == (budget * ep_size >= required)
     if error:
         named = int(error.split(f"export {BUDGET.name}=")[1].split()[0])
-        assert budget_error(required, named, ep_size) is None
-        assert budget_error(required, named - 1, ep_size)
+        assert find_budget_error(required, named, ep_size) is None
+        assert find_budget_error(required, named - 1, ep_size)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import (
     DeferredSharedExperts,
-    reason_to_run_first,
+    find_reason_to_run_first,
 )
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import takers
@@ -39,8 +39,8 @@ def test_shared_experts_are_deferred_unless_there_is_a_reason(values):
         facts["uses_all_to_all"],
         facts["inplace"] and (facts["serves_lora"] or not facts["preserves_input"]),
     ]
-    assert (not reason_to_run_first(**facts)) == (not any(reasons_not_to))
-    assert bool(reason_to_run_first(**facts)) == any(reasons_not_to)
+    assert (not find_reason_to_run_first(**facts)) == (not any(reasons_not_to))
+    assert bool(find_reason_to_run_first(**facts)) == any(reasons_not_to)
 
 
 class _Layer(torch.nn.Module):
@@ -134,7 +134,7 @@ def test_no_kernel_overwrites_the_input_of_deferred_shared_experts(kind, leaves_
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = kind.__new__(kind)
     clear = deferred_shared_experts._clear_inplace
-    deferred_shared_experts._init(clear, lambda experts: False, kind.__init__, layer)
+    deferred_shared_experts._construct_layer(clear, lambda experts: False, kind.__init__, layer)
     assert getattr(layer, deferred_shared_experts._DEFERS, None) == defers
     assert layer.experts.moe_runner_config.inplace == (not defers)
     told = "the order of experts in OtherExperts stays unpatched: AttributeError"
@@ -250,5 +250,5 @@ def test_runners_that_preserve_their_input(layer, asked, expected, monkeypatch):
 
 def test_triton_does_not_preserve_its_input_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7")
-    monkeypatch.setattr(runners, "runner_of", lambda experts: "triton")
+    monkeypatch.setattr(runners, "find_runner", lambda experts: "triton")
     assert not runners.preserves_input(experts(UnknownMethod()))

@@ -22,10 +22,10 @@ from sglang_moe_patches.changes.mori_input_truncation import policy as policy_mo
 from sglang_moe_patches.changes.mori_input_truncation.bound import (
     Cut,
     Layout,
+    compute_max_received_rows,
     decide_rows,
-    max_received_rows,
+    find_rows_per_dp_rank,
     round_up_rows,
-    rows_per_dp_rank,
 )
 from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
@@ -151,8 +151,8 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
     ],
 )
 def test_bound(sent, counts, layout, bound):
-    assert max_received_rows(sent, counts, layout, 10_000) == bound
-    assert max_received_rows(sent, counts, layout, 7) == (None if bound is None else min(bound, 7))
+    assert compute_max_received_rows(sent, counts, layout, 10_000) == bound
+    assert compute_max_received_rows(sent, counts, layout, 7) == (None if bound is None else min(bound, 7))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_bound(sent, counts, layout, bound):
     ],
 )
 def test_known_rows_of_the_other_ranks(arguments, overlap, rows):
-    assert rows_per_dp_rank(*arguments, two_batch_overlap=overlap) == rows
+    assert find_rows_per_dp_rank(*arguments, two_batch_overlap=overlap) == rows
 
 
 @given(st.integers(1, 1 << 20))
@@ -267,9 +267,9 @@ class Case:
             "sub_batch": (None, mine, None),
             "nothing": (None, None, None),
         }[self.kind]
-        counts = rows_per_dp_rank(*known, self.dp_ranks, two_batch_overlap=self.two_batch_overlap)
+        counts = find_rows_per_dp_rank(*known, self.dp_ranks, two_batch_overlap=self.two_batch_overlap)
         layout = Layout(self.ranks, self.attn_tp, self.attn_cp, rank // self.shards)
-        return max_received_rows(self.sent[rank], counts, layout, self.buffer_rows)
+        return compute_max_received_rows(self.sent[rank], counts, layout, self.buffer_rows)
 
 
 def test_no_more_rows_arrive_than_the_bound_in_random_layouts():

@@ -110,11 +110,11 @@ def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
     hidden, intermediate, experts = 256, 128, 2
     layer = random_layer(experts, hidden, intermediate)
     expected = engine.prepare(*clone(layer), hidden, intermediate, experts)
-    permutations = list(shuffle.row_permutations(hidden, intermediate, True))
+    permutations = list(shuffle.compute_row_permutations(hidden, intermediate, True))
     rows = permutations[which].rows.clone()
     rows[[3, 5]] = rows[[5, 3]]
-    permutations[which] = shuffle.RowPermutation(rows, shuffle.repeating_tile(rows))
-    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: permutations)
+    permutations[which] = shuffle.RowPermutation(rows, shuffle.find_repeating_tile(rows))
+    monkeypatch.setattr(shuffle, "compute_row_permutations", lambda *_: permutations)
     got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
     assert differences(got, expected) == [RESULTS[which]]
 
@@ -125,7 +125,7 @@ def test_any_scratch_size_gives_the_same_result_without_a_second_copy(engine, mo
     hidden, intermediate, experts = 384, 256, 5
     layer = random_layer(experts, hidden, intermediate, is_gated)
     expected = engine.prepare(*clone(layer), hidden, intermediate, experts, is_gated=is_gated)
-    shuffle.row_permutations(hidden, intermediate, is_gated)
+    shuffle.compute_row_permutations(hidden, intermediate, is_gated)
     sizes, real_empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: sizes.append(a[0]) or real_empty(*a, **k))
     monkeypatch.setattr(shuffle, "SCRATCH_BYTES", scratch_bytes)
@@ -217,17 +217,17 @@ def test_views_are_left_to_the_engines_own_function(kind, index):
 
 def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
     # FlashInfer itself would raise an exception for these sizes, so the test disables its check.
-    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())
+    monkeypatch.setattr(shuffle, "compute_row_permutations", lambda *_: ())
     with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(*random_layer(2, 256, 32), 256, 32, 2)
     # 160 columns have 2.5 groups of four scales. A layer of this size is refused for its rows first, so the test calls
     # the rule directly.
-    assert "multiple of 4" in shuffle._layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
-    assert shuffle._layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
+    assert "multiple of 4" in shuffle._find_layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
+    assert shuffle._find_layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
 
 
 def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
-    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: None)
+    monkeypatch.setattr(shuffle, "compute_row_permutations", lambda *_: None)
     layer = random_layer(2, 128, 64)
     before, calls = clone(layer), []
 
@@ -260,9 +260,9 @@ def test_a_kernel_that_cannot_run_falls_back(engine, monkeypatch, caplog):
 
 
 def test_closed_sets_of_rows_are_tiles_or_whole_experts():
-    gated = shuffle.row_permutations(7168, 512, True)
+    gated = shuffle.compute_row_permutations(7168, 512, True)
     assert [p.tile is None for p in gated] == [True, True, False, False]
-    not_gated = shuffle.row_permutations(7168, 512, False)
+    not_gated = shuffle.compute_row_permutations(7168, 512, False)
     assert [p.tile is None for p in not_gated] == [False] * 4
     for permutation in (*gated, *not_gated):
         if permutation.tile is not None:
@@ -272,18 +272,18 @@ def test_closed_sets_of_rows_are_tiles_or_whole_experts():
 
 def test_a_permutation_without_a_repeating_tile_is_not_tiled():
     rows = torch.arange(384)
-    assert torch.equal(shuffle.repeating_tile(rows), torch.arange(128))
+    assert torch.equal(shuffle.find_repeating_tile(rows), torch.arange(128))
     rows[[130, 131]] = rows[[131, 130]]
-    assert shuffle.repeating_tile(rows) is None
-    assert shuffle.repeating_tile(torch.arange(192)) is None
-    assert shuffle.repeating_tile(torch.arange(256).roll(128)) is None
+    assert shuffle.find_repeating_tile(rows) is None
+    assert shuffle.find_repeating_tile(torch.arange(192)) is None
+    assert shuffle.find_repeating_tile(torch.arange(256).roll(128)) is None
 
 
 @pytest.mark.parametrize("tiled", [True, False])
 def test_row_kernel_fits_a_multiprocessor(tiled):
     for rows in range(128, 9216 + 1, 128):
         for row_bytes in (8, 16, 32, 96, 256, 448, 2048, 3584):
-            config = shuffle.row_kernel_config(rows, row_bytes, tiled)
+            config = shuffle.choose_row_kernel_config(rows, row_bytes, tiled)
             if config is None:
                 assert not tiled
                 assert rows > 8192
@@ -295,7 +295,7 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
             assert (
                 block <= config.num_warps * 32 * 256
             )  # at most 256 bytes (64 registers) a thread, so that none are spilled
-    assert shuffle.row_kernel_config(256, 30, tiled) is None
+    assert shuffle.choose_row_kernel_config(256, 30, tiled) is None
 
 
 # --- the kernels themselves, without a GPU --------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_one_offer_serves_one_kernel_as_a_new_tensor(run):
 def test_the_offer_ends_with_its_block_also_after_an_error(run):
     with pytest.raises(ZeroDivisionError), moe_output_buffer_ctx(torch.empty(2, 3)):
         raise ZeroDivisionError
-    assert channel.offered_buffer() is None
+    assert channel.get_offered_buffer() is None
 
 
 def test_outputs_are_allocated_in_symmetric_memory_unless_its_context_is_entered(symmetric_memory):
@@ -116,7 +116,7 @@ def test_outputs_are_allocated_in_symmetric_memory_unless_its_context_is_entered
 def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
     monkeypatch.setattr(runners, "_MAX_ADDRESSES", 2)
     lookups = []
-    asks = runners.remember_pool_addresses(lambda tensor: lookups.append(tensor) is None)
+    asks = runners.cache_pool_addresses(lambda tensor: lookups.append(tensor) is None)
     tensors = [torch.empty(1) for _ in range(3)]
     assert all(asks(tensor) for tensor in (*tensors, tensors[2], tensors[0]))
     assert len(lookups) == 4  # the first address was forgotten and looked up again
@@ -127,7 +127,7 @@ def test_addresses_outside_the_pool_are_checked_again():
     later. A rank with an outdated answer would allocate from the pool, although no other rank does.
     """
     answers = [False, False, True]
-    asks = runners.remember_pool_addresses(lambda tensor: answers.pop(0))
+    asks = runners.cache_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)
     assert [asks(tensor) for _ in range(4)] == [False, False, True, True]
 
@@ -162,7 +162,7 @@ def test_offers_stay_in_their_own_context():
     seen: list[Any] = []
 
     def elsewhere():
-        seen.append(channel.offered_buffer())
+        seen.append(channel.get_offered_buffer())
         seen.append(channel.take_output((2, 3), torch.float32, CPU))
 
     empty_context, mine = copy_context(), torch.empty(2, 3)
@@ -171,7 +171,7 @@ def test_offers_stay_in_their_own_context():
         thread.start()
         thread.join()
         empty_context.run(elsewhere)
-        assert channel.offered_buffer() is mine
+        assert channel.get_offered_buffer() is mine
     assert seen == [None] * 4
 
 
@@ -186,7 +186,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
 
     monkeypatch.setattr(Layer, "forward", offer.make_layer_forward(Layer.forward, torch.compiler.is_compiling))
     layer = Layer()
-    setattr(layer, offer._MIN_OFFER_BYTES, 0)
+    setattr(layer, offer._MIN_OFFER_BYTES_ATTRIBUTE, 0)
     hidden, residual = torch.ones(2, 3), torch.zeros(2, 3)
     eager = layer(None, hidden.clone(), None, residual)
     monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
@@ -203,9 +203,9 @@ class PPMissingLayer:
 
 def test_a_pipeline_stage_has_only_its_own_layers():
     layers = [PPMissingLayer(), "a", "b", "c", "d", PPMissingLayer()]
-    assert offer.stage_layers(SimpleNamespace(layers=layers, start_layer=1, end_layer=5)) == ["a", "b", "c", "d"]
-    assert offer.stage_layers(SimpleNamespace(layers=layers)) == ["a", "b", "c", "d"]
-    assert offer.stage_layers(SimpleNamespace(layers=layers, start_layer=2, end_layer=4)) == ["b", "c"]
+    assert offer.find_stage_layers(SimpleNamespace(layers=layers, start_layer=1, end_layer=5)) == ["a", "b", "c", "d"]
+    assert offer.find_stage_layers(SimpleNamespace(layers=layers)) == ["a", "b", "c", "d"]
+    assert offer.find_stage_layers(SimpleNamespace(layers=layers, start_layer=2, end_layer=4)) == ["b", "c"]
 
 
 class NvFp4Method(SimpleNamespace):
@@ -233,7 +233,7 @@ def test_a_layer_offers_its_input_only_to_a_runner_that_uses_it(inplace, runner,
         offer.mark_offering(layer, None, SimpleNamespace(moe_runner_config=config, quant_method=method))
         # Only TRT-LLM's kernels for NVFP4 use an offered buffer.
         takes = kind is NvFp4Method or runner not in runners.TRTLLM
-        assert getattr(layer, offer._MIN_OFFER_BYTES, None) == (least if takes else None)
+        assert getattr(layer, offer._MIN_OFFER_BYTES_ATTRIBUTE, None) == (least if takes else None)
         assert offer.is_offering(layer) == (takes and least is not None)
     scheme = SimpleNamespace(moe_runner_config=config, quant_method=Fp8Method(runner=backend), scheme=NvFp4Method())
     assert runners.is_nvfp4(scheme)
@@ -277,9 +277,9 @@ def test_arguments_are_found_by_position_and_by_name(args, kwargs, monkeypatch):
 def test_a_residual_that_is_more_than_a_sum_is_detected(update, plain):
     pending = SimpleNamespace(update=SimpleNamespace(**update))
     batch = SimpleNamespace(residual_stream=SimpleNamespace(pending=pending, residual="the residual"))
-    assert offer.residual_of_stream(batch, None) == ("the residual" if plain else None)
+    assert offer.find_stream_residual(batch, None) == ("the residual" if plain else None)
     batch.residual_stream.pending = None
-    assert offer.residual_of_stream(batch, None) is None
+    assert offer.find_stream_residual(batch, None) is None
 
 
 class Handle:
@@ -300,7 +300,7 @@ class PatchedForward:
 
         def forward(layer, positions, hidden_states, forward_batch, residual):
             with withheld(hidden_states):
-                self.seen = channel.offered_buffer()
+                self.seen = channel.get_offered_buffer()
 
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
@@ -315,13 +315,13 @@ class PatchedForward:
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
-        assert channel.offered_buffer() is None
+        assert channel.get_offered_buffer() is None
         assert self.seen is None or shares_storage(self.seen, getattr(hidden, "tensor", hidden))
         return self.seen is not None
 
 
 def make_layer(least=0):
-    return SimpleNamespace(modules=list, **({} if least is None else {offer._MIN_OFFER_BYTES: least}))
+    return SimpleNamespace(modules=list, **({} if least is None else {offer._MIN_OFFER_BYTES_ATTRIBUTE: least}))
 
 
 def test_a_layer_offers_its_input_where_it_is_dead():
@@ -389,7 +389,7 @@ def test_the_engines_offer_is_withheld_under_every_imported_name(monkeypatch, pa
     modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
-        setattr(modules[name], runners.IN_POOL, lambda tensor: False)
+        setattr(modules[name], runners.POOL_QUERY, lambda tensor: False)
         setattr(modules[name], probe.INITIALIZE, lambda config: None)
     setattr(modules["another_functions"], channel.ENGINE_OFFER, lambda buf: None)
     for name, module in modules.items():
@@ -617,7 +617,7 @@ class ToyExperts(torch.nn.Module):
     """Stand-in for routed experts, which writes its output into the offered buffer."""
 
     def forward(self, x):
-        channel.withhold_if_shared(x)
+        channel.withdraw_if_shared(x)
         return torch.mul(x, 3, out=channel.take_output(x.shape, x.dtype, x.device))
 
 
@@ -733,7 +733,7 @@ def test_layers_that_capture_hidden_states_are_detected():
         layer.args.args += [ast.arg("captured_last_layer_outputs"), ast.arg("capture_output")]
     assert proofs.captures_only_sums(sums)
     assert not proofs.captures_only_sums(by_itself)
-    assert proofs.layer_skip_reason("Layer", by_itself) == "Layer may read attention's input after attention"
+    assert proofs.find_layer_skip_reason("Layer", by_itself) == "Layer may read attention's input after attention"
     assert not proofs.captures_only_sums(parse_method("captured += [1]", parameters="captured"))
     assert not proofs.captures_only_sums(parse_forward(after="seen = kwargs['captured_outputs']"))
 
@@ -759,7 +759,7 @@ def test_layers_that_capture_hidden_states_are_detected():
 def test_layers_that_may_keep_the_next_layers_input_are_detected(may_keep, after):
     layer = parse_forward(after=after)
     assert proofs.attention_input_dies(layer)
-    assert proofs.layer_skip_reason("Layer", layer) == ("Layer may keep its result" if may_keep else None)
+    assert proofs.find_layer_skip_reason("Layer", layer) == ("Layer may keep its result" if may_keep else None)
 
 
 LAYER = "hidden_states, residual = layer(hidden_states, batch, residual=residual)"

@@ -63,4 +63,4 @@ class Scheme:
     ],
 )
 def test_the_runner_is_the_one_that_runs(method: Any, scheme: Any, runner: str | None) -> None:
-    assert runners.runner_of(SimpleNamespace(quant_method=method, scheme=scheme)) == runner
+    assert runners.find_runner(SimpleNamespace(quant_method=method, scheme=scheme)) == runner

@@ -67,13 +67,13 @@ def skip_reason(setting=None, environ=None, pytorch=TESTED, **more):
 def test_each_feature_is_detected_from_its_argument_and_named_in_the_reason(feature):
     has = {feature.argument: VALUES.get(feature.argument, (False, True))[1]}
     assert str(feature) in str(skip_reason(**has))
-    assert bool(skip_reason(True, **has)) is bool(feature.reason), (
+    assert bool(skip_reason(True, **has)) is bool(feature.exclusion_reason), (
         "features that share memory rule the change out, even with on"
     )
 
 
 def test_features_that_share_memory_rule_the_change_out():
-    never = {each.argument for each in FEATURES if each.reason}
+    never = {each.argument for each in FEATURES if each.exclusion_reason}
     assert {"enable_memory_saver", "disaggregation_mode", "elastic_ep_backend", "enable_symm_mem", "nnodes"} <= never
 
 
@@ -111,7 +111,7 @@ def environ(monkeypatch):
     """Environment without the change's variable and without allocator settings. The PyTorch release is a tested one."""
     for name in (NAME, *eligibility.CONFIGURATIONS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(activation_segments, "_pytorch", lambda: TESTED)
+    monkeypatch.setattr(activation_segments, "_read_pytorch_version", lambda: TESTED)
     return monkeypatch
 
 
@@ -139,8 +139,8 @@ NOT_SETTABLE = "the settings of this PyTorch's allocator cannot be changed in a 
     [
         ({}, switch, "_driver_supports_mapping", True, "applied"),
         ({}, switch, "_driver_supports_mapping", None, "applied"),
-        ({}, activation_segments, "_pytorch", "2.14.1", f"off, because {UNTESTED.format('PyTorch 2.14')}"),
-        ({NAME: "on"}, activation_segments, "_pytorch", "2.14.1", "applied"),
+        ({}, activation_segments, "_read_pytorch_version", "2.14.1", f"off, because {UNTESTED.format('PyTorch 2.14')}"),
+        ({NAME: "on"}, activation_segments, "_read_pytorch_version", "2.14.1", "applied"),
         ({NAME: "off"}, switch, "_driver_supports_mapping", True, f"off, because {NAME} is off"),
         (
             *({"PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_supports_mapping", True),

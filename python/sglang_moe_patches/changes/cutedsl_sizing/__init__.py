@@ -13,10 +13,10 @@ Skipped
 
 How
     The buffers have room for the largest forward pass that the engine's scheduler can produce
-    (:func:`.tokens.max_forward_tokens`). Layers with the same configuration share one wrapper. This is safe because a
-    wrapper has no weights and layers run one after another. The output does not go into the wrapper's own buffer, which
-    the next layer would overwrite. It goes into the buffer that output-buffer offers, or into a new tensor. If a
-    forward pass is larger than the buffers nevertheless, it runs in slices of tokens.
+    (:func:`.tokens.compute_max_forward_tokens`). Layers with the same configuration share one wrapper. This is safe
+    because a wrapper has no weights and layers run one after another. The output does not go into the wrapper's own
+    buffer, which the next layer would overwrite. It goes into the buffer that output-buffer offers, or into a new
+    tensor. If a forward pass is larger than the buffers nevertheless, it runs in slices of tokens.
 
 Costs
     One more Python call in each layer. A forward pass that runs in slices reads the weights once for each slice.
@@ -43,10 +43,10 @@ def decide(built: BuiltModel) -> Decision:
     """Return what cutedsl-sizing does in a built model: whether a layer runs on CuteDSL, and whether such a layer
     writes its output into its dead input.
     """
-    if not any(runners.runner_of(experts) == runners.CUTEDSL for experts in runners.layers_of(built.model)):
+    if not any(runners.find_runner(experts) == runners.CUTEDSL for experts in runners.find_layers(built.model)):
         return Decision(reason="no layer runs on CuteDSL")
     offering, _ = probe.find_offers(built.model)
-    takes = any(runners.runner_of(experts) == runners.CUTEDSL for experts in offering)
+    takes = any(runners.find_runner(experts) == runners.CUTEDSL for experts in offering)
     return Decision((SHARED_BUFFERS, *((OUTPUT_IN_DEAD_INPUT,) if takes else ())))
 
 
@@ -61,7 +61,7 @@ CHANGE = Change(
             "shares",
             "used buffers that are shared by layers",
             wrapper.__name__,
-            "_construct",
+            "_construct_wrapper",
             lambda made, *args, **kwargs: isinstance(made, wrapper.SharedMoE),
         ),
         Count(

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
-    max_forward_tokens,
+    compute_max_forward_tokens,
     other_tokens_per_request,
 )
 from sglang_moe_patches.core import engine, runners
@@ -45,7 +45,7 @@ BUDGET = Variable(
 )
 
 
-def budget_error(required: int, budget: int, ep_size: int) -> str | None:
+def find_budget_error(required: int, budget: int, ep_size: int) -> str | None:
     """Return an error message if the all-to-all dispatcher cannot send the largest forward pass, else ``None``.
 
     :param required: tokens of the largest forward pass of one rank.
@@ -78,7 +78,7 @@ class Pools:
     request_tokens: int = 0
 
 
-def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
+def read_forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
     """Return the settings and sizes that limit the tokens of one forward pass on a data-parallel rank.
 
     :param server_args: the engine's ``ServerArgs``, resolved.
@@ -87,7 +87,7 @@ def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
     speculative = bool(server_args.speculative_algorithm)
     chunk = server_args.chunked_prefill_size
     chunked = chunk is None or chunk > 0
-    graph_requests, piecewise_tokens = _graph_limits(server_args)
+    graph_requests, piecewise_tokens = _read_graph_limits(server_args)
     ranks = server_args.dp_size if server_args.enable_dp_attention else 1
     return ForwardLimits(
         max_prefill_tokens=server_args.max_prefill_tokens,
@@ -98,14 +98,14 @@ def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
         request_tokens=0 if chunked else pools.request_tokens or server_args.get_model_config().context_len,
         unchecked_requests=bool(server_args.disable_radix_cache),
         requests=pools.requests or (server_args.max_running_requests or 0) // ranks,
-        other_tokens_per_request=_draft_tokens_per_request(server_args) if speculative else 1,
+        other_tokens_per_request=_compute_draft_tokens_per_request(server_args) if speculative else 1,
         cache_tokens=pools.cache_tokens,
         probes_chunk=bool(getattr(server_args, "enable_dynamic_chunking", False)) and server_args.pp_size > 1,
-        padding=_padding(server_args),
+        padding=_read_padding(server_args),
     )
 
 
-def _graph_limits(server_args: Any) -> tuple[int, int]:
+def _read_graph_limits(server_args: Any) -> tuple[int, int]:
     """Return the sizes of the largest captured CUDA graphs: requests of the decode graph, and tokens of the prefill
     graph.
 
@@ -121,7 +121,7 @@ def _graph_limits(server_args: Any) -> tuple[int, int]:
     return server_args.cuda_graph_max_bs or 0, piecewise or 0
 
 
-def _adaptive_steps(initial: int, path: str | None) -> int:
+def _find_max_adaptive_steps(initial: int, path: str | None) -> int:
     """Return the largest number of draft steps that adaptive speculation may choose.
 
     :param initial: value of ``--speculative-num-steps``.
@@ -134,17 +134,17 @@ def _adaptive_steps(initial: int, path: str | None) -> int:
     return adaptive.AdaptiveSpeculativeParams(initial, adaptive.load_adaptive_config(path)).max_steps
 
 
-def _draft_tokens_per_request(server_args: Any) -> int:
+def _compute_draft_tokens_per_request(server_args: Any) -> int:
     """Return the largest number of tokens of one request in a forward pass of the draft model."""
     steps = server_args.speculative_num_steps or 0
     if server_args.speculative_adaptive:
-        steps = max(steps, _adaptive_steps(steps, server_args.speculative_adaptive_config))
+        steps = max(steps, _find_max_adaptive_steps(steps, server_args.speculative_adaptive_config))
     return other_tokens_per_request(
         server_args.speculative_eagle_topk or 1, steps, multi_layer=bool(server_args.enable_multi_layer_eagle)
     )
 
 
-def _padding(server_args: Any) -> int:
+def _read_padding(server_args: Any) -> int:
     """Return the number of tokens of which every padded forward pass is a multiple, such as 8, or 1 without padding."""
     if server_args.enable_dp_attention:
         return server_args.tp_size // server_args.dp_size
@@ -158,7 +158,7 @@ def _cutedsl_moe_max_num_tokens(self: Any) -> int:
     If the engine has not chosen ``max_running_requests`` yet, limits that depend on it are ignored. CuteDSL's buffers
     are sized later, when ``max_running_requests`` is known.
     """
-    return max_forward_tokens(forward_limits(self, Pools()))
+    return compute_max_forward_tokens(read_forward_limits(self, Pools()))
 
 
 def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> None:
@@ -175,7 +175,7 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
             and server_args.disaggregation_mode != "decode"
         ):
             required = server_args.cutedsl_moe_max_num_tokens()
-            error = budget_error(required, BUDGET.read(environ), server_args.ep_size)
+            error = find_budget_error(required, BUDGET.read(environ), server_args.ep_size)
     if error:
         raise ValueError(error)
 
@@ -184,9 +184,9 @@ def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
     """Add the method ``cutedsl_moe_max_num_tokens`` and a start-up check to ``ServerArgs``.
 
     If the engine's ``ServerArgs`` already has this method and check, they stay as they are. They use the engine's own
-    largest number of tokens, which also decides the size of other parts of the engine. If the engine accepts a
-    ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``, this package does not refuse it. The wrapper's buffers
-    always have the size that this package computes.
+    largest number of tokens, which also decides the size of other parts of the engine. If the engine accepts a value of
+    ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``, this package accepts it, too. The wrapper's buffers always
+    have the size that this package computes.
 
     The launcher and every other process call this function. In the launcher, ``check_server_args`` runs after all
     arguments are resolved.

@@ -22,7 +22,7 @@ class ForwardLimits:
     :param request_tokens: tokens of the longest request, or 0 if unknown. Prompt and output count, because a retracted
         request is prefilled with both.
     :param unchecked_requests: whether the radix cache is disabled. Requests with ``ignore_eos`` are then admitted even
-        if they exceed the rest of ``max_prefill_tokens``.
+        if the batch then has more than ``max_prefill_tokens``.
     :param requests: number of requests that can run at once on this rank, or 0 if unknown.
     :param other_tokens_per_request: largest number of tokens of one request in a draft or draft-extend forward pass.
     :param cache_tokens: tokens of the KV cache, or 0 if unknown. Every prefilled token occupies one token of the KV
@@ -47,7 +47,7 @@ class ForwardLimits:
     padding: int = 1
 
 
-def max_forward_tokens(limits: ForwardLimits) -> int:
+def compute_max_forward_tokens(limits: ForwardLimits) -> int:
     """Return the largest number of tokens that one forward pass can have on one data-parallel rank.
 
     The result is the maximum of several numbers. Upstream (sgl-project/sglang#26696) uses ``max_prefill_tokens``,
@@ -57,9 +57,9 @@ def max_forward_tokens(limits: ForwardLimits) -> int:
     - The first request of a prefill batch is admitted whatever its length. It contributes one chunk, or all its tokens
       if chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
       decodes from the chunk and from ``max_prefill_tokens``.
-    - If chunked prefill is off, further requests must fit into the rest of ``max_prefill_tokens``. Requests that are
-      admitted without this check (``unchecked_requests``) need not fit. The last such request may be admitted when one
-      token is left.
+    - If chunked prefill is off, a further request is admitted only if the batch then has at most
+      ``max_prefill_tokens``. Some requests are admitted without this check (``unchecked_requests``). Such a request may
+      be admitted when the batch is one token below ``max_prefill_tokens``.
     - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
       tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
       ``max_prefill_tokens``.
@@ -95,7 +95,7 @@ def other_tokens_per_request(topk: int, steps: int, *, multi_layer: bool) -> int
     return max(topk, 2 * steps if multi_layer else steps + 1, 1)
 
 
-def wrapper_tokens(rank_tokens: int, gathered_ranks: int, dispatcher_tokens: int | None, ep_size: int) -> int:
+def compute_wrapper_tokens(rank_tokens: int, gathered_ranks: int, dispatcher_tokens: int | None, ep_size: int) -> int:
     """Return the number of tokens for which the buffers of a CuteDSL wrapper must have room.
 
     :param rank_tokens: tokens of the largest forward pass of one data-parallel rank.

@@ -15,10 +15,14 @@ from weakref import WeakValueDictionary
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     Pools,
     extend_server_args,
-    forward_limits,
     is_sized_by_engine,
+    read_forward_limits,
 )
-from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
+    compute_max_forward_tokens,
+    compute_wrapper_tokens,
+    split_tokens,
+)
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.patch import Patcher, Plan, Status, around, replace_globals
@@ -124,10 +128,10 @@ def _wrap_ensure(
 ) -> Any:
     """Wrap the engine's function ``ensure_cutedsl_wrapper``, which constructs a layer's CuteDSL wrapper.
 
-    While it runs, :func:`_construct` replaces FlashInfer's class, so that the layer receives a shared wrapper.
+    While it runs, :func:`_construct_wrapper` replaces FlashInfer's class, so that the layer receives a shared wrapper.
 
-    :param without_output: subclass of FlashInfer's class to construct instead (:func:`_class_without_output`). If it is
-        ``None``, FlashInfer's class itself is constructed.
+    :param without_output: subclass of FlashInfer's class to construct instead (:func:`_make_class_without_output`). If
+        it is ``None``, FlashInfer's class itself is constructed.
     """
 
     @functools.wraps(original)
@@ -135,7 +139,9 @@ def _wrap_ensure(
         if getattr(layer, "_cutedsl_wrapper", None) is not None:
             return
         real = flashinfer.CuteDslMoEWrapper
-        flashinfer.CuteDslMoEWrapper = functools.partial(_construct, without_output or real, layer, is_capturing)
+        flashinfer.CuteDslMoEWrapper = functools.partial(
+            _construct_wrapper, without_output or real, layer, is_capturing
+        )
         try:
             original(layer)
         finally:
@@ -168,7 +174,7 @@ class _BufferTorch:
 _BUFFERS = "_allocate_buffers"
 
 
-def _class_without_output(real: Any, patcher: Patcher) -> Any:
+def _make_class_without_output(real: Any, patcher: Patcher) -> Any:
     """Return a subclass of FlashInfer's wrapper that allocates no memory for its output.
 
     If FlashInfer's class does not allocate its buffers as expected, return that class itself.
@@ -195,7 +201,7 @@ def _class_without_output(real: Any, patcher: Patcher) -> Any:
     return type(real.__name__, (real,), {"__module__": real.__module__, _BUFFERS: stand_in})
 
 
-def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
+def _construct_wrapper(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
     """Return the CuteDSL wrapper for a layer. If a layer with the same arguments has constructed a wrapper, return that
     wrapper.
 
@@ -211,8 +217,8 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     dispatcher = getattr(layer, "dispatcher", None)
     # Without data-parallel attention, data-parallel replicas never receive each other's tokens.
     ranks = server_args.dp_size if server_args.enable_dp_attention else 1
-    arguments["max_num_tokens"] = wrapper_tokens(
-        max_forward_tokens(forward_limits(server_args, _largest_pools)),
+    arguments["max_num_tokens"] = compute_wrapper_tokens(
+        compute_max_forward_tokens(read_forward_limits(server_args, _largest_pools)),
         ranks,
         getattr(dispatcher, "max_num_tokens", None),
         getattr(dispatcher, "ep_size", 1),
@@ -249,7 +255,7 @@ def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, layer: Any, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         # The shared experts read the MoE input after the routed experts have written their output.
-        channel.withhold_if_shared(dispatch_output.hidden_states)
+        channel.withdraw_if_shared(dispatch_output.hidden_states)
         return original(self, layer, dispatch_output, *args, **kwargs)
 
     return apply
@@ -329,7 +335,7 @@ def plan() -> Plan:
 
     def install(patcher: Patcher) -> None:
         extend_server_args(server_args_module, patcher)
-        without_output = _class_without_output(flashinfer.CuteDslMoEWrapper, patcher)
+        without_output = _make_class_without_output(flashinfer.CuteDslMoEWrapper, patcher)
         patcher.wrap(
             runner,
             "ensure_cutedsl_wrapper",

@@ -15,7 +15,7 @@ Hook points
       source and destination are the same view of one storage. If the engine pads the intermediate size first, the
       padded tensors are new ones. They are shuffled in place, and become the parameters.
     * ``swizzle_blockscale``, while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend. It
-      returns a placeholder of one byte per expert (:func:`_placeholder`). Releases from 0.5.13 on do not need it.
+      returns a placeholder of one byte per expert (:func:`_make_placeholder`). Releases from 0.5.13 on do not need it.
     * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer. Placeholders then replace the
       layer's swizzled scales.
     * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
@@ -55,7 +55,7 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
+from sglang_moe_patches.changes.fp4_weights.unread import find_unread_scales
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, around, best_effort, combine_installs
 
@@ -102,7 +102,7 @@ of 128 weights."""
 _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
 
 
-def _placeholder(scale: Any) -> Any:
+def _make_placeholder(scale: Any) -> Any:
     """Return a placeholder for scales that no code reads: a tensor of one byte for each expert.
 
     The placeholder cannot be ``None`` or empty: the engine's weight offloader cannot map zero bytes, and divides the
@@ -112,7 +112,7 @@ def _placeholder(scale: Any) -> Any:
 
 
 def drop_swizzled_scales(layer: Any) -> int:
-    """Replace a layer's swizzled block scales by placeholders (:func:`_placeholder`), so that their memory is freed.
+    """Replace a layer's swizzled block scales by placeholders (:func:`_make_placeholder`), to free their memory.
 
     Scales that the engine did not create stay ``None``.
 
@@ -125,7 +125,7 @@ def drop_swizzled_scales(layer: Any) -> int:
     for name in _SWIZZLED:
         scales = layer._parameters.get(name)
         if scales is not None:
-            placeholder = torch.nn.Parameter(_placeholder(scales), requires_grad=False)
+            placeholder = torch.nn.Parameter(_make_placeholder(scales), requires_grad=False)
             setattr(layer, name, placeholder)
             freed_bytes += scales.nbytes - placeholder.nbytes
     return freed_bytes
@@ -134,7 +134,7 @@ def drop_swizzled_scales(layer: Any) -> int:
 def free_unread_scales(layer: Any) -> int:
     """Free the scales of a layer that its quantization method never reads, and put placeholders in their place.
 
-    :func:`.unread.unread_scales` finds these scales.
+    :func:`.unread.find_unread_scales` finds these scales.
 
     :param layer: a ``FusedMoE`` layer whose weights were processed.
     :returns: bytes that were freed. A scale does not count if another object still refers to its storage.
@@ -142,7 +142,7 @@ def free_unread_scales(layer: Any) -> int:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     freed = []
-    for name in unread_scales(layer).bytes_of:
+    for name in find_unread_scales(layer).bytes_of:
         storage = layer._parameters[name].untyped_storage()
         freed.append((StorageWeakRef(storage), storage.nbytes()))
         del storage
@@ -158,7 +158,7 @@ def _make_updatable_placeholder(scale: Any) -> Any:
     """
     import torch
 
-    placeholder = torch.nn.Parameter(_placeholder(scale), requires_grad=False)
+    placeholder = torch.nn.Parameter(_make_placeholder(scale), requires_grad=False)
     vars(placeholder).update(vars(scale))
     loader = getattr(scale, "weight_loader", None)
     if loader is not None:
@@ -215,7 +215,7 @@ def _wrap_process_weights(original: Any, self: Any, layer: Any, *args: Any, **kw
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
     in_parts.free_cached_memory()
-    with in_parts.laying_out(layer):
+    with in_parts.allow_overwriting(layer):
         result = original(self, layer, *args, **kwargs)
     with best_effort("a layer's scales that no kernel reads"):
         if getattr(layer, "quant_method", None) is self:
@@ -248,7 +248,7 @@ def _wrap_prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @around
 def _wrap_swizzle(original: Any, scale: Any) -> Any:
-    return _placeholder(scale) if _no_swizzled_scales.get() else original(scale)
+    return _make_placeholder(scale) if _no_swizzled_scales.get() else original(scale)
 
 
 @around
@@ -491,7 +491,7 @@ def _plan_nvfp4() -> Plan:
     return Plan.applied(combine_installs(_probe_shuffle(), _probe_placeholders(), marlin))
 
 
-def _freed(result: int, *args: Any, **kwargs: Any) -> int:
+def _get_freed_bytes(result: int, *args: Any, **kwargs: Any) -> int:
     return int(result)
 
 
@@ -512,7 +512,7 @@ CHANGE = Change(
             "freed block scales that Marlin never reads,",
             __name__,
             "drop_swizzled_scales",
-            amount=_freed,
+            amount=_get_freed_bytes,
             unit="bytes",
         ),
         Count(
@@ -520,7 +520,7 @@ CHANGE = Change(
             "freed scales that no kernel reads,",
             __name__,
             "free_unread_scales",
-            amount=_freed,
+            amount=_get_freed_bytes,
             unit="bytes",
         ),
     ),

@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     """Layout of a layer's experts: the engine's result for all experts, and the size of the parts in which it is
     computed.
 
-    :param result: the engine's result, whose tensors have no memory (``meta`` device) until :func:`_use_memory` sets
+    :param result: the engine's result, whose tensors have no memory (``meta`` device) until :func:`_assign_memory` sets
         it.
     :param step: number of experts of a part.
     """
@@ -64,8 +64,8 @@ def _without_memory(tensor: Any) -> Any:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def layout_of(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
-    """Return the layout of a layer's experts, and the number of experts to lay out at a time.
+def choose_layout(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
+    """Return the layout of a layer's experts, with the number of experts to lay out at a time.
 
     Return ``None`` if parts would not give the same tensors as all experts at once. The layout is tried on tensors
     without memory, so nothing is computed.
@@ -107,8 +107,8 @@ def _is_dense(data: Any) -> bool:
 def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
     """Create a layer's parameters, with enough memory before the weights for the weights' later layout.
 
-    The engine first creates the parameters on the ``meta`` device. If it allocated the weights and this function moved
-    them, a hole would remain, because the allocator puts biases into the same segment.
+    The engine first creates the parameters on the ``meta`` device. If the engine allocated the weights on the GPU,
+    and this function then moved them, a hole would remain, because the allocator puts biases into the same segment.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param create: the engine's ``create_weights``, which sets all parameters to zero.
@@ -120,7 +120,7 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
         result = create()
     for name, parameter in [*layer._parameters.items()]:
         if parameter is not None and parameter.is_meta:
-            memory = torch.zeros(_bytes_with_room(swizzle, layer, name), dtype=torch.uint8)
+            memory = torch.zeros(_compute_bytes_with_room(swizzle, layer, name), dtype=torch.uint8)
             data = memory[len(memory) - parameter.nbytes :].view(parameter.dtype).view(parameter.shape)
             created = torch.nn.Parameter(data, requires_grad=False)
             vars(created).update(vars(parameter))
@@ -128,12 +128,12 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
     return result
 
 
-def _bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
+def _compute_bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
     """Return the bytes to allocate for a parameter: its own bytes, and the bytes that its layout needs in addition."""
     own = int(layer._parameters[name].nbytes)
     if name not in WEIGHTS:
         return own
-    layout = layout_of(swizzle, layer._parameters[name], layer._parameters[f"{name}_scale"], WARPS)
+    layout = choose_layout(swizzle, layer._parameters[name], layer._parameters[f"{name}_scale"], WARPS)
     missing = 0 if layout is None else max(0, layout.tensors[0].storage.data.nbytes - own)
     return own + -(-missing // _ALIGNMENT) * _ALIGNMENT
 
@@ -154,14 +154,14 @@ _shared_storages: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_
 
 
 @contextmanager
-def laying_out(layer: Any) -> Iterator[None]:
+def allow_overwriting(layer: Any) -> Iterator[None]:
     """Context manager around the engine's layout of a layer. It lets the layout overwrite the loaded weights.
 
     After the layout, no code reads the weights as they were loaded (:func:`require_last_use`). If other objects than
     the layer refer to a weight's memory, that memory is not overwritten.
     """
     loaded = all(layer._parameters.get(name) is not None for name in WEIGHTS)
-    token = _shared_storages.set(repack.shared_storages(layer) if loaded else None)
+    token = _shared_storages.set(repack.find_shared_storages(layer) if loaded else None)
     try:
         yield
     finally:
@@ -175,12 +175,12 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
     """
     swizzle, layout = functools.partial(original, **kwargs), None
     with best_effort("the layout of MXFP4 experts in parts"):
-        layout = layout_of(swizzle, weight, scale, *args)
+        layout = choose_layout(swizzle, weight, scale, *args)
     if layout is None:
         return original(weight, scale, *args, **kwargs)
     shared = _shared_storages.get()
     may_overwrite = shared is not None and weight.untyped_storage()._cdata not in shared
-    _use_memory(layout, weight if may_overwrite else None, weight.device)
+    _assign_memory(layout, weight if may_overwrite else None, weight.device)
     for begin in range(0, len(weight), layout.step):
         experts = slice(begin, begin + layout.step)
         part = _tensors(swizzle(weight[experts], scale[experts], *args))
@@ -190,7 +190,7 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
     return layout.result
 
 
-def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
+def _assign_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
     """Assign memory to each tensor of a layout. The caller then writes the experts into this memory.
 
     :param loaded: loaded weights that may be overwritten by their layout, or ``None`` if none may be overwritten.
@@ -198,14 +198,14 @@ def _use_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
     for tensor in layout.tensors:
         data, memory = tensor.storage.data, None
         if tensor is layout.tensors[0] and loaded is not None:
-            memory = _memory_of(loaded, data)
+            memory = _find_memory(loaded, data)
         if memory is None:
             free_cached_memory()
             memory = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=device)
         tensor.storage.data = memory
 
 
-def _memory_of(weight: Any, data: Any) -> Any:
+def _find_memory(weight: Any, data: Any) -> Any:
     """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight, or ``None`` if it does
     not fit.
 

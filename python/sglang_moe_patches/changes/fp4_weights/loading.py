@@ -1,7 +1,8 @@
 """Memory that loading a model's experts takes in addition to its weights, computed for a layer that is not loaded yet.
 
-The arithmetic is that of :mod:`.sizes`. The layer has the sizes, and its method's source shows the scales that no
-kernel reads. ``doctor`` calls this module in an engine query, for layers of fake tensors.
+:mod:`.sizes` computes the memory from a layer's sizes. This module reads the sizes from the layer. The source code of
+the layer's quantization method shows which scales no kernel reads. ``doctor`` calls this module in a process that has
+built the model with fake tensors.
 """
 
 from __future__ import annotations
@@ -16,43 +17,44 @@ from sglang_moe_patches.changes.fp4_weights import (
     MARLIN,
     creates_only_zeros,
 )
-from sglang_moe_patches.changes.fp4_weights.sizes import Loading, loading_bytes
-from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
+from sglang_moe_patches.changes.fp4_weights.sizes import Loading, compute_loading
+from sglang_moe_patches.changes.fp4_weights.unread import find_unread_scales
 from sglang_moe_patches.core import engine, runners
 
 
-def loading_of(experts: Any, layers: int, *, patched: bool) -> Loading:
+def predict_loading(experts: Any, layers: int, *, patched: bool) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
-    :param experts: a ``FusedMoE`` layer whose weights are not processed yet; ``None``: there is no such layer.
+    :param experts: a ``FusedMoE`` layer whose weights are not processed yet, or ``None`` if the model has no such
+        layer.
     :param layers: MoE layers of the rank.
     """
     weight = getattr(experts, "w13_weight", None)
     if weight is None or weight.dim() != 3:
         return Loading()
     count, rows, packed_columns = weight.shape
-    return loading_bytes(
-        runners.runner_of(experts),
-        type(runners.quantization_of(experts)).__name__,
+    return compute_loading(
+        runners.find_runner(experts),
+        type(runners.find_quantization(experts)).__name__,
         layers=layers,
         experts=count,
         hidden=2 * packed_columns,
         intermediate=rows // 2,
         patched=patched,
-        unread=_unread_bytes(experts),
+        unread=_count_unread_bytes(experts),
         in_place=creates_only_zeros(getattr(type(experts.quant_method), "create_weights", None)),
     )
 
 
-def _unread_bytes(experts: Any) -> int:
+def _count_unread_bytes(experts: Any) -> int:
     """Return the bytes of a layer's scales that a stock server keeps although no kernel reads them."""
-    is_marlin = runners.runner_of(experts) in MARLIN
+    is_marlin = runners.find_runner(experts) in MARLIN
     if is_marlin and runners.is_nvfp4(experts):
         swizzled = (experts._parameters.get(name) for name in _SWIZZLED)
         return sum(int(scales.nbytes) for scales in swizzled if scales is not None)
     if type(experts.quant_method).__name__ not in (name for _, name in _MXFP4_METHODS):
         return 0
-    return 0 if is_marlin and _engine_deletes_scales() else sum(unread_scales(experts).bytes_of.values())
+    return 0 if is_marlin and _engine_deletes_scales() else sum(find_unread_scales(experts).bytes_of.values())
 
 
 def _engine_deletes_scales() -> bool:

@@ -31,30 +31,32 @@ Marlin."""
 _HARMLESS = ("hasattr", "delattr")
 
 
-def _references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
+def _count_references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
     """Return the reference count of a parameter, and the number of tensors that use its memory."""
     memory = parameters[name].untyped_storage()
     return sys.getrefcount(parameters[name]), torch._C._storage_Use_Count(memory._cdata)
 
 
-def shared_storages(layer: Any) -> list[int]:
-    """Return the storages of those weights of a layer to which other objects than the layer refer, too.
+def find_shared_storages(layer: Any) -> list[int]:
+    """Return the storages of a layer's weights that must not be overwritten, because other objects refer to them.
 
-    :returns: addresses of the storages' C++ objects. To find other references, the function compares a weight's
-        reference counts with the counts of a new parameter, to which no other object refers.
+    To find other references, the function compares a weight's reference counts with the counts of a new parameter, to
+    which no other object refers.
+
+    :returns: addresses of the storages' C++ objects.
     """
-    unshared = _references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
-    shared = (name for name in WEIGHTS if _references(layer._parameters, name) != unshared)
+    unshared = _count_references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
+    shared = (name for name in WEIGHTS if _count_references(layer._parameters, name) != unshared)
     return [layer._parameters[name].untyped_storage()._cdata for name in shared]
 
 
 class _Repack(TorchFunctionMode):
     """Observer of the engine's repack of one layer, which lets repacked experts overwrite the loaded experts.
 
-    It records from which memory the engine copied an expert. If the engine stacks the written experts, the observer
-    returns the memory of the loaded weights instead of a new tensor.
+    The observer records from which memory the engine copied an expert. If the engine stacks the written experts, the
+    observer returns the memory of the loaded weights instead of a new tensor.
 
-    :param kept: storages that must not be overwritten, as :func:`shared_storages` returns them.
+    :param kept: storages that must not be overwritten, as :func:`find_shared_storages` returns them.
     """
 
     def __init__(self, kept: list[int]) -> None:
@@ -113,7 +115,7 @@ def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs:
 
     The function is ``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``.
     """
-    with _Repack(shared_storages(layer)) as mode:
+    with _Repack(find_shared_storages(layer)) as mode:
         token = _current.set(mode)
         try:
             return original(layer, *args, **kwargs)

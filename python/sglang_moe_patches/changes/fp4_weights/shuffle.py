@@ -89,7 +89,7 @@ class RowPermutation(NamedTuple):
         return self.rows if self.tile is None else self.tile
 
 
-def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[tuple[str, int, int], ...]:
+def compute_matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[tuple[str, int, int], ...]:
     """Return the sizes of a layer's four tensors: the weights and scales of both GEMMs.
 
     :returns: one tuple for each tensor: the argument's name, the rows of an expert and the bytes of a row.
@@ -103,7 +103,7 @@ def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> t
     )
 
 
-def repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
+def find_repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
     """Return the permutation within a tile, or ``None`` if the tiles of ``rows`` have different permutations.
 
     :param rows: int64 ``[n]``, a permutation of ``range(n)``.
@@ -116,7 +116,7 @@ def repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
     return first.contiguous() if bool((tiles == first).all()) and int(first.max()) < TILE_ROWS else None
 
 
-def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> torch.Tensor:
+def _read_flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> torch.Tensor:
     """Return FlashInfer's row index for one expert's matrix: int64 ``[rows]`` on the CPU.
 
     :raises AssertionError: FlashInfer does not allow the shape.
@@ -138,7 +138,9 @@ def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> to
 
 
 @functools.lru_cache(maxsize=64)
-def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[RowPermutation, ...] | None:
+def compute_row_permutations(
+    hidden_size: int, intermediate_size: int, is_gated: bool
+) -> tuple[RowPermutation, ...] | None:
     """Return the row permutations of a layer's four tensors, or ``None`` if a tensor's layout is no permutation of
     rows.
 
@@ -149,11 +151,11 @@ def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -
     :raises AssertionError: FlashInfer does not allow the shape.
     """
     permutations = []
-    for name, rows, row_bytes in matrix_shapes(hidden_size, intermediate_size, is_gated):
-        index = _flashinfer_rows(name, rows, row_bytes, is_gated)
+    for name, rows, row_bytes in compute_matrix_shapes(hidden_size, intermediate_size, is_gated):
+        index = _read_flashinfer_rows(name, rows, row_bytes, is_gated)
         if index.numel() != rows or not torch.equal(index.sort().values, torch.arange(rows, device="cpu")):
             return None
-        permutations.append(RowPermutation(index, repeating_tile(index)))
+        permutations.append(RowPermutation(index, find_repeating_tile(index)))
     return tuple(permutations)
 
 
@@ -182,7 +184,7 @@ def _warps(program_bytes: int) -> int:
     return min(32, max(4, _next_power_of_2(program_bytes // (THREAD_BYTES * 32))))
 
 
-def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
+def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
     """Return the launch parameters with which the row kernel permutes matrices of `rows` x `row_bytes`.
 
     The result is ``None`` if a program cannot keep even the narrowest strip in registers.
@@ -204,7 +206,7 @@ def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig
     return None
 
 
-def interleave_warps(row_bytes: int) -> int | None:
+def choose_interleave_warps(row_bytes: int) -> int | None:
     """Return the number of warps of the interleave kernel for scale rows of `row_bytes`, or ``None`` if a program
     cannot keep a tile of scales in registers.
     """
@@ -332,7 +334,7 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 # --- The same in plain PyTorch ---------------------------------------------------------------------------------------
 
 
-def _scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
+def _allocate_scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
     """Return a uint8 scratch buffer as large as `matrices`, but at most SCRATCH_BYTES.
 
     :param at_least: bytes that one step needs. The buffer has at least this size.
@@ -349,7 +351,7 @@ def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor) -> None:
     :param index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
     """
     experts, rows, row_bytes = matrices.shape
-    scratch = _scratch(matrices, at_least=rows)
+    scratch = _allocate_scratch(matrices, at_least=rows)
     width = min(row_bytes, scratch.numel() // rows)
     step = max(1, scratch.numel() // (rows * row_bytes))
     for first in range(0, experts, step):
@@ -370,7 +372,7 @@ def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None) -> 
     """
     row_bytes = scales.shape[-1]
     tiles = scales.view(-1, TILE_ROWS, row_bytes)
-    scratch = _scratch(scales, at_least=TILE_ROWS * row_bytes)
+    scratch = _allocate_scratch(scales, at_least=TILE_ROWS * row_bytes)
     step = scratch.numel() // (TILE_ROWS * row_bytes)
     for first in range(0, tiles.shape[0], step):
         part = tiles[first : first + step]
@@ -391,8 +393,9 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
-    """Copy the `kernel_index` of each permutation to the device, and return the copies. If no kernel can run, each is
-    ``None``.
+    """Copy the `kernel_index` of each permutation to the device, and return the copies.
+
+    If the device runs no Triton kernels, return ``None`` for each permutation.
 
     All indices are uploaded in one copy of at most some tens of KB. The copy comes from pageable memory, so the driver
     has read it when the call returns, and no wait for the stream is needed.
@@ -404,11 +407,12 @@ def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Seq
     return packed.split([index.numel() for index in indices])
 
 
-def _ran_kernel(
+def _try_kernel(
     name: str, uploaded: torch.Tensor | None, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any
 ) -> bool:
-    """Launch a Triton kernel, and return whether it ran. If it cannot be compiled or launched, the tensor that it would
-    change is unchanged.
+    """Try to launch a Triton kernel, and return whether it ran.
+
+    If the kernel cannot be compiled or launched, log a warning. ``matrices`` is then unchanged.
     """
     if uploaded is None or matrices.data_ptr() % 16:
         return False
@@ -422,8 +426,8 @@ def _ran_kernel(
 
 def _permute_rows(matrices: torch.Tensor, permutation: RowPermutation, uploaded: torch.Tensor | None) -> None:
     _, rows, row_bytes = matrices.shape
-    config = row_kernel_config(rows, row_bytes, permutation.tile is not None)
-    if config and _ran_kernel("row permutation", uploaded, permute_rows_triton, matrices, uploaded, config):
+    config = choose_row_kernel_config(rows, row_bytes, permutation.tile is not None)
+    if config and _try_kernel("row permutation", uploaded, permute_rows_triton, matrices, uploaded, config):
         return
     # The tile is the smallest closed set of rows. If the tiles are permuted as small matrices, less scratch is needed.
     index = permutation.kernel_index
@@ -437,9 +441,9 @@ def _shuffle_scales(scales: torch.Tensor, permutation: RowPermutation, uploaded:
         # one program. The scales are therefore shuffled in two passes, each in place: first the rows, then the tiles.
         # The scales are an eighth of the layer's bytes.
         _permute_rows(scales, permutation, uploaded)
-    warps = interleave_warps(scales.shape[-1])
+    warps = choose_interleave_warps(scales.shape[-1])
     index = None if tile is None else uploaded
-    if warps and _ran_kernel("interleave", uploaded, interleave_tiles_triton, scales, index, warps):
+    if warps and _try_kernel("interleave", uploaded, interleave_tiles_triton, scales, index, warps):
         return
     interleave_tiles_plain(scales, None if tile is None else tile.to(scales.device))
 
@@ -451,7 +455,7 @@ def _warn_no_kernel(name: str, reason: str) -> None:
     )
 
 
-def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
+def _find_layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
     """Return an error message if the layout does not allow the sizes, else ``None``. The message names the tensor and
     the reason.
     """
@@ -468,7 +472,7 @@ def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> 
     return None
 
 
-def _expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
+def _view_expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
     """Return a uint8 view ``[experts, rows, row_bytes]`` of `tensor`, on the same storage.
 
     :raises NotInPlace: the tensor's dtype, shape or strides do not allow the view. The message names the rule.
@@ -530,9 +534,9 @@ def prepare_static_weights_for_trtllm_fp4_moe(
             f"not {num_experts}, {hidden_size} and {intermediate_size}"
         )
     tensors = (gemm1_weights, gemm1_scales_linear_fp4_bytes, gemm2_weights, gemm2_scales_linear_fp4_bytes)
-    shapes = matrix_shapes(hidden_size, intermediate_size, is_gated)
+    shapes = compute_matrix_shapes(hidden_size, intermediate_size, is_gated)
     gemm1, gemm1_scales, gemm2, gemm2_scales = matrices = [
-        _expert_matrices(name, tensor, num_experts, rows, row_bytes)
+        _view_expert_matrices(name, tensor, num_experts, rows, row_bytes)
         for tensor, (name, rows, row_bytes) in zip(tensors, shapes, strict=True)
     ]
     device = gemm1.device
@@ -540,9 +544,9 @@ def prepare_static_weights_for_trtllm_fp4_moe(
         if matrix.device != device:
             raise ValueError(f"{name}: must be on the device of gemm1_weights, {device}, not on {matrix.device}")
 
-    layout_error = _layout_error(gemm1.shape[1], hidden_size, intermediate_size)
+    layout_error = _find_layout_error(gemm1.shape[1], hidden_size, intermediate_size)
     try:
-        permutations = row_permutations(hidden_size, intermediate_size, bool(is_gated))
+        permutations = compute_row_permutations(hidden_size, intermediate_size, bool(is_gated))
     except AssertionError as error:  # the engine's own function refuses such a shape, too
         message = f"gemm1_weights, gemm2_weights: FlashInfer refuses the shape: {error}"
         raise ValueError(layout_error or message) from error

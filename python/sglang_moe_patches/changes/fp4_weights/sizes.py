@@ -46,17 +46,17 @@ class Loading(NamedTuple):
     growth: int = 0
 
     @property
-    def kept(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes beside the weights that stay allocated or reserved after loading. The KV cache cannot use them."""
         return self.growth + self.unread + self.holes
 
     @property
-    def least(self) -> int:
+    def required_bytes(self) -> int:
         """Bytes that must be free in addition to the weights. With fewer free bytes the model does not load."""
-        return self.kept + self.transient
+        return self.kept_bytes + self.transient
 
 
-def loading_bytes(
+def compute_loading(
     runner: str | None,
     method: str,
     *,
@@ -70,11 +70,11 @@ def loading_bytes(
 ) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
-    A prediction of ``doctor --model`` reduces the KV cache by :attr:`Loading.kept`. The model does not load if less
-    than :attr:`Loading.least` is free in addition to the weights. Both ``runner`` and ``method`` are needed, because
-    ``triton_kernel`` also runs BF16 experts, for which all figures are zero.
+    A prediction of ``doctor --model`` reduces the KV cache by :attr:`Loading.kept_bytes`. The model does not load if
+    less than :attr:`Loading.required_bytes` is free in addition to the weights. Both ``runner`` and ``method`` are
+    needed, because ``triton_kernel`` also runs BF16 experts, for which all figures are zero.
 
-    :param runner: the resolved ``--moe-runner-backend``; ``None``: not known.
+    :param runner: the resolved ``--moe-runner-backend``, or ``None`` if it is not known.
     :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``.
     :param layers: MoE layers of this rank.
     :param experts: routed experts of a layer on this rank.

@@ -3,16 +3,13 @@
 The source code of all possible readers decides. A *reader* is a function that may read the layer's attributes.
 
 :class:`_Reader` follows the statements of the quantization method's ``apply``, for the actual method and layer. If the
-    condition of an ``if`` has a known value, only the branch that runs is followed. The value is known if the condition
-    consists of attributes that no longer change, the engine's globals and functions that return one expression.
-    Otherwise both branches are followed. Functions that receive the layer are followed, too. If the layer is passed
-    anywhere else, nothing is proven.
+condition of an ``if`` has a known value, only the branch that runs is followed. The value is known if the condition
+consists of attributes that no longer change, the engine's globals and functions that return one expression. If the
+value is unknown, both branches are followed. Functions that receive the layer are followed, too. If the layer is passed
+anywhere else, nothing is proven.
 
-A scale also counts as read if its name occurs in another function of the method, or in a function of the layer that is
-no loader.
-
-A weight update reaches a scale through the ``weight_loader`` of the scale's parameter. This loader stays, and does not
-read the scale.
+A scale also counts as read if its name occurs in another function of the quantization method, or in a function of the
+layer. Weight loaders are an exception, because they only write a scale.
 """
 
 from __future__ import annotations
@@ -31,7 +28,8 @@ from sglang_moe_patches.core import engine
 
 _UNKNOWN = object()
 _EMPTY_CELL = CellType()
-"""Cell of a closure whose variable has no value yet. Its contents must not be read."""
+"""Closure cell without contents. Cells are compared with it, because reading the contents of an empty cell raises
+``ValueError``."""
 _MEGA_MOE = "_mega_moe_weights_built"
 """Name of the attribute that the engine sets on a layer whose experts run in DeepGEMM's mega kernel, without the
 method's ``apply``."""
@@ -43,9 +41,8 @@ _FORWARDS = ("forward", "forward_impl", "run_moe_core")
 """Names of functions of the engine's ``FusedMoE`` that run in a forward pass."""
 
 
-class Unread(NamedTuple):
-    """Result of :func:`unread_scales`: the scales of one layer that no code reads once the layer's weights have been
-    processed.
+class UnreadScales(NamedTuple):
+    """Result of :func:`find_unread_scales`: scales of a layer that no code reads after the weights were processed.
 
     :param bytes_of: bytes of each unread scale, by the scale's name.
     :param reason: why the layer has no unread scale. It is empty if the layer has one.
@@ -55,25 +52,25 @@ class Unread(NamedTuple):
     reason: str = ""
 
 
-def unread_scales(layer: Any) -> Unread:
+def find_unread_scales(layer: Any) -> UnreadScales:
     """Return the scales of a layer that fp4-weights frees, or the reason why it frees none.
 
     :param layer: a ``FusedMoE`` layer whose weights were processed.
     """
     method = getattr(layer, "quant_method", None)
     if getattr(layer, _MEGA_MOE, False):
-        return Unread({}, "DeepGEMM's mega kernel runs the layer's experts")
+        return UnreadScales({}, "DeepGEMM's mega kernel runs the layer's experts")
     try:
         for owner in (method, getattr(method, "runner", None)):
-            holds_layer = any(_leads_to_layer(value, layer) for value in _attributes(owner).values())
+            holds_layer = any(_leads_to_layer(value, layer) for value in _read_attributes(owner).values())
             engine.require(not holds_layer, f"{type(method).__name__} keeps a reference to its layer")
         for owner in (method, layer):
             kind: Any = type(owner)
-            replaced = sorted(_attributes(owner).keys() & _functions(kind).keys())
+            replaced = sorted(_read_attributes(owner).keys() & _find_functions(kind).keys())
             engine.require(not replaced, f"{', '.join(replaced)} of a {kind.__name__} is set on the instance")
-        read = attributes_read(method, layer)
+        read = find_attributes_read(method, layer)
     except engine.Unsupported as error:
-        return Unread({}, str(error))
+        return UnreadScales({}, str(error))
     unread = {
         name: int(value.nbytes)
         for name, value in layer._parameters.items()
@@ -82,10 +79,10 @@ def unread_scales(layer: Any) -> Unread:
         and name not in read
         and not _is_named_elsewhere(type(method), type(layer), name)
     }
-    return Unread(unread, "" if unread else f"{type(method).__name__} reads all of its scales")
+    return UnreadScales(unread, "" if unread else f"{type(method).__name__} reads all of its scales")
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
+def _read_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes that are set on an object itself, not on its class, by their names."""
     return getattr(owner, "__dict__", {})
 
@@ -98,11 +95,11 @@ def _leads_to_layer(value: Any, layer: Any) -> bool:
             return True
         if id(value) not in seen:
             seen.add(id(value))
-            todo += _contents(value)
+            todo += _list_contents(value)
     return False
 
 
-def _contents(value: Any) -> Iterable[Any]:
+def _list_contents(value: Any) -> Iterable[Any]:
     """Return the objects to which a callable or a collection refers. For any other value, return an empty tuple."""
     match value:
         case functools.partial(func=function, args=arguments, keywords=keywords):
@@ -119,7 +116,7 @@ def _contents(value: Any) -> Iterable[Any]:
     return ()
 
 
-def attributes_read(method: Any, layer: Any) -> set[str]:
+def find_attributes_read(method: Any, layer: Any) -> set[str]:
     """Return the names of the layer's attributes that ``method.apply(layer, ...)`` may read.
 
     :raises engine.Unsupported: the source code does not show which attributes ``apply`` reads.
@@ -134,7 +131,7 @@ def attributes_read(method: Any, layer: Any) -> set[str]:
 
 
 @functools.cache
-def _functions(owner: type) -> dict[str, FunctionType]:
+def _find_functions(owner: type) -> dict[str, FunctionType]:
     """Return the functions of a class and the getters of its properties, by their names.
 
     A wrapper is replaced by the function that it wraps.
@@ -149,19 +146,19 @@ def _functions(owner: type) -> dict[str, FunctionType]:
 
 
 @functools.cache
-def _names_and_strings(code: CodeType) -> frozenset[str]:
+def _find_names_and_strings(code: CodeType) -> frozenset[str]:
     """Return the names and strings that occur in a function's code and in the functions inside it."""
-    inner = (_names_and_strings(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    inner = (_find_names_and_strings(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     strings = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset({*code.co_names, *strings}.union(*inner))
 
 
-def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
+def _find_reachable(owner: type, names: tuple[str, ...]) -> set[str]:
     """Return the names of the functions ``names`` of a class, and of all its functions that they may call."""
-    functions, found, todo = _functions(owner), set[str](), {*names}
+    functions, found, todo = _find_functions(owner), set[str](), {*names}
     while todo := todo & functions.keys() - found:
         found |= todo
-        todo = {word for name in todo for word in _names_and_strings(functions[name].__code__)}
+        todo = {word for name in todo for word in _find_names_and_strings(functions[name].__code__)}
     return found
 
 
@@ -169,26 +166,26 @@ def _is_named_elsewhere(method: type, layer: type, name: str) -> bool:
     """Return whether another function than ``apply`` contains a scale's name and may run after the weights were
     processed.
     """
-    asked_of_method = _functions(method).keys() - _reachable(method, (*_SETUP, "apply"))
-    forwards = _reachable(layer, _FORWARDS)
-    asked_of_layer = forwards | _functions(layer).keys() - _reachable(layer, _LOADERS)
+    asked_of_method = _find_functions(method).keys() - _find_reachable(method, (*_SETUP, "apply"))
+    forwards = _find_reachable(layer, _FORWARDS)
+    asked_of_layer = forwards | _find_functions(layer).keys() - _find_reachable(layer, _LOADERS)
     return any(
-        name in _names_and_strings(_functions(owner)[each].__code__)
+        name in _find_names_and_strings(_find_functions(owner)[each].__code__)
         for owner, asked in ((method, asked_of_method), (layer, asked_of_layer))
         for each in asked
     )
 
 
 @functools.cache
-def _changing_attributes(owner: type) -> frozenset[str]:
+def _find_changing_attributes(owner: type) -> frozenset[str]:
     """Return the names of a class's attributes whose values may change in a forward pass.
 
     Such attributes are set in functions other than those that construct the object or process its weights.
     """
-    functions = _functions(owner)
+    functions = _find_functions(owner)
     return frozenset(
         instruction.argval
-        for name in functions.keys() - _reachable(owner, _SETUP)
+        for name in functions.keys() - _find_reachable(owner, _SETUP)
         for instruction in dis.get_instructions(functions[name])
         if instruction.opname == "STORE_ATTR"
     )
@@ -328,7 +325,7 @@ class _Reader:
     @staticmethod
     def _attribute(owner: Any, name: str, default: Any = _UNKNOWN) -> Any:
         kind: Any = type(owner)
-        if owner is _UNKNOWN or name in _changing_attributes(kind):
+        if owner is _UNKNOWN or name in _find_changing_attributes(kind):
             return _UNKNOWN
         if not isinstance(owner, ModuleType) and isinstance(inspect.getattr_static(kind, name, None), property):
             return _UNKNOWN  # the getter of a property runs code

@@ -54,7 +54,7 @@ from sglang_moe_patches.core.patch import (
     Status,
     best_effort,
     combine_installs,
-    error_reason,
+    format_reason,
 )
 from sglang_moe_patches.core.variables import STRICT
 
@@ -89,7 +89,8 @@ def _plan() -> Plan:
     """Return the plan for moe-workspace, combined from probes of the Triton runner, the Marlin runner and the offers of
     dead inputs.
 
-    If only one runner is supported, the plan installs that runner and names the other runner's problem in its reason.
+    If only one runner is supported, the plan installs the column slices of that runner. The plan's reason then says why
+    the other runner is not supported.
     """
     from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 
@@ -122,7 +123,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     """
     used = set[str | None]()
     with best_effort("moe-workspace: which runners a model has"):
-        used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
+        used = {runners.find_runner(experts) for experts in runners.find_layers(model)}
     for runner in sorted(unsupported.keys() & used):
         message = log.format_line(
             "moe-workspace",
@@ -130,7 +131,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
         )
         if STRICT.read():
             raise PatchError(f"{STRICT.name}=1, and {message}")
-        log.once(logging.WARNING, f"unsupported {runner}", "%s", message)
+        log.log_once(logging.WARNING, f"unsupported {runner}", "%s", message)
 
 
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:
@@ -142,7 +143,7 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
     try:
         return plan()
     except Exception as error:
-        return Plan.unsupported(error_reason(error, "probing it failed: "))
+        return Plan.unsupported(format_reason(error, "probing it failed: "))
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:
@@ -159,11 +160,11 @@ def _offer_dead_input() -> tuple[Install | None, str]:
     return offers.install, offers.note
 
 
-def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
+def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
     """Return why no forward pass ran in column slices, from the size of the largest expert outputs.
 
-    This function does not know which runner the layers use. Triton and Marlin may cut tensors from different sizes on.
-    The reason then names both sizes.
+    This function does not know which runner the layers use. If the smallest tensor that Triton cuts has another size
+    than the smallest tensor that Marlin cuts, the reason names both sizes.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {
@@ -196,7 +197,7 @@ COLUMNS = Count(
     "split_columns",
     lambda slices, *args: len(slices) if len(slices) > 1 else 0,
     unit="slices",
-    skip_reason=_size_skip_reason,
+    skip_reason=_find_size_skip_reason,
 )
 CHANGE = Change(
     name="moe-workspace",

@@ -14,12 +14,12 @@ from math import ceil, gcd, isqrt, lcm
 from typing import NamedTuple
 
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.variables import Variable, positive_number_parser
+from sglang_moe_patches.core.variables import Variable, make_positive_number_parser
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
     "MB for a MoE layer on Triton or Marlin; unset: slices cost an estimated 2 % at most",
-    positive_number_parser("MB"),
+    make_positive_number_parser("MB"),
 )
 
 # Limits of the default rule: the next three constants. If the user sets MOE_WORKSPACE_MB, that value replaces them.
@@ -105,7 +105,7 @@ class LayerShape(NamedTuple):
         """Bytes of the layer's output, [tokens, hidden]."""
         return self.tokens * self.hidden * self.itemsize
 
-    def layer_us(self, operations_per_us: float) -> float:
+    def estimate_layer_us(self, operations_per_us: float) -> float:
         """Return the estimated time of both GEMMs and the sum, in microseconds.
 
         :param operations_per_us: floating-point operations that the GEMMs compute in a microsecond.
@@ -162,7 +162,7 @@ class TritonGemm(NamedTuple):
         return lcm(SLICE_ALIGNMENT_COLUMNS, tile, self.columns_per_scale * scales)
 
     @property
-    def activation_bytes(self) -> int:
+    def input_itemsize(self) -> int:
         """Bytes of one element of the second GEMM's input."""
         return 1 if self.quantized else 2
 
@@ -182,41 +182,39 @@ class TritonGemm(NamedTuple):
         assert self.tiles is not None
         is_small = self.tiles["BLOCK_SIZE_M"] * self.tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
         return (
-            SMALL_TILE_OPERATIONS_PER_US
-            if is_small and not self.quantized
-            else OPERATIONS_PER_US[self.activation_bytes]
+            SMALL_TILE_OPERATIONS_PER_US if is_small and not self.quantized else OPERATIONS_PER_US[self.input_itemsize]
         )
 
-    def slicing_us(self, layer: LayerShape, slices: int) -> float:
+    def estimate_slicing_us(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices in microseconds, compared with a tensor that is not cut."""
         staging_us = 2 * layer.output_bytes / BYTES_PER_US if self.uses_staging else 0
-        return SLICING_US + staging_us + (slices - 1) * _cost_of_slice_us(SLICE_US[self.activation_bytes], layer.rows)
+        return SLICING_US + staging_us + (slices - 1) * _cost_of_slice_us(SLICE_US[self.input_itemsize], layer.rows)
 
-    def slowdown(self, layer: LayerShape, slices: int) -> float:
+    def estimate_slowdown(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices as a fraction of the layer's time."""
-        slowdown = self.slicing_us(layer, slices) / layer.layer_us(self.operations_per_us)
+        slowdown = self.estimate_slicing_us(layer, slices) / layer.estimate_layer_us(self.operations_per_us)
         return max(slowdown, SLOW_ORDER_SLOWDOWN) if self.has_slow_order else slowdown
 
-    def inner_bytes(self, layer: LayerShape) -> int:
+    def activation_output_bytes(self, layer: LayerShape) -> int:
         """Return the bytes that the runner allocates for the activation's output."""
         return 0 if self.activation_in_dead_input else layer.itemsize * layer.rows * layer.intermediate
 
     def input_bytes(self, layer: LayerShape) -> int:
         """Return the bytes of the second GEMM's input, without its scales."""
-        return layer.rows * layer.intermediate if self.quantized else self.inner_bytes(layer)
+        return layer.rows * layer.intermediate if self.quantized else self.activation_output_bytes(layer)
 
     def memory(self, layer: LayerShape) -> RunnerMemory:
         """Return how much memory the Triton runner allocates in a layer with these sizes. :func:`slice_width` uses the
         result.
         """
-        inner_bytes, input_bytes = self.inner_bytes(layer), self.input_bytes(layer)
+        activation_output_bytes, input_bytes = self.activation_output_bytes(layer), self.input_bytes(layer)
         # The scales of the quantized input have at most four bytes for each group of 128 elements.
         input_with_scales = input_bytes + (input_bytes // 32 if self.quantized else 0)
         return RunnerMemory(
-            at_activation=layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes,
+            at_activation=layer.itemsize * layer.rows * layer.first_gemm_columns + activation_output_bytes,
             # Without slices the GEMM quantizes its own input. The 16-bit activations and the quantized ones are then
             # both allocated.
-            uncut=layer.tensor_bytes + input_bytes + (inner_bytes if self.quantized else 0),
+            uncut=layer.tensor_bytes + input_bytes + (activation_output_bytes if self.quantized else 0),
             beside_slice=input_with_scales + (layer.output_bytes if self.uses_staging else 0),
             slice_column=layer.rows * layer.itemsize,
         )
@@ -232,25 +230,25 @@ class MarlinGemm(NamedTuple):
     column_bytes: int
     output_in_dead_input: bool = False
 
-    def slicing_us(self, layer: LayerShape, slices: int) -> float:
+    def estimate_slicing_us(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices in microseconds. It includes the copies of weights and scales."""
         copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
         return MARLIN_SLICING_US + copies_us + (slices - 1) * _cost_of_slice_us(MARLIN_SLICE_US, layer.rows)
 
-    def slowdown(self, layer: LayerShape, slices: int) -> float:
+    def estimate_slowdown(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices as a fraction of the layer's time."""
-        return self.slicing_us(layer, slices) / layer.layer_us(MARLIN_OPERATIONS_PER_US)
+        return self.estimate_slicing_us(layer, slices) / layer.estimate_layer_us(MARLIN_OPERATIONS_PER_US)
 
     def memory(self, layer: LayerShape) -> RunnerMemory:
         """Return how much memory the Marlin runner allocates in a layer with these sizes. :func:`packed_slice_width`
         uses the result.
         """
-        inner_bytes = layer.rows * layer.intermediate * layer.itemsize
+        activation_output_bytes = layer.rows * layer.intermediate * layer.itemsize
         return RunnerMemory(
-            at_activation=layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes,
+            at_activation=layer.rows * layer.first_gemm_columns * layer.itemsize + activation_output_bytes,
             # The engine's own function allocates a tensor for its output.
-            uncut=inner_bytes + layer.output_bytes + layer.tensor_bytes,
-            beside_slice=inner_bytes + (0 if self.output_in_dead_input else layer.output_bytes),
+            uncut=activation_output_bytes + layer.output_bytes + layer.tensor_bytes,
+            beside_slice=activation_output_bytes + (0 if self.output_in_dead_input else layer.output_bytes),
             slice_column=layer.rows * layer.itemsize + self.column_bytes,
         )
 
@@ -271,7 +269,7 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
       about 1/n^2 of the tensor. Each further slice must save :data:`MIN_BYTES_SAVED_PER_SLICE`. The largest ``n`` that
       fulfils this is a square root.
     - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
-      (:func:`max_affordable_slices`).
+      (:func:`find_max_affordable_slices`).
 
     :param max_bytes: memory limit of the runner in bytes, or ``None``. It replaces the three limits: the result is then
         the width of the fewest slices with which the runner keeps the limit. A limit below the memory at the activation
@@ -288,7 +286,7 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
     if gemm.tiles is not None and not is_free:
-        slices = min(slices, max_affordable_slices(layer, gemm))
+        slices = min(slices, find_max_affordable_slices(layer, gemm))
     return _even_width(layer.hidden, slices, gemm.alignment_columns)
 
 
@@ -317,7 +315,9 @@ def packed_slice_width(
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
     if not is_free:
-        budget_us = MAX_SLOWDOWN_FRACTION * layer.layer_us(MARLIN_OPERATIONS_PER_US) - gemm.slicing_us(layer, 1)
+        budget_us = MAX_SLOWDOWN_FRACTION * layer.estimate_layer_us(
+            MARLIN_OPERATIONS_PER_US
+        ) - gemm.estimate_slicing_us(layer, 1)
         slices = min(slices, _count_affordable_slices(budget_us, MARLIN_SLICE_US, layer.rows))
     return _even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
 
@@ -339,14 +339,14 @@ def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Calla
     saved_bytes = max(memory.at_activation, memory.uncut) - memory.peak_bytes(width)
     if free_width == layer.hidden or width == layer.hidden or saved_bytes <= 0:
         return ""
-    slowdown = gemm.slowdown(layer, len(split_columns(layer.hidden, width)))
+    slowdown = gemm.estimate_slowdown(layer, len(split_columns(layer.hidden, width)))
     return (
         f"{MOE_WORKSPACE_MB.name}={megabytes} asks for it: {saved_bytes / 1e6:,.0f} MB less, "
         f"about {1 + slowdown:.2f} of the layer's time"
     )
 
 
-def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
+def find_max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
     """Return the largest number of slices that cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time.
 
     The result is at least 1.
@@ -355,17 +355,17 @@ def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
         # A test or a benchmark sets MAX_SLOWDOWN_FRACTION to 1 or more to lift the limit.
         return 1 if MAX_SLOWDOWN_FRACTION < 1 else layer.rows
     rate = gemm.operations_per_us  # the tiles themselves are a dictionary, which has no hash
-    return _max_affordable_slices(layer, gemm.quantized, gemm.uses_staging, rate, MAX_SLOWDOWN_FRACTION)
+    return _find_max_affordable_slices(layer, gemm.quantized, gemm.uses_staging, rate, MAX_SLOWDOWN_FRACTION)
 
 
 @functools.lru_cache
-def _max_affordable_slices(
+def _find_max_affordable_slices(
     layer: LayerShape, quantized: bool, uses_staging: bool, operations_per_us: float, max_slowdown_fraction: float
 ) -> int:
-    """Compute the result of :func:`max_affordable_slices`. It is cached for each combination of arguments."""
+    """Compute the result of :func:`find_max_affordable_slices`. It is cached for each combination of arguments."""
     gemm = TritonGemm(quantized=quantized, uses_staging=uses_staging)
-    budget_us = max_slowdown_fraction * layer.layer_us(operations_per_us) - gemm.slicing_us(layer, 1)
-    return _count_affordable_slices(budget_us, SLICE_US[gemm.activation_bytes], layer.rows)
+    budget_us = max_slowdown_fraction * layer.estimate_layer_us(operations_per_us) - gemm.estimate_slicing_us(layer, 1)
+    return _count_affordable_slices(budget_us, SLICE_US[gemm.input_itemsize], layer.rows)
 
 
 def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], rows: int) -> int:
@@ -420,9 +420,9 @@ def min_tensor_bytes(max_bytes: int | None) -> int:
 
     Each forward pass compares this size first, because the comparison is cheap. With a limit of ``max_bytes``, the size
     is a quarter of the limit. Proof: let T be the bytes of the expert outputs and A those of the activation's output.
-    During the second GEMM the runner has T and at most 1.5 A (in 16 bits and in one byte). During the activation it has
-    at least 2 A, whatever is cut. Slices help only if the second GEMM is the peak, and then A is less than 2 T. So the
-    peak is less than 4 T.
+    During the second GEMM the runner has T and at most 1.5 A: the activation's output in 16 bits, and its quantized
+    copy in one byte. During the activation the runner has at least 2 A, whatever is cut. Slices help only if the second
+    GEMM is the peak, and then A is less than 2 T. So the peak is less than 4 T.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
@@ -444,7 +444,7 @@ def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
     message = log.format_line(
         "moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices"
     )
-    log.once(logging.INFO, f"cut {runner}", message, runner, tensor_bytes / 1e6, slices)
+    log.log_once(logging.INFO, f"cut {runner}", message, runner, tensor_bytes / 1e6, slices)
 
 
 def split_columns(columns: int, width: int) -> list[tuple[int, int]]:

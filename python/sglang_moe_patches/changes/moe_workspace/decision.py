@@ -32,12 +32,12 @@ def decide(built: BuiltModel) -> Decision:
         )
     offering, _ = probe.find_offers(built.model)
     # Layers that offer come first, because a model's first layer never offers its input.
-    layers = offering + runners.layers_of(built.model)
+    layers = offering + runners.find_layers(built.model)
     decides = {"triton": _decide_triton, "marlin": _decide_marlin}
     for experts in layers:
-        if decide_layer := decides.get(str(runners.runner_of(experts))):
+        if decide_layer := decides.get(str(runners.find_runner(experts))):
             return decide_layer(experts, built, offered=any(experts is each for each in offering))
-    others = sorted({runners.runner_of(experts) or "a kernel of their quantization method" for experts in layers})
+    others = sorted({runners.find_runner(experts) or "a kernel of their quantization method" for experts in layers})
     return Decision(reason=f"the routed experts run on {', '.join(others)}")
 
 
@@ -60,7 +60,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, second.shape[1]
     itemsize = torch.bfloat16.itemsize
     if top_k * tokens * hidden * itemsize < column_slices.min_tensor_bytes(max_bytes):
-        return Decision(reason=_size(tokens, top_k, hidden) + ", too small to cut")
+        return Decision(reason=_describe_size(tokens, top_k, hidden) + ", too small to cut")
     if not triton.can_run_in_columns(tokens, top_k, hooks=None, defer_sum=False):
         return Decision(reason=f"a top-k of {top_k} has no sum to cut")
     rows, inner = tokens * top_k, second.shape[2]
@@ -69,10 +69,10 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
     quantized = second.dtype.itemsize == 1
     scales = [getattr(experts, name, None) for name in ("w2_weight_scale_inv", "w2_weight_scale")]
-    scale = next((_without_memory(each) for each in scales if each is not None), None)
+    scale = next((_copy_to_meta(each) for each in scales if each is not None), None)
     blocks = getattr(getattr(experts.quant_method, "quant_config", None), "weight_block_size", None)
     rest = [None] * (deferred_tensor.CONFIG - deferred_tensor.REST)
-    operands = (_empty(rows, inner), _without_memory(second), None, None, scale, None)
+    operands = (_make_meta_tensor(rows, inner), _copy_to_meta(second), None, None, scale, None)
     how = {"use_fp8_w8a8": quantized and second.is_floating_point(), "use_int8_w8a8": False, "block_shape": blocks}
     gemm = SecondGemm(*operands, (*rest, tiles), how)
     deferred = DeferredTensor((tokens, top_k, hidden), "meta", torch.bfloat16, gemm)
@@ -87,7 +87,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     )
     token = deferred_tensor.current_call.set(call)
     try:
-        sizes = deferred_tensor.describe(deferred, _empty(tokens, hidden))
+        sizes = deferred_tensor.describe(deferred, _make_meta_tensor(tokens, hidden))
     finally:
         deferred_tensor.current_call.reset(token)
     used = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
@@ -109,7 +109,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, config.hidden_size
     inner = config.intermediate_size_per_partition
     if 2 * tokens * top_k * hidden < column_slices.min_packed_tensor_bytes(max_bytes):
-        return Decision(reason=_size(tokens, top_k, hidden) + ", too small to cut")
+        return Decision(reason=_describe_size(tokens, top_k, hidden) + ", too small to cut")
     second = {name: each for name, each in experts.named_parameters() if name.startswith("w2_")}
     weights = next(each for name, each in second.items() if name in ("w2_weight", "w2_qweight", "w2_weight_packed"))
     scales = next(
@@ -117,7 +117,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     )
     local = weights.shape[0]
     bits = 8 * weights.nbytes // (local * hidden * inner)
-    name = type(runners.quantization_of(experts)).__name__.lower()
+    name = type(runners.find_quantization(experts)).__name__.lower()
     by_config = getattr(getattr(experts.quant_method, "quant_config", None), "desc_act", False)
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
@@ -125,20 +125,24 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
         """Return the weights and the scales of a matrix [rows, columns], with the shapes that Marlin packs them into,
         as ``meta`` tensors.
         """
-        words = _empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
+        words = _make_meta_tensor(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
-        return words, _empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
+        return words, _make_meta_tensor(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
 
     (w1, w1_scale), (w2, w2_scale) = packed(hidden, 2 * inner), packed(inner, hidden)
-    hidden_states = _empty(tokens, hidden)
+    hidden_states = _make_meta_tensor(tokens, hidden)
     arguments = {
         **{"hidden_states": hidden_states, "w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
-        **{"topk_ids": _empty(tokens, top_k, dtype=torch.int32), "num_bits": bits, "inplace": config.inplace},
+        **{
+            "topk_ids": _make_meta_tensor(tokens, top_k, dtype=torch.int32),
+            "num_bits": bits,
+            "inplace": config.inplace,
+        },
         **{"g_idx2": weights if reordered else None, "sort_indices2": None},
         "w2_zeros": second.get("w2_qzeros") if "awq" in name else None,
         "expert_map": None if experts.num_experts == experts.num_local_experts else weights,
     }
-    with channel.moe_output_buffer_ctx(_empty(tokens, hidden) if offered else None):
+    with channel.moe_output_buffer_ctx(_make_meta_tensor(tokens, hidden) if offered else None):
         sizes = marlin.describe(arguments)
     # If the tensor is not cut, the engine's own function runs, which does not use the dead input.
     used = OUTPUT_IN_DEAD_INPUT if offered else ""
@@ -158,8 +162,10 @@ def _decide_width(
     :param sizes: the layer's shape and its second GEMM, or the reason why the tensor cannot be cut.
     :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
-    :param cut: use of the dead input if the tensor is cut. It is empty if the runner does not use the dead input then.
-    :param uncut: use of the dead input if the tensor is not cut. It is empty if the runner does not use it then.
+    :param cut: effect on the dead input if the tensor is cut, such as :data:`OUTPUT_IN_DEAD_INPUT`. It is empty if the
+        runner then does not use the dead input.
+    :param uncut: effect on the dead input if the tensor is not cut. It is empty if the runner then does not use the
+        dead input.
     """
     effects = (uncut,) if uncut else ()
     if isinstance(sizes, str):
@@ -168,7 +174,7 @@ def _decide_width(
     width = choose_width(layer, gemm, max_bytes)
     if width < layer.hidden:
         return Decision((COLUMNS, cut) if cut else (COLUMNS,), width=width)
-    size = _size(layer.tokens, layer.top_k, layer.hidden)
+    size = _describe_size(layer.tokens, layer.top_k, layer.hidden)
     if max_bytes is not None and gemm.memory(layer).uncut <= max_bytes:
         return Decision(effects, f"{size}, which {column_slices.MOE_WORKSPACE_MB.name} allows")
     if advice := column_slices.advise(layer, gemm, choose_width):
@@ -176,19 +182,19 @@ def _decide_width(
     return Decision(effects, f"{size}, and cutting them saves too little")
 
 
-def _size(tokens: int, top_k: int, hidden: int) -> str:
+def _describe_size(tokens: int, top_k: int, hidden: int) -> str:
     """Return a phrase with the size of the expert outputs, in MB, for 16-bit elements."""
     return f"the expert outputs [tokens, top-k, hidden] are {2 * tokens * top_k * hidden / 1e6:,.0f} MB on this server"
 
 
-def _empty(*shape: int, dtype: Any = None) -> Any:
+def _make_meta_tensor(*shape: int, dtype: Any = None) -> Any:
     """Return a ``meta`` tensor of this shape. The default dtype is bfloat16."""
     import torch
 
     return torch.empty(shape, dtype=dtype or torch.bfloat16, device="meta")
 
 
-def _without_memory(tensor: Any) -> Any:
+def _copy_to_meta(tensor: Any) -> Any:
     """Return a ``meta`` tensor with the shape, strides and dtype of ``tensor``."""
     import torch
 

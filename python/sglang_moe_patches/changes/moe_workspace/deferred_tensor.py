@@ -56,8 +56,7 @@ class SecondGemm(NamedTuple):
         :param output: tensor for the result. It is ``None`` if the kernel ends before it writes
             (:class:`QuantizedOnce`).
         :param columns: ``(start, stop)`` of the hidden columns to compute, on views of weights, bias and scales. If it
-            is ``None``, all columns are computed, with the operands as they are. Their shape may be unexpected, which
-            is a reason not to cut.
+            is ``None``, all columns are computed, and no views are made. The operands may then have any shape.
         """
         weights, bias, scale = self.weights, self.bias, self.weights_scale
         if columns is not None:
@@ -87,8 +86,9 @@ class DeferredTensor:
     tensor: Any = None
 
     def view(self, *shape: int) -> DeferredTensor:
-        """Return this object, as ``torch.Tensor.view`` would. The engine asks only for the shape that this object
-        already has.
+        """Return this object, in place of ``torch.Tensor.view``.
+
+        The engine requests only the shape that this object already has.
         """
         assert shape == self.shape
         return self
@@ -114,10 +114,11 @@ class _QuantizationDone(Exception):
 
 
 class QuantizedOnce:
-    """Activations of the second GEMM, quantized once for all slices by the function that the engine's GEMM chooses.
+    """Activations of the second GEMM, which are quantized once for all slices.
 
-    The first call of the GEMM ends after the quantization. The 16-bit activations are then freed before slices allocate
-    memory.
+    The engine's GEMM chooses the function that quantizes. The first call of the GEMM only quantizes: :meth:`quantize`
+    raises ``_QuantizationDone`` to end the call before the GEMM computes. The 16-bit activations are then freed, before
+    slices allocate memory. Later calls compute the slices from the quantized activations.
     """
 
     __slots__ = ("_activations", "_result", "dtype")
@@ -183,7 +184,7 @@ def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
     return None
 
 
-def column_skip_reason(
+def find_column_skip_reason(
     gemm: SecondGemm, deferred: DeferredTensor, output: Any, shared_columns: int | None
 ) -> str | None:
     """Return why the second GEMM cannot be computed and summed in column slices, or ``None`` if it can.
@@ -212,7 +213,7 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
     hidden = deferred.shape[2]
     if isinstance(sizes, str):
         message = log.format_line("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
-        log.once(logging.INFO, f"columns {sizes}", message, sizes)
+        log.log_once(logging.INFO, f"columns {sizes}", message, sizes)
         return [(0, hidden)]
     return column_slices.split_columns(hidden, column_slices.slice_width(*sizes, current_call.get().max_bytes))
 
@@ -226,7 +227,7 @@ def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonG
     assert gemm is not None
     scale, call = gemm.weights_scale, current_call.get()
     shared_columns = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
-    if (reason := column_skip_reason(gemm, deferred, output, shared_columns)) is not None:
+    if (reason := find_column_skip_reason(gemm, deferred, output, shared_columns)) is not None:
         return reason
     layer = LayerShape(
         tokens,

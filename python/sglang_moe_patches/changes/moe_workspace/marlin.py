@@ -90,7 +90,8 @@ class _BothOutputs:
     The engine takes two slices of the tensor. The first slice is the first GEMM's output, and the second slice is the
     second GEMM's output.
 
-    :param allocate_elements: function that allocates a one-dimensional tensor of this many elements.
+    :param allocate_elements: function that receives a number of elements, and allocates a one-dimensional tensor with
+        so many elements.
     :param is_first_sliced: whether the engine has taken the first slice.
     """
 
@@ -201,7 +202,7 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
     hidden = arguments["hidden_states"].shape[1]
     if isinstance(sizes, str):
         message = log.format_line("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
-        log.once(logging.INFO, f"marlin {sizes}", message, sizes)
+        log.log_once(logging.INFO, f"marlin {sizes}", message, sizes)
         return [(0, hidden)]
     return column_slices.split_columns(hidden, column_slices.packed_slice_width(*sizes, max_bytes))
 
@@ -216,7 +217,7 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
     hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
-    if (reason := column_skip_reason(arguments, hidden, w2, scale)) is not None:
+    if (reason := find_column_skip_reason(arguments, hidden, w2, scale)) is not None:
         return reason
     second_bytes = w2.nbytes + scale.nbytes
     layer = LayerShape(
@@ -225,14 +226,14 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
         weight_bytes=w1.nbytes + arguments["w1_scale"].nbytes + second_bytes,
         local_row_fraction=triton.local_row_fraction(arguments["expert_map"] is not None),
     )
-    buffer = channel.offered_buffer()
+    buffer = channel.get_offered_buffer()
     output_fits = buffer is not None and channel.fits(
         buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device
     )
     return layer, MarlinGemm(second_bytes // hidden, output_fits)
 
 
-def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
+def find_column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
     """Return why a call's second GEMM cannot be computed in column slices, or ``None`` if it can."""
     bias = arguments.get("w2_bias")
     if arguments.get("no_combine"):
@@ -357,7 +358,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
             if top_k * hidden_states.nbytes < min_bytes:
                 return original(*args, **kwargs)
             arguments = default_arguments | dict(zip(names, args, strict=False)) | kwargs
-            channel.withhold_if_shared(hidden_states)
+            channel.withdraw_if_shared(hidden_states)
             slices = choose_column_slices(arguments, max_bytes)
             if len(slices) < 2:
                 return original(*args, **kwargs)

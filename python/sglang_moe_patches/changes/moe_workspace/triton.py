@@ -70,8 +70,9 @@ class _FusedMoeTorch(takers.OutputTorch):
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         """Replacement for ``torch.empty``.
 
-        Only the expert outputs have three dimensions: they become a :class:`DeferredTensor`. The activation's output of
-        an in-place call is placed in the dead input, if it fits. All other tensors are allocated as usual.
+        Only the expert outputs have three dimensions: they become a :class:`DeferredTensor`. If the call is in
+        place, the activation's output is placed in the dead input, provided that it fits. All other tensors are
+        allocated as usual.
         """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)
@@ -136,7 +137,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         # the tensor (no_combine): by_columns does not allocate it. The output must be in symmetric memory: by_columns
         # allocates it there.
         needs_pool = not inplace and symmetric_memory.is_enabled
-        if channel.offered_buffer() is None and not kwargs.get("no_combine") and not needs_pool:
+        if channel.get_offered_buffer() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
@@ -145,7 +146,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             if column_slices.slice_width(layer, gemm, max_bytes) == layer.hidden:
                 return original(*args, **kwargs)
         # The kernels still read the MoE input while they write the dead input. Both must not be the same memory.
-        channel.withhold_if_shared(hidden_states)
+        channel.withdraw_if_shared(hidden_states)
         call = FusedMoeCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
         token = deferred_tensor.current_call.set(call)
         try:

@@ -55,10 +55,11 @@ def _skip(server_args: Any) -> Skip | None:
     return None
 
 
-def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
-    """Return the number of rows that :func:`.hooks.truncate` keeps away from the MoE kernel in one call.
+def _count_cut_rows(cut: Any, dispatched: Any, *args: Any) -> int:
+    """Return how many rows fewer the MoE kernel computes in one call because of :func:`.hooks.truncate`.
 
-    The number is compared with the engine's own cut, or with the whole buffer if the engine does not cut.
+    Without :func:`.hooks.truncate` the kernel would compute the rows of the engine's own cut, or the whole buffer if
+    the engine does not cut.
     """
     before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
     return int(max(0, before - after))
@@ -70,5 +71,5 @@ CHANGE = Change(
     plan=hooks.plan,
     skip=_skip,
     variables=(LIMIT, BOUND),
-    counts=(Count("cut", "cut the input", hooks.__name__, "truncate", _rows_cut, unit="rows"),),
+    counts=(Count("cut", "cut the input", hooks.__name__, "truncate", _count_cut_rows, unit="rows"),),
 )

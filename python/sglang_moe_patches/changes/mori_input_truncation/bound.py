@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return 0 if rest else groups
 
 
-def rows_per_dp_rank(
+def find_rows_per_dp_rank(
     counts: Sequence[int] | None,
     local_rows: int | None,
     global_rows: int | None,
@@ -76,11 +76,11 @@ def rows_per_dp_rank(
     return None
 
 
-def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
+def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
     """Return the largest number of rows that this rank can receive in one MoRI dispatch.
 
     :param sent: number of rows that this rank has sent. The CPU knows it from the shape of a tensor.
-    :param counts: largest number of rows of each data-parallel rank, from :func:`rows_per_dp_rank`, or ``None`` if
+    :param counts: largest number of rows of each data-parallel rank, from :func:`find_rows_per_dp_rank`, or ``None`` if
         unknown.
     :param layout: distribution of the attention over the ranks.
     :param buffer_rows: rows of the receive buffer. More rows cannot arrive.
@@ -146,10 +146,10 @@ class Cut(NamedTuple):
 def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: bool = False) -> Cut:
     """Return how many rows of the receive buffer the MoE kernel computes.
 
-    :param bound: largest number of rows that can arrive, from :func:`max_received_rows`, or ``None`` if unknown.
+    :param bound: largest number of rows that can arrive (:func:`compute_max_received_rows`), or ``None`` if unknown.
     :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
-    :param recv_bound: whether to cut to the bound even without a limit.
+    :param recv_bound: whether to cut to ``bound`` even if the user set no limit.
     :returns: a cut to at most ``buffer_rows`` rows, and to at least ``bound`` rows if it is known. A limit between
         ``bound`` and the rounded bound is used as it is. At least one row stays, because kernels are not launched on an
         empty tensor.
@@ -171,8 +171,9 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
 def decide_cut(
     sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
 ) -> tuple[int | None, Cut]:
-    """Return two results: the largest number of rows that can arrive (:func:`max_received_rows`), and the cut for this
-    number (:func:`decide_rows`).
+    """Return two results: the largest number of rows that can arrive, and the cut for this number.
+
+    :func:`compute_max_received_rows` computes the number, and :func:`decide_rows` decides the cut.
     """
-    bound = max_received_rows(sent, counts, layout, buffer_rows)
+    bound = compute_max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches.changes.mori_input_truncation.bound import Cut, decide_cut, rows_per_dp_rank
+from sglang_moe_patches.changes.mori_input_truncation.bound import Cut, decide_cut, find_rows_per_dp_rank
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Install, Patcher, Plan, around
@@ -55,14 +55,14 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
             "neither %s nor %s is applied: with MoRI's InterNode kernels, received rows may not lie at the start of "
             "the buffer"
         )
-        log.once(
+        log.log_once(
             logging.WARNING, "mori layout", log.format_line("mori-input-truncation", message), LIMIT.name, BOUND.name
         )
         return _cut_to(dispatched, buffer_rows)
     counts = None
     if not policy.has_stale_counts and (policy.unreliable_reason is None or policy.layout.dp_ranks == 1):
-        counts = rows_per_dp_rank(
-            host_counts(getattr(dp_buffer, "_global_num_tokens", None)),
+        counts = find_rows_per_dp_rank(
+            read_host_counts(getattr(dp_buffer, "_global_num_tokens", None)),
             getattr(dp_buffer, "_local_dp_buffer_len", None),
             getattr(dp_buffer, "_global_dp_buffer_len", None),
             policy.layout.dp_ranks,
@@ -117,7 +117,7 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
             "the number of rows that a rank can receive is unknown (%s), so %s=%d is applied, and a device-side "
             "assertion ends this process if more rows arrive. If that happens, raise the limit or unset it."
         )
-    log.once(logging.WARNING, f"mori {kind}", log.format_line("mori-input-truncation", message), *arguments)
+    log.log_once(logging.WARNING, f"mori {kind}", log.format_line("mori-input-truncation", message), *arguments)
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
@@ -135,7 +135,7 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
     return dispatched._replace(**{name: t[:rows] for name, t in tensors.items() if t is not None})
 
 
-def host_counts(counts: Any) -> Any:
+def read_host_counts(counts: Any) -> Any:
     """Return the engine's token counts if the CPU knows them (Python integers or ``None``), else an empty tuple.
 
     Reading a count from the device would synchronize in every layer.
@@ -190,7 +190,7 @@ def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
 # --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
-def layer_class() -> type:
+def find_layer_class() -> type:
     """Return the engine's class of MoE layers whose ``run_moe_core`` receives MoRI's rows.
 
     From 0.5.13 on this is ``FusedMoE``. MoRI's own layer calls its methods, and EPv2 (the second version of MoRI's
@@ -262,7 +262,7 @@ def plan() -> Plan:
     utils = engine.module("sglang.srt.layers.moe.utils")
     moriep = engine.module("sglang.srt.layers.moe.token_dispatcher.moriep")
 
-    layer = layer_class()
+    layer = find_layer_class()
     run_moe_core = engine.require_unpatched(layer, "run_moe_core")
     engine.require_unpatched(layer, "__init__")
     engine.require_parameters(run_moe_core, ["self", "dispatch_output"], exactly=True)

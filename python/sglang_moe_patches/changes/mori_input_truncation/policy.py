@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
-from sglang_moe_patches.core.runners import server_setting
+from sglang_moe_patches.core.runners import read_server_setting
 from sglang_moe_patches.core.variables import Variable
 
 
@@ -62,14 +62,16 @@ class Policy:
 
     :param layout: distribution of attention over the ranks of the layer's expert-parallel group.
     :param limit: the user's limit in rows, or 0 for no limit.
-    :param recv_bound: whether to cut to the provable bound even without a limit.
+    :param recv_bound: whether to cut the receive buffer to the largest number of rows that can arrive, even if the user
+        set no limit.
     :param two_batch_overlap: whether the server may run two sub-batches at once.
     :param unreliable_reason: why the engine's counts for other ranks may be wrong on this server, or ``None`` if they
         are right.
     :param has_assertions: whether a failed assertion on the device ends the process.
     :param has_stale_counts: whether this rank's own count may be wrong, too, because it may be of an earlier forward
         pass.
-    :param raise_only: whether the engine's own cut is only raised, if it is too small, and never lowered.
+    :param raise_only: whether this change only replaces a cut of the engine that is too small. It then never cuts to
+        fewer rows than the engine.
     :param has_unproven_layout: whether received rows may lie elsewhere than at the start of the buffer. The buffer is
         then never cut.
     """
@@ -154,8 +156,8 @@ def read_policy(layer: Any) -> Policy | None:
     # The engine bounds EPv2's input only if it knows EPv2's layout. A limit that is too small is raised for EPv2, too.
     epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
     unreliable_reason = None
-    has_stale_counts = str(server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
-    if server_setting("get_schedule", "enable_dynamic_chunking"):
+    has_stale_counts = str(read_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
+    if read_server_setting("get_schedule", "enable_dynamic_chunking"):
         # The profiling run of dynamic chunking gives each rank counts of 0 for the other ranks, but all ranks send
         # rows.
         unreliable_reason = "--enable-dynamic-chunking"

@@ -103,12 +103,12 @@ def replace_offer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return before
 
 
-def offered_buffer() -> torch.Tensor | None:
+def get_offered_buffer() -> torch.Tensor | None:
     """Return the buffer that is offered in this execution context, or ``None``. The buffer stays offered."""
     return _channel.get()
 
 
-def withhold_if_shared(moe_input: torch.Tensor) -> None:
+def withdraw_if_shared(moe_input: torch.Tensor) -> None:
     """Withdraw the offer if the offered buffer shares memory with ``moe_input``.
 
     The shared experts may read ``moe_input`` after the runner has written its output.

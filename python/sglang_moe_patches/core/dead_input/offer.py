@@ -18,7 +18,7 @@ from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
-_MIN_OFFER_BYTES = "_moe_patches_offers_its_input_from"
+_MIN_OFFER_BYTES_ATTRIBUTE = "_moe_patches_offers_its_input_from"
 """Name of the attribute that marks a decoder layer as one that offers its dead input. Its value is the size in bytes of
 the smallest input that the layer offers."""
 _PRODUCER = "_moe_patches_producer"
@@ -69,7 +69,7 @@ def has_hooks(layer: Any) -> bool:
         return False
     name = type(layer).__name__
     message = log.PREFIX + "%s does not offer its dead input, because it or the previous layer has forward hooks"
-    log.once(logging.INFO, f"forward hooks {name}", message, name)
+    log.log_once(logging.INFO, f"forward hooks {name}", message, name)
     return True
 
 
@@ -83,7 +83,7 @@ def _forward_hooks(layer: Any) -> list[Any]:
     ]
 
 
-def residual_argument(forward_batch: Any, residual: Any) -> Any:
+def get_residual_argument(forward_batch: Any, residual: Any) -> Any:
     """Return the residual that the decoder layer receives as its argument ``residual``.
 
     This function is the default for the parameter ``residual_of`` of :func:`make_layer_forward`.
@@ -91,13 +91,14 @@ def residual_argument(forward_batch: Any, residual: Any) -> Any:
     return residual
 
 
-def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
-    """Return the residual of a layer's input, in releases where the batch keeps it (``forward_batch.residual_stream``).
+def find_stream_residual(forward_batch: Any, residual: Any) -> Any:
+    """Return the residual of a layer's input, in releases where the batch keeps the residual.
 
-    In these releases a layer's output is added to the residual later. Until then the stream's
-    attribute ``pending`` contains the output. The result is ``None`` if the layer's input must not be offered. This is
-    the case if nothing is pending, or if the pending update is more than an addition. The input then is the residual,
-    or may become the residual.
+    In these releases ``forward_batch.residual_stream`` has the residual. A layer's output is added to the residual
+    later. Until then the stream's attribute ``pending`` contains the output.
+
+    :returns: ``None`` if nothing is pending, or if the pending update is more than an addition. The layer's input must
+        then not be offered, because it is the residual or may become the residual.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending
@@ -141,13 +142,13 @@ def make_layer_forward(
     original: Callable[..., Any],
     is_compiling: Callable[[], bool],
     parameters: Sequence[str] = USUAL_PARAMETERS,
-    residual_of: Callable[[Any, Any], Any] = residual_argument,
+    residual_of: Callable[[Any, Any], Any] = get_residual_argument,
     tensor_of: Callable[[Any], Any] = return_unchanged,
 ) -> Callable[..., Any]:
     """Wrap a decoder layer's ``forward``, so that a marked layer offers its dead input while ``original`` runs.
 
     :func:`mark_offering` marks layers. Nothing is offered if the input is not dead (:func:`may_offer`), if it is
-        smaller than the layer's limit, if the batch is idle, or if a forward hook may see the input.
+    smaller than the layer's smallest offer, if the batch is idle, or if a forward hook may see the input.
 
     :param is_compiling: function that returns whether ``torch.compile`` traces the call. Nothing is offered then.
     :param parameters: the names of the layer's positional parameters.
@@ -162,7 +163,7 @@ def make_layer_forward(
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        min_bytes = None if is_compiling() else getattr(self, _MIN_OFFER_BYTES, None)
+        min_bytes = None if is_compiling() else getattr(self, _MIN_OFFER_BYTES_ATTRIBUTE, None)
         if min_bytes is not None:
             # The same expression three times instead of a helper: a call costs time in each layer of each forward pass.
             by_place = len(args)
@@ -172,7 +173,9 @@ def make_layer_forward(
             tensor: Any = hidden_states if tensor_of is return_unchanged else tensor_of(hidden_states)
             if (
                 getattr(tensor, "nbytes", 0) >= min_bytes
-                and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
+                and may_offer(
+                    tensor, residual if residual_of is get_residual_argument else residual_of(batch, residual)
+                )
                 # A batch without requests may skip attention, and its experts may receive the input itself.
                 and not (batch is not None and batch.forward_mode.is_idle())
                 and not has_hooks(self)
@@ -204,7 +207,7 @@ def initialize_and_probe(
     return model
 
 
-def stage_layers(stack: Any) -> list[Any]:
+def find_stage_layers(stack: Any) -> list[Any]:
     """Return the decoder layers that run in this process's pipeline stage, in order.
 
     :param stack: a module with a ``ModuleList`` named ``layers``, such as ``DeepseekV2Model``. In the list,
@@ -222,17 +225,17 @@ def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
     :param producer: the previous layer, whose output is this layer's input.
     :param experts: the layer's routed experts, a ``FusedMoE``.
     """
-    runner = runners.runner_of(experts)
+    runner = runners.find_runner(experts)
     if not runners.may_take_dead_input(experts, runner):
         return
     in_large_forwards = runner == "marlin" or (runner == "triton" and runners.is_in_place(experts))
     setattr(layer, _PRODUCER, (producer,))
-    setattr(layer, _MIN_OFFER_BYTES, MIN_SCRATCH_BYTES if in_large_forwards else 0)
+    setattr(layer, _MIN_OFFER_BYTES_ATTRIBUTE, MIN_SCRATCH_BYTES if in_large_forwards else 0)
 
 
 def is_offering(layer: Any) -> bool:
     """Return whether a decoder layer offers its dead input, because :func:`mark_offering` has marked it."""
-    return hasattr(layer, _MIN_OFFER_BYTES)
+    return hasattr(layer, _MIN_OFFER_BYTES_ATTRIBUTE)
 
 
 def make_empty_offer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.core.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Patcher, around, error_reason
+from sglang_moe_patches.core.patch import Patcher, around, format_reason
 
 _installed: Offers | None = None
 
@@ -74,17 +74,17 @@ class Offers:
         patcher.add(sys.modules[__name__], "_installed", self)
         if self.channel is not None:
             patcher.add(channel, "_channel", self.channel)
-            for module in _modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
+            for module in _find_modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
             # For every offered buffer, the engine's runner asks whether the buffer lies in the pool of NCCL symmetric
             # memory. The engine needs long for the answer. This package offers a buffer in more layers than the engine
             # does.
             pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
-            is_in_pool = runners.remember_pool_addresses(getattr(pool, runners.IN_POOL))
-            for module in _pool_query_modules():
-                patcher.replace(module, runners.IN_POOL, is_in_pool)
+            is_in_pool = runners.cache_pool_addresses(getattr(pool, runners.POOL_QUERY))
+            for module in _find_pool_query_modules():
+                patcher.replace(module, runners.POOL_QUERY, is_in_pool)
         probe_new_model = functools.partial(probe_model, patcher=patcher, wrapped=set())
-        for module in _modules_exposing(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
+        for module in _find_modules_exposing(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
             patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize_and_probe, probe_new_model)))
 
 
@@ -110,7 +110,7 @@ def probe_offers() -> Offers:
         probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
     except Exception as error:  # models of other families may still offer their inputs
-        return Offers(f"some models stay unpatched: {error_reason(error, f'{DEEPSEEK}: ')}", engine_channel)
+        return Offers(f"some models stay unpatched: {format_reason(error, f'{DEEPSEEK}: ')}", engine_channel)
     return Offers("", engine_channel)
 
 
@@ -126,17 +126,17 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
         wraps.
     """
     for stack, dead in probe_stacks(model):
-        stage = offer.stage_layers(stack)
+        stage = offer.find_stage_layers(stack)
         producers = {layer: producer for producer, layer in itertools.pairwise(stage)}
         for layer, facts, experts in dead.layers:
             if facts.layer not in wrapped:
-                patcher.wrap(facts.layer, "forward", make_offering(facts))
+                patcher.wrap(facts.layer, "forward", make_forward_wrapper(facts))
                 wrapped.add(facts.layer)
             offer.mark_offering(layer, producers[layer], experts)
         if dead.skip_reasons:
             name, reasons = type(stack).__name__, "; ".join(dead.skip_reasons)
             message = f"{log.PREFIX}layers of {name} do not offer their dead input: {reasons}"
-            log.once(logging.INFO, message, "%s", message)
+            log.log_once(logging.INFO, message, "%s", message)
 
 
 def find_offers(model: Any) -> tuple[list[Any], list[str]]:
@@ -153,11 +153,12 @@ def find_offers(model: Any) -> tuple[list[Any], list[str]]:
     return offering, list(reasons)
 
 
-def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that wraps the ``forward`` of a class of decoder layers, so that its layers offer their dead
-    input.
+def make_forward_wrapper(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a function that wraps the ``forward`` of decoder layers, so that the layers offer their dead input.
 
     :meth:`Patcher.wrap` receives the returned function as ``make_wrapper``.
+
+    :param facts: facts about the class of the layers.
     """
     import torch
 
@@ -194,7 +195,7 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     for stack in list(model.modules()):
         if not isinstance(getattr(stack, "layers", None), ModuleList):
             continue
-        stage = offer.stage_layers(stack)
+        stage = offer.find_stage_layers(stack)
         sparse = [
             (producer, layer, experts)
             for producer, layer in itertools.pairwise(stage)
@@ -224,7 +225,7 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackF
     try:
         require_loop(type(stack))
     except Exception as error:
-        return StackFacts([], [error_reason(error)])
+        return StackFacts([], [format_reason(error)])
     layers: list[tuple[Any, LayerFacts, Any]] = []
     skip_reasons: dict[str, None] = {}
     for producer, layer, experts in sparse:
@@ -241,7 +242,7 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackF
                 require_parts(part)
             layers.append((layer, facts, experts[0]))
         except Exception as error:  # layers of other classes may still offer their inputs
-            skip_reasons[error_reason(error)] = None
+            skip_reasons[format_reason(error)] = None
     return StackFacts(layers, list(skip_reasons))
 
 
@@ -264,7 +265,7 @@ def probe_layer(layer: type) -> LayerFacts:
 
     kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
     forward = engine.require_unpatched(kind, "forward")
-    reason = proofs.layer_skip_reason(name, forward, method_of)
+    reason = proofs.find_layer_skip_reason(name, forward, method_of)
     engine.require(reason is None, str(reason))
     attention = proofs.follow_attention(forward, method_of)
     assert attention is not None
@@ -370,7 +371,7 @@ def require_loop(model: type) -> None:
         home.partition(".")[0] == "sglang",
         f"{model.__name__} has code of another package: {home}.{model.__qualname__}",
     )
-    reason = proofs.loop_skip_reason(model.__name__, engine.require_unpatched(model, "forward"))
+    reason = proofs.find_loop_skip_reason(model.__name__, engine.require_unpatched(model, "forward"))
     engine.require(reason is None, str(reason))
 
 
@@ -378,7 +379,7 @@ def _has_plain_sum(layer: Any) -> bool:
     """Return whether a decoder layer only adds its input to the residual, and reads the residual only through its norm.
 
     In releases with a residual stream, each forward pass also checks the update that is still pending
-    (:func:`.offer.residual_of_stream`).
+    (:func:`.offer.find_stream_residual`).
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:
@@ -394,9 +395,9 @@ def _choose_residual_of(layer: str, parameters: tuple[str, ...]) -> Callable[[An
     :raises engine.Unsupported: the residual is neither an argument of the layer nor kept in the batch.
     """
     if "residual" in parameters:
-        return offer.residual_argument
+        return offer.get_residual_argument
     engine.require(_batches_carry_residual(), f"the residual of {layer} is neither an argument nor in the batch")
-    return offer.residual_of_stream
+    return offer.find_stream_residual
 
 
 def _batches_carry_residual() -> bool:
@@ -438,8 +439,8 @@ def _find_engine_channel() -> Channel:
     """
     base = engine.module(ENGINE_MODULE)
     engine.require_unpatched(base, ENGINE_OFFER)
-    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_pool_query_modules()):
-        engine.require_unpatched(module, runners.IN_POOL)
+    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_find_pool_query_modules()):
+        engine.require_unpatched(module, runners.POOL_QUERY)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
     flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
@@ -448,15 +449,15 @@ def _find_engine_channel() -> Channel:
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
 
-def _modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
+def _find_modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
     """Return the module that defines an engine function, and all modules that have imported it by name."""
     return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
-def _pool_query_modules() -> list[Any]:
-    """Return the engine's modules in which the function :data:`.runners.IN_POOL` can be looked up.
+def _find_pool_query_modules() -> list[Any]:
+    """Return the engine's modules in which the function :data:`.runners.POOL_QUERY` can be looked up.
 
     The function returns whether a tensor lies in the pool of NCCL symmetric memory.
     """
     engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
-    return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]
+    return [module for module in engines if runners.POOL_QUERY in getattr(module, "__dict__", {})]

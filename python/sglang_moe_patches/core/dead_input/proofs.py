@@ -63,7 +63,7 @@ NO_PLAIN_SUM = "the residual of {} may not be a plain sum"
 TOO_MANY_EXPERTS = "{} has {} modules of routed experts"
 
 
-def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda name: None) -> str | None:
+def find_layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda name: None) -> str | None:
     """Return why a decoder layer's input may be read after it was overwritten, or ``None`` if all proofs succeed.
 
     :param layer: the name of the layer's class.
@@ -79,7 +79,7 @@ def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda na
     return next((reason for reason, holds in proofs.items() if not holds), None)
 
 
-def loop_skip_reason(model: str, forward: Code) -> str | None:
+def find_loop_skip_reason(model: str, forward: Code) -> str | None:
     """Return why a model's loop over its layers may keep a layer's input, or ``None`` if the proof succeeds.
 
     :param model: the name of the model's class.
@@ -118,7 +118,7 @@ def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str 
         case ast.Assign(targets=[_], value=ast.Call(func=norm, args=args, keywords=keywords) as call):
             arguments = [*args, *(keyword.value for keyword in keywords)]
             uses = _find_uses(call, "hidden_states")
-            is_norm = ast.unparse(norm) in _NORMS_BEFORE_ATTENTION and "hidden_states" in _names_assigned(consumer)
+            is_norm = ast.unparse(norm) in _NORMS_BEFORE_ATTENTION and "hidden_states" in _find_names_assigned(consumer)
             if is_norm and _assigns_only_names(consumer) and uses and all(use in arguments for use in uses):
                 return consumer, second_alias
     return None, second_alias
@@ -200,18 +200,20 @@ def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> 
         return None
     following = definition.body[definition.body.index(consumer) + 1 :]
     tracker = _AliasTracker(method_of)
-    aliases: set[str] | None = _names_assigned(consumer) - {"residual"}
+    aliases: set[str] | None = _find_names_assigned(consumer) - {"residual"}
     for index, statement in enumerate(following):
         if aliases is None:
             return None
         if any(_is_norm_after_attention(node) for node in ast.walk(statement)):
-            elsewhere = aliases - _names_assigned(statement)
-            if aliases & _names_read(statement) or any(elsewhere & _names_read(later) for later in following[index:]):
+            elsewhere = aliases - _find_names_assigned(statement)
+            if aliases & _find_names_read(statement) or any(
+                elsewhere & _find_names_read(later) for later in following[index:]
+            ):
                 return None
             before = definition.body[: definition.body.index(statement) + 1]
             submodules = {name: frozenset(places) for name, places in tracker.submodules.items()}
             return AttentionFacts(_find_attributes(before, method_of), submodules)
-        aliases = _aliases_after(statement, aliases, tracker)
+        aliases = _find_aliases_after(statement, aliases, tracker)
     return None
 
 
@@ -260,7 +262,7 @@ class _AliasTracker:
 
     def escapes(self, tree: ast.expr, aliases: set[str]) -> bool:
         """Return whether an expression passes an alias to a call that may keep it."""
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _names_read(node)]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _find_names_read(node)]
         return any(
             ast.unparse(call.func) != "isinstance" and not self._cannot_keep_alias(call, aliases) for call in calls
         )
@@ -271,7 +273,7 @@ class _AliasTracker:
         A call of a submodule is accepted, and its places are recorded in ``submodules`` for a later check. The
         statements of the layer's own methods are followed.
         """
-        name = _called_attribute(call)
+        name = _find_called_attribute(call)
         if name is None:
             return False
         places = _find_places(call, aliases)
@@ -284,7 +286,7 @@ class _AliasTracker:
         if parameters is None or name in self.methods or not _is_modelled(definition):
             return False
         inside = replace(self, methods=(*self.methods, name))
-        return _aliases_after_all(definition.body, parameters, inside) is not None
+        return _find_aliases_after_all(definition.body, parameters, inside) is not None
 
 
 def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
@@ -292,9 +294,9 @@ def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
     places: set[Place] = {
         "*" if isinstance(argument, ast.Starred) else index
         for index, argument in enumerate(call.args)
-        if aliases & _names_read(argument)
+        if aliases & _find_names_read(argument)
     }
-    return places | {word.arg or "**" for word in call.keywords if aliases & _names_read(word.value)}
+    return places | {word.arg or "**" for word in call.keywords if aliases & _find_names_read(word.value)}
 
 
 def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
@@ -311,7 +313,7 @@ def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set
     return parameters if len(parameters) == len(places) and parameters <= set(by_keyword) else None
 
 
-def _aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
+def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
     """Return the names that may alias the tracked memory after ``statement``.
 
     :param aliases: the aliases before the statement.
@@ -320,36 +322,38 @@ def _aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracke
     """
     match statement:
         case ast.Assign(targets=targets, value=value):
-            if tracker.escapes(value, aliases) or any(aliases & _names_read(target) for target in targets):
+            if tracker.escapes(value, aliases) or any(aliases & _find_names_read(target) for target in targets):
                 return None
-            if not aliases & _aliased_names(value):
-                return aliases - _names_assigned(statement)
-            return aliases | _names_assigned(statement) if _assigns_only_names(statement) else None
+            if not aliases & _find_aliased_names(value):
+                return aliases - _find_names_assigned(statement)
+            return aliases | _find_names_assigned(statement) if _assigns_only_names(statement) else None
         case ast.If(test=test, body=body, orelse=orelse):
             if tracker.escapes(test, aliases):
                 return None
             conditions = set(_split_condition(test))
             if conditions & {f"isinstance({alias}, tuple)" for alias in aliases}:
                 body = []  # this branch gets a tuple of quantized tensors, which share no memory with the input
-            if_true = _aliases_after_all(body, aliases, tracker)
+            if_true = _find_aliases_after_all(body, aliases, tracker)
             there_are_tokens = {f"{alias}.shape[0] {comparison} 0" for alias in aliases for comparison in ("!=", ">")}
             if not orelse and conditions <= there_are_tokens | {f"not {_IS_IDLE}"}:
                 return if_true
-            return _join_branches([if_true, _aliases_after_all(orelse, aliases, tracker)])
+            return _join_branches([if_true, _find_aliases_after_all(orelse, aliases, tracker)])
         case ast.With(items=items, body=body):
             used = {node.id for item in items for node in ast.walk(item) if isinstance(node, ast.Name)}
-            return None if used & aliases else _aliases_after_all(body, aliases, tracker)
+            return None if used & aliases else _find_aliases_after_all(body, aliases, tracker)
         case ast.Try(body=body, handlers=[], orelse=orelse, finalbody=finalbody):
-            return _aliases_after_all([*body, *orelse, *finalbody], aliases, tracker)
+            return _find_aliases_after_all([*body, *orelse, *finalbody], aliases, tracker)
         case ast.Return(value=value) if tracker.methods:
-            escapes = value is not None and (tracker.escapes(value, aliases) or aliases & _aliased_names(value))
+            escapes = value is not None and (tracker.escapes(value, aliases) or aliases & _find_aliased_names(value))
             return None if escapes else aliases
     returns = not tracker.methods and any(isinstance(node, ast.Return) for node in ast.walk(statement))
-    return None if returns or aliases & _names_read(statement) else aliases
+    return None if returns or aliases & _find_names_read(statement) else aliases
 
 
-def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
-    return _follow_statements(statements, aliases, lambda statement, before: _aliases_after(statement, before, tracker))
+def _find_aliases_after_all(statements: list[ast.stmt], aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
+    return _follow_statements(
+        statements, aliases, lambda statement, before: _find_aliases_after(statement, before, tracker)
+    )
 
 
 def _split_condition(test: ast.expr) -> list[str]:
@@ -360,7 +364,7 @@ def _split_condition(test: ast.expr) -> list[str]:
     return [ast.unparse(test)]
 
 
-def _called_attribute(node: ast.AST) -> str | None:
+def _find_called_attribute(node: ast.AST) -> str | None:
     """Return the name of the attribute of ``self`` that a call runs, or ``None`` if ``node`` is another expression.
 
     The attribute is a submodule, a list of submodules of which one is called, or a method.
@@ -386,25 +390,26 @@ def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
     definition = _parse_definition(forward)
     parameters = _find_parameters(definition, places)
     return (
-        parameters is not None and _follow_statements(definition.body, parameters, _submodule_aliases_after) is not None
+        parameters is not None
+        and _follow_statements(definition.body, parameters, _find_submodule_aliases_after) is not None
     )
 
 
-def _submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
+def _find_submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
     """Return the names that may alias the submodule's tracked arguments after ``statement``.
 
     :param aliases: the aliases before the statement.
     :returns: ``None`` if the statement may return an alias.
     """
-    if any(isinstance(node, _NOT_MODELLED) and aliases & _names_read(node) for node in ast.walk(statement)):
+    if any(isinstance(node, _NOT_MODELLED) and aliases & _find_names_read(node) for node in ast.walk(statement)):
         return None
     match statement:
         case ast.Return(value=value):
-            return None if value is not None and aliases & _aliased_names(value, _calls_own_attribute) else aliases
+            return None if value is not None and aliases & _find_aliased_names(value, _calls_own_attribute) else aliases
         case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
             names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
             stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-            return aliases | stored if aliases & _aliased_names(value, _calls_own_attribute) else aliases - stored
+            return aliases | stored if aliases & _find_aliased_names(value, _calls_own_attribute) else aliases - stored
         case ast.If(test=test, body=body, orelse=orelse):
             there_are_no_tokens = {_IS_IDLE, *(f"{alias}.shape[0] == 0" for alias in aliases)}
             branches = [orelse] if ast.unparse(test) in there_are_no_tokens else [body, orelse]
@@ -417,7 +422,7 @@ def _submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str]
             branches = [[*body, *rest], *([*body, *handler.body, *finalbody] for handler in handlers)]
         case _:
             return aliases
-    return _join_branches([_follow_statements(branch, aliases, _submodule_aliases_after) for branch in branches])
+    return _join_branches([_follow_statements(branch, aliases, _find_submodule_aliases_after) for branch in branches])
 
 
 def _calls_own_attribute(call: ast.Call) -> bool:
@@ -465,7 +470,7 @@ def keeps_no_result(forward: Code) -> bool:
     computed, known = {"hidden_states"}, set[str]()
     while computed != known:
         known = set(computed)
-        computed.update(*(_names_assigned(node) for node in assignments if known & _names_read(node.value)))
+        computed.update(*(_find_names_assigned(node) for node in assignments if known & _find_names_read(node.value)))
     marks = [target for node in assignments if isinstance(node.value, ast.Constant) for target in node.targets]
 
     def keeps(node: ast.AST) -> bool:
@@ -473,7 +478,7 @@ def keeps_no_result(forward: Code) -> bool:
             case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
                 return node not in marks
             case ast.Expr(value=value) | ast.AugAssign(value=value) | ast.withitem(context_expr=ast.Call() as value):
-                return bool(computed & _names_read(value))
+                return bool(computed & _find_names_read(value))
         return False
 
     return not any(map(keeps, nodes))
@@ -533,7 +538,7 @@ def _loop_keeps_no_input(loop: ast.For) -> bool:
     parents = _map_parents(loop)
     runs = [parents[node] for node in ast.walk(loop) if _runs_layer(node)]
     uses = _find_uses(loop, "hidden_states")
-    return all(isinstance(run, ast.Assign) and "hidden_states" in _names_assigned(run) for run in runs) and all(
+    return all(isinstance(run, ast.Assign) and "hidden_states" in _find_names_assigned(run) for run in runs) and all(
         _stores_layer_result(use, parents) if isinstance(use.ctx, ast.Store) else _keeps_no_reference(use, parents)
         for use in uses
     )
@@ -635,7 +640,9 @@ def _find_uses(tree: ast.AST, name: str) -> list[ast.Name]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
 
 
-def _aliased_names(value: ast.AST, returns_new_memory: Callable[[ast.Call], object] = _called_attribute) -> set[str]:
+def _find_aliased_names(
+    value: ast.AST, returns_new_memory: Callable[[ast.Call], object] = _find_called_attribute
+) -> set[str]:
     """Return the local names whose tensors may share memory with an expression's value.
 
     :param returns_new_memory: function that returns a true value if a call returns new memory. By default, calls of the
@@ -650,10 +657,10 @@ def _aliased_names(value: ast.AST, returns_new_memory: Callable[[ast.Call], obje
             return set()
         case ast.Call() if returns_new_memory(value):
             return set()
-    return set().union(*(_aliased_names(child, returns_new_memory) for child in ast.iter_child_nodes(value)))
+    return set().union(*(_find_aliased_names(child, returns_new_memory) for child in ast.iter_child_nodes(value)))
 
 
-def _names_read(tree: ast.AST) -> set[str]:
+def _find_names_read(tree: ast.AST) -> set[str]:
     """Return the names that a piece of code reads.
 
     A use of a tensor's shape, dtype or device does not count, because it does not read the tensor's memory.
@@ -663,10 +670,10 @@ def _names_read(tree: ast.AST) -> set[str]:
             return {name}
         case ast.Attribute(attr=attribute) if attribute in _METADATA_ATTRIBUTES:
             return set()
-    return set().union(*map(_names_read, ast.iter_child_nodes(tree)))
+    return set().union(*map(_find_names_read, ast.iter_child_nodes(tree)))
 
 
-def _names_assigned(statement: ast.stmt) -> set[str]:
+def _find_names_assigned(statement: ast.stmt) -> set[str]:
     """Return the plain names to which an assignment assigns. Attributes and items are left out."""
     return {target.id for target in _find_targets(statement) if isinstance(target, ast.Name)}
 

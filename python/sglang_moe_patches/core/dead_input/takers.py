@@ -82,7 +82,7 @@ def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_com
     def run(dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(dispatch_output, *args, **kwargs)
-        buffer = channel.offered_buffer()
+        buffer = channel.get_offered_buffer()
         # The shared experts and the kernel itself may read the MoE input while the output is written.
         if buffer is None or shares_storage(buffer, dispatch_output.hidden_states):
             return original(dispatch_output, *args, **kwargs)
@@ -143,8 +143,8 @@ def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: Symmetr
         if options["inplace"] or options.get("hooks"):
             return None
         # The kernels read the MoE input while the output is written, and the shared experts may read it afterwards.
-        channel.withhold_if_shared(hidden_states)
-        return into_buffer if channel.offered_buffer() is not None or symmetric_memory.is_enabled else None
+        channel.withdraw_if_shared(hidden_states)
+        return into_buffer if channel.get_offered_buffer() is not None or symmetric_memory.is_enabled else None
 
     return route
 

@@ -127,7 +127,7 @@ class Observer:
 
         :param layer: the engine's ``FusedMoE``.
         """
-        if runners.runner_of(layer) not in (*runners.TRTLLM, runners.CUTEDSL):
+        if runners.find_runner(layer) not in (*runners.TRTLLM, runners.CUTEDSL):
             self.start_kernel()
             self.end_kernel(None)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_moe_patches.changes.fp4_weights.loading import loading_of
+from sglang_moe_patches.changes.fp4_weights.loading import predict_loading
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT
@@ -339,11 +339,11 @@ def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: i
             limited=view.max_total_tokens is not None,
         )
         lays_out = plans["fp4-weights"].status in patch.ACTIVE
-        experts = next(iter(runners.layers_of(model)), None)
+        experts = next(iter(runners.find_layers(model)), None)
         moe_layers = _count_moe_layers(model, *stages[stage])
         rooms = [
-            replace(room, loading=found.kept, layout=found.transient)
-            for found in (loading_of(experts, moe_layers, patched=patched) for patched in (False, lays_out))
+            replace(room, loading=found.kept_bytes, layout=found.transient)
+            for found in (predict_loading(experts, moe_layers, patched=patched) for patched in (False, lays_out))
         ]
         sizes = bool(mode) and not skip_reason
         gc.freeze()  # the engine collects garbage now, and looking at all imported objects would take a second
@@ -677,7 +677,7 @@ def _count_moe_layers(model: Any, start: int, end: int) -> int:
     :param start: first layer of the pipeline stage.
     :param end: layer after the last one of the stage.
     """
-    experts = runners.layers_of(model)
+    experts = runners.find_layers(model)
     built: dict[int, bool] = {}
     for name, module in model.named_modules():
         numbered = re.search(r"\blayers\.(\d+)\b", name)
@@ -780,10 +780,10 @@ def _describe_layer(model: Any) -> dict[str, Any] | None:
         if not isinstance(experts, FusedMoE):
             continue
         block = modules[name.rpartition(".")[0]]
-        quantization = runners.quantization_of(experts)
+        quantization = runners.find_quantization(experts)
         config = experts.moe_runner_config
         return {
-            "runner": runners.runner_of(experts),
+            "runner": runners.find_runner(experts),
             "method": type(quantization).__name__,
             "blocks": bool(getattr(quantization, "block_quant", False)),
             "mxfp4": bool(getattr(quantization, "is_fp4_expert", False)),
@@ -806,7 +806,7 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
     first, second = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
     if first is None or second is None or first.dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
-    quantization = runners.quantization_of(experts)
+    quantization = runners.find_quantization(experts)
     in_blocks = getattr(quantization, "block_quant", False)
     by_channel = "channel" in str(getattr(getattr(quantization, "weight_quant", None), "strategy", "")).lower()
     config, (down_config, _) = configs.try_get_optimal_moe_config(

@@ -46,7 +46,7 @@ from sglang_moe_patches.core.patch import Change, Plan, Skip
 from sglang_moe_patches.memory.activation_segments import eligibility
 
 
-def _pytorch() -> str:
+def _read_pytorch_version() -> str:
     """Return the version of the installed PyTorch, such as "2.11.0"."""
     import torch
 
@@ -61,7 +61,7 @@ def _skip(server_args: Any = None) -> Skip | None:
     :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_SEGMENTS=on``, but the server cannot use expandable segments.
     """
     setting = eligibility.SEGMENTS.read()
-    skip = eligibility.skip(setting, os.environ, _pytorch(), server_args)
+    skip = eligibility.skip(setting, os.environ, _read_pytorch_version(), server_args)
     engine.require(not setting or skip is None, f"{eligibility.SEGMENTS.name}=on, but {skip and skip.reason}")
     return skip
 
@@ -70,7 +70,7 @@ def _plan() -> Plan:
     """Return the plan for activation-segments, after a probe of PyTorch's allocator and the engine's hook points."""
     from sglang_moe_patches.memory.activation_segments import switch
 
-    if reason := switch.allocator_skip_reason():
+    if reason := switch.find_allocator_skip_reason():
         engine.require(not eligibility.SEGMENTS.read(), f"{eligibility.SEGMENTS.name}=on, but {reason}")
         return Plan.not_needed(reason)
     if skip := _skip():  # ``doctor`` without ``--model`` calls this function, although no server runs

@@ -16,7 +16,7 @@ from sglang_moe_patches.core.variables import Variable
 _SETTINGS = {"": None, "on": True, "off": False}
 
 
-def _on_or_off(text: str) -> bool | None:
+def _parse_setting(text: str) -> bool | None:
     """Parse ``SGLANG_MOE_PATCHES_SEGMENTS``: True for ``on``, False for ``off``, ``None`` if it is unset."""
     if text not in _SETTINGS:
         raise ValueError(f"expected on or off, got {text!r}")
@@ -26,7 +26,7 @@ def _on_or_off(text: str) -> bool | None:
 SEGMENTS = Variable(
     "SGLANG_MOE_PATCHES_SEGMENTS",
     "on or off; unset: on for kinds of servers that were tested on a GPU",
-    _on_or_off,
+    _parse_setting,
 )
 
 CONFIGURATIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -38,7 +38,7 @@ TESTED_PYTORCH = ("2.11",)
 
 
 def _is_above_one(size: Any) -> bool:
-    """Return whether a number of ranks is above 1. ``None`` stands for an argument that is not set."""
+    """Return whether a number of ranks is above 1. ``None``, an argument that is not set, is not above 1."""
     return size not in (None, 0, 1)
 
 
@@ -56,7 +56,7 @@ class Feature:
 
     :param argument: name of the argument in the engine's ``ServerArgs``. A release without this argument does not have
         the feature.
-    :param reason: why expandable segments cannot be used with this feature, even if the user sets
+    :param exclusion_reason: why expandable segments cannot be used with this feature, even if the user sets
         ``SGLANG_MOE_PATCHES_SEGMENTS=on``. If the reason is empty, they can be used, but only if the user sets ``on``,
         because the combination has not been tested on a GPU.
     :param is_used: function that receives the argument's value and returns whether the server uses the feature.
@@ -64,7 +64,7 @@ class Feature:
     """
 
     argument: str
-    reason: str = ""
+    exclusion_reason: str = ""
     is_used: Callable[[Any], object] = bool
     name: str = ""
 
@@ -116,7 +116,7 @@ change has not been tested with these graphs on a GPU."""
 def skip(setting: bool | None, environ: Mapping[str, str], pytorch: str, server_args: Any | None = None) -> Skip | None:
     """Return why a server's allocator is not switched to expandable segments, or ``None`` if it is.
 
-    :param setting: value of ``SGLANG_MOE_PATCHES_SEGMENTS`` (:func:`_on_or_off`).
+    :param setting: value of ``SGLANG_MOE_PATCHES_SEGMENTS`` (:func:`_parse_setting`).
     :param environ: environment of the server.
     :param pytorch: version of PyTorch.
     :param server_args: the engine's ``ServerArgs``, resolved. If it is ``None``, only the conditions that are the same
@@ -131,8 +131,8 @@ def skip(setting: bool | None, environ: Mapping[str, str], pytorch: str, server_
             return Skip(f"{name} is set, and this change would reset it")
     features = [feature for feature in FEATURES if feature.is_used(getattr(server_args, feature.argument, None))]
     for feature in features:
-        if feature.reason:
-            return Skip(f"{feature} is used, {feature.reason}")
+        if feature.exclusion_reason:
+            return Skip(f"{feature} is used, {feature.exclusion_reason}")
     untested = list(map(str, features))
     if (release := ".".join(pytorch.split(".")[:2])) not in TESTED_PYTORCH:
         untested.insert(0, f"PyTorch {release}")

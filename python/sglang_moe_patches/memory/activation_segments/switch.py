@@ -64,7 +64,7 @@ class Switch:
 
     @contextmanager
     def suspension(self) -> Iterator[None]:
-        """Use ordinary segments within the ``with`` block."""
+        """Context manager that suspends the switch: within it, memory comes from ordinary segments."""
         self.suspend()
         try:
             yield
@@ -99,8 +99,8 @@ class Switch:
 def find_settings_function() -> Set | None:
     """Return PyTorch's function that changes the allocator's settings, or ``None`` if this PyTorch has none.
 
-    Newer releases have the function under a second name, and the older name is deprecated there. The newer name is
-    therefore preferred.
+    In newer PyTorch releases the function has two names, and the older name is deprecated. The newer name is therefore
+    preferred.
     """
     import torch
 
@@ -108,7 +108,7 @@ def find_settings_function() -> Set | None:
     return newer or getattr(torch.cuda.memory, "_set_allocator_settings", None)
 
 
-def allocator_skip_reason() -> str | None:
+def find_allocator_skip_reason() -> str | None:
     """Return why this process's allocator cannot switch to expandable segments, or ``None`` if it can."""
     import torch
 
@@ -236,8 +236,8 @@ def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordi
     """
     import torch
 
-    patcher.wrap(graph, "capture_begin", around(functools.partial(_capture_begin, switch)))
-    patcher.wrap(graph, "capture_end", around(functools.partial(_capture_end, switch)))
+    patcher.wrap(graph, "capture_begin", around(functools.partial(_begin_capture, switch)))
+    patcher.wrap(graph, "capture_end", around(functools.partial(_end_capture, switch)))
     suspension = around(functools.partial(_suspend_within, switch))
     patcher.wrap(coordinator, "graph_capture", suspension)
     for module in (torch.cuda, torch.cuda.memory):
@@ -251,7 +251,7 @@ def _run_event_loop(switch: Switch, original: Callable[..., Any], *args: Any, **
     return original(*args, **kwargs)
 
 
-def _capture_begin(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _begin_capture(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Suspend the switch, and then begin a graph capture. If the capture fails to begin, resume the switch."""
     switch.suspend()
     try:
@@ -263,7 +263,7 @@ def _capture_begin(switch: Switch, original: Callable[..., Any], self: Any, *arg
     return result
 
 
-def _capture_end(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _end_capture(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """End a graph capture, and then resume the switch."""
     try:
         return original(self, *args, **kwargs)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.patch import Install, Patcher, around, one_line_error
+from sglang_moe_patches.core.patch import Install, Patcher, around, format_error
 from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule, ranks, serving, token_count
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, substitute_counts
@@ -99,7 +99,7 @@ class SchedulerHooks:
         try:
             fraction = engine_rule.find_rehearsal_fraction(maker, launches, self.margin)
         except Exception as error:
-            problem = f"the KV cache begins with the fraction in force: {one_line_error(error)}"
+            problem = f"the KV cache begins with the fraction in force: {format_error(error)}"
             log_on_rank_0(self.leads, problem, warn=True)
         if fraction is not None:
             source = "given --mem-fraction-static" if self.fraction_is_given else "engine's default fraction"
@@ -127,7 +127,7 @@ class SchedulerHooks:
         try:
             self.launch = engine_rule.measure_launch_memory(maker, arguments, before_gib)
         except Exception as error:
-            self.launch = LaunchMemory(one_line_error(error))
+            self.launch = LaunchMemory(format_error(error))
         launches: list[LaunchMemory] = ranks.all_gather(self.launch, LaunchMemory)
         self.reason = next((launch.failure for launch in launches if launch.failure), "")
         if not self.reason and self.fraction_is_given:
@@ -156,7 +156,7 @@ class SchedulerHooks:
             sizes = engine_rule.get_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size)
             top = engine_rule.counts_of(sizes)
         except Exception as error:
-            problem = one_line_error(error)
+            problem = format_error(error)
         gathered: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top), tuple[str, TokenCounts])
         problem = next((text for text, _ in gathered if text), "")
         top = min((counts for _, counts in gathered), key=lambda counts: counts.tokens)
@@ -195,7 +195,7 @@ class SchedulerHooks:
                 token_count.resize_allocator(get_pools(maker, built)[2], pools.first)
             return built
         except Exception as error:
-            self.reason = str(error) if isinstance(error, Unknown) else one_line_error(error)
+            self.reason = str(error) if isinstance(error, Unknown) else format_error(error)
             for name, value in before.items():
                 setattr(maker, name, value)
         return original(maker, **arguments)
@@ -247,7 +247,7 @@ class SchedulerHooks:
             except Exception as error:
                 if not start.outlives_exception():
                     raise
-                problem = one_line_error(error)
+                problem = format_error(error)
                 log.logger.warning(
                     log.format_line(
                         "kv-sizing",
@@ -276,7 +276,7 @@ def _find_machine_problem() -> str:
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:
-        return f"of --nnodes, whose machines cannot ask one another, {one_line_error(error)}"
+        return f"of --nnodes, whose machines cannot ask one another, {format_error(error)}"
     if together:
         return ""
     return (

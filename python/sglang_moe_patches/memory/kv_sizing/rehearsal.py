@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
-from sglang_moe_patches.core.patch import Patcher, one_line_error
+from sglang_moe_patches.core.patch import Patcher, format_error
 from sglang_moe_patches.memory.kv_sizing.engine_objects import (
     batch_facts,
     graph_bytes,
@@ -251,7 +251,7 @@ class Rehearsal:
             if self._driver is not None:
                 self._driver.record_planting(is_planted)
         except Exception as error:
-            self.fail(one_line_error(error))
+            self.fail(format_error(error))
 
     def _watch_forwards(self) -> None:
         """Read the memory after each forward pass, and let the script record the forward pass."""
@@ -263,7 +263,7 @@ class Rehearsal:
                 facts = batch_facts(batch) if self._driver is not None else None
             except Exception as error:
                 facts = None
-                self.fail(one_line_error(error))
+                self.fail(format_error(error))
             result = original(batch, *args, **kwargs)
             self._last_forward = time.monotonic()
             try:
@@ -271,7 +271,7 @@ class Rehearsal:
                 if self._driver is not None and facts is not None:
                     self._driver.record_forward(replace(facts, graph=bool(getattr(result, "can_run_graph", False))))
             except Exception as error:
-                self.fail(one_line_error(error))
+                self.fail(format_error(error))
             return result
 
         self._set_until_end(self.runner, "forward", forward)
@@ -291,7 +291,7 @@ class Rehearsal:
                 self._stopped = True
                 self._board.raise_flag(self._low_flag)
         except Exception as error:
-            self.fail(one_line_error(error))
+            self.fail(format_error(error))
 
     def _fits(self, estimate: Estimate) -> bool:
         """Return whether there is memory for a forward pass of the estimated size.
@@ -341,7 +341,7 @@ class Rehearsal:
                 self._driver.end()
             requests = [] if self._driver.is_over else self._driver.next_requests(idle, self._is_stuck())
         except Exception as error:
-            self.fail(one_line_error(error))
+            self.fail(format_error(error))
             self._driver.is_over, requests = True, self._driver.abort_all()
         is_abandoned = self._seconds_to_deadline() + self._abandon_after_s < 0
         if is_abandoned and self._has_planted:  # no user's prompt may find a planted prefix
@@ -388,7 +388,7 @@ class Rehearsal:
         try:
             result = self._make_result(flushed)
         except Exception as error:
-            result = Measured(failure=self._failure or one_line_error(error))
+            result = Measured(failure=self._failure or format_error(error))
         self.end()
         self.on_end(result)
 

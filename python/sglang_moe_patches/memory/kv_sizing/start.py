@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
-from sglang_moe_patches.core.patch import Patcher, one_line_error
+from sglang_moe_patches.core.patch import Patcher, format_error
 from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal, serving, sizing, token_count
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.engine_objects import drop_requests, limits_of, server_facts
@@ -221,7 +221,7 @@ class ServerStart:
                 self.orders.open()
                 self._begin_rehearsal(phases.derive_phases)
             except Exception as error:
-                problem = str(error) if isinstance(error, RuntimeError) else one_line_error(error)
+                problem = str(error) if isinstance(error, RuntimeError) else format_error(error)
         # Tell all ranks of a failure, because they would wait for the failed rank.
         problem = next(filter(None, ranks.all_gather(problem, str)), "")
         if not problem:
@@ -315,7 +315,7 @@ class ServerStart:
         except Exception as error:
             if self._rehearsal is not None:
                 self._rehearsal.end()
-            return one_line_error(error)
+            return format_error(error)
         return ""
 
     def outlives_exception(self) -> bool:
@@ -355,7 +355,7 @@ class ServerStart:
         try:
             need = self._add_measurements(measured)
         except Exception as error:
-            need = RankNeed(failure=measured.failure or one_line_error(error))
+            need = RankNeed(failure=measured.failure or format_error(error))
         if not self.leads:
             return need
         fewer = measured.fewer_requests or self._fewer_requests

@@ -133,7 +133,7 @@ class ModelProcess:
 
         self.layer = FusedMoE()
         monkeypatch.setitem(sys.modules, counting.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
-        monkeypatch.setattr(forwards.runners, "runner_of", lambda layer: layer.runner)
+        monkeypatch.setattr(forwards.runners, "find_runner", lambda layer: layer.runner)
         monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", self.kernels)
 
     def forward(self, tokens: int = 3) -> Process:

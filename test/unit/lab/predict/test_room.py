@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from common import output
 from doctor_reports import FIT, GB, NEED
-from sglang_moe_patches.changes.fp4_weights.sizes import loading_bytes
+from sglang_moe_patches.changes.fp4_weights.sizes import compute_loading
 from sglang_moe_patches.lab.predict import engine_pools, room
 from sglang_moe_patches.lab.predict.room import Decodes, Forwards, Room
 from whole import room as benchmark
@@ -117,8 +117,8 @@ def test_the_memory_of_loading_is_as_it_was_measured(server: str, patched: bool)
     measured = output.load("loading/gpt-oss-120b")["figures"]["servers"][server]
     sizes = {"layers": 36, "experts": 128, "hidden": 2880, "intermediate": 2880}
     unread = 128 * 3 * 2880 * 2880 // 32
-    found = loading_bytes("triton_kernel", "Mxfp4MoEMethod", **sizes, patched=patched, unread=unread)
-    fit = replace(FIT, weights=GPT_OSS_WEIGHT_BYTES, loading=found.kept, layout=found.transient)
+    found = compute_loading("triton_kernel", "Mxfp4MoEMethod", **sizes, patched=patched, unread=unread)
+    fit = replace(FIT, weights=GPT_OSS_WEIGHT_BYTES, loading=found.kept_bytes, layout=found.transient)
     assert fit.loaded == pytest.approx(measured["reserved"], rel=0.01)
     assert fit.least_memory == pytest.approx(measured["peak_reserved"], rel=0.01)
 
@@ -138,8 +138,8 @@ def test_loading_takes_memory_by_runner_and_format(
 ) -> None:
     sizes = {"layers": 2, "experts": 8, "hidden": 2048, "intermediate": 1024, "unread": 7}
     for is_patched, kept_and_transient in ((False, stock), (True, patched)):
-        found = loading_bytes(runner, method, **sizes, patched=is_patched)
-        assert (found.kept, found.transient) == kept_and_transient
+        found = compute_loading(runner, method, **sizes, patched=is_patched)
+        assert (found.kept_bytes, found.transient) == kept_and_transient
 
 
 GPT_OSS_WEIGHT_BYTES = 65_248_815_744
