@@ -238,7 +238,7 @@ FOUR = [(0, 128), (128, 256), (256, 384), (384, 512)]
 INDICES = ("g_idx1", "g_idx2", "sort_indices1", "sort_indices2")
 
 
-def biases():
+def random_biases():
     return {name: torch.randn(4, columns).to(DTYPE) for name, columns in (("w1_bias", 256), ("w2_bias", 512))}
 
 
@@ -266,7 +266,7 @@ def biases():
         pytest.param({"is_gated": False, "gated": False, "activation": "relu2"}, "is_gated", FOUR, id="no gate"),
         # Values of GPTQ layers without act-order.
         pytest.param(dict.fromkeys(INDICES, torch.empty(4, 0, dtype=torch.int32)), "", FOUR, id="empty indices"),
-        pytest.param(biases(), "w2_bias", FOUR, id="biases"),
+        pytest.param(random_biases(), "w2_bias", FOUR, id="biases"),
     ],
 )
 def test_a_server_with_column_slices_answers_as_stock(

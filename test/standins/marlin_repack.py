@@ -14,8 +14,8 @@ def replace_kernel(monkeypatch):
     """Replace the kernel of the engine's ``gptq_marlin_repack`` with one that runs on the CPU. This kernel reorders
     weights in a different way.
 
-    :returns: list with one entry for each run of the kernel: the number of earlier results that still had their own
-        memory.
+    :returns: list with one number for each run of the kernel: how many output tensors of earlier runs were still
+        allocated when this run began. It is filled while the test runs.
     """
     from sglang.srt.layers.quantization import marlin_utils_fp4
 

@@ -147,7 +147,7 @@ def count_sampling_bytes(rehearsal):
 def record_forwards(rehearsal):
     begin = rehearsal.Rehearsal.begin
 
-    def begin_with(rehearsal):
+    def begin_and_watch_forwards(rehearsal):
         begin(rehearsal)
         file = Path(os.environ["STEPS"], rank())
         watched = rehearsal.runner.forward
@@ -160,7 +160,7 @@ def record_forwards(rehearsal):
 
         rehearsal.runner.forward = forward
 
-    rehearsal.Rehearsal.begin = begin_with
+    rehearsal.Rehearsal.begin = begin_and_watch_forwards
 
 
 def raise_in_forwards(rehearsal):
@@ -191,7 +191,7 @@ def after_each_forward(rehearsal, do):
     """Call the function ``do`` after each rehearsed forward pass. Its argument is the batch of the forward pass."""
     begin = rehearsal.Rehearsal.begin
 
-    def begin_with(rehearsal):
+    def begin_and_watch_forwards(rehearsal):
         begin(rehearsal)
         watched = rehearsal.runner.forward
 
@@ -202,7 +202,7 @@ def after_each_forward(rehearsal, do):
 
         rehearsal.runner.forward = forward
 
-    rehearsal.Rehearsal.begin = begin_with
+    rehearsal.Rehearsal.begin = begin_and_watch_forwards
 
 
 def note_sleeps(module):

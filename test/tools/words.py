@@ -35,7 +35,8 @@ CLAUSE = re.compile(
 HEADLESS = re.compile(r"(Of|More|By|With|In|As|What|Where|Whose|To|From|Behind|Beside)\b")
 SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+(?=[A-Z`\"(])")
 MARKUP = re.compile(r":(?:param|returns?|raises?)[^:]*:|``[^`]*``|`[^`]*`|\[([^\]]*)\]\([^)]*\)")
-"""Matches markup: fields of docstrings, code, and links. The text of a link is counted."""
+"""Matches markup: fields of docstrings such as ``:returns:``, code, and links. A link is replaced by its text, other
+markup by an X."""
 NO_PROSE = re.compile(r"#\s*(noqa|type:|!|pylint|fmt|ruff|SPDX|Copyright|-{3,})|# ---")
 """Matches the beginnings of comments that are not prose."""
 GENERATED = re.compile(r"<!-- (generated|figures):.*?<!-- /\1 -->|```.*?```", re.DOTALL)

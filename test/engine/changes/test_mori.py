@@ -235,9 +235,9 @@ class Exchange:
         self.network = reference.Network(RANKS, EXPERTS // RANKS, PER_RANK, seed=seed)
         self.received, self.sent, self.kind, self.kernel_calls = self.network.dispatch(sent), sent, kind, kernel_calls
 
-    def dispatched(self, rank: int) -> Any:
-        """Return the dispatcher's output on a rank. If the engine's dispatcher applies the user's limit, the output
-        contains the limit.
+    def make_dispatch_output(self, rank: int) -> Any:
+        """Return the dispatcher's output on a rank. In releases whose output has a field ``recv_cap``, the engine's own
+        function sets the field from the user's limit.
         """
         buffer, mine = self.received[rank], self.sent[rank]
         arrived = (buffer.rows, None, buffer.ids, buffer.weights, buffer.count)
@@ -255,7 +255,9 @@ class Exchange:
         received.
         """
         self.kernel_calls.clear()
-        outputs = [layer.run_moe_core(self.dispatched(rank)).hidden_states for rank, layer in enumerate(layers)]
+        outputs = [
+            layer.run_moe_core(self.make_dispatch_output(rank)).hidden_states for rank, layer in enumerate(layers)
+        ]
         combined = self.network.combine(outputs, self.received)
         return [rows.nan_to_num(-1e9) for rows in combined], [len(call["hidden_states"]) for call in self.kernel_calls]
 
@@ -318,7 +320,7 @@ def test_the_engines_forward_gives_equal_results_with_a_quarter_of_the_rows(
 @pytest.mark.parametrize("value", [None, "0"])
 def test_unset_or_zero_variables_change_nothing(make_layers, kernel_calls, monkeypatch, value):
     exchange = Exchange(random_inputs([4] * 4, 1, seed=2), output_types()[0], kernel_calls)
-    dispatched = exchange.dispatched(0)
+    dispatched = exchange.make_dispatch_output(0)
     for name in (LIMIT.name, BOUND.name) if value else ():
         monkeypatch.setenv(name, value)
     with installed(mori.CHANGE):

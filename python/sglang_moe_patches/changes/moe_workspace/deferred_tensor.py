@@ -147,8 +147,9 @@ class FusedMoeCall:
     :param inplace: whether the output is written over the input.
     :param uses_staging: whether another stream reads the input. Slices are then written to a staging buffer first.
     :param max_bytes: memory limit of the runner in bytes, if the user set one.
-    :param dead_input_address: address of the dead input, if the activation received it for its output, else ``None``.
-        Some activations return a tensor of their own instead (gpt-oss).
+    :param dead_input_address: address of the dead input, if it was passed to the activation as output tensor, else
+        ``None``. Some activations ignore that tensor and return another one (gpt-oss). So the address must be compared
+        with the address of the activation's result.
     """
 
     gate_columns: int

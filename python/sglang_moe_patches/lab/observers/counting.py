@@ -25,8 +25,10 @@ LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_co
 
 
 def active_counts(statuses: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
-    """Return the counts of each active change. The key is the change's name. If several changes have the same count,
-    only the first of these changes has it in the result."""
+    """Return the counters (:class:`Count`) of each active change. The key is the change's name.
+
+    If several active changes have a counter of the same name, only the first of these changes keeps it.
+    """
     by_change = {status.change: status.status for status in statuses}
     counts: dict[str, tuple[Count, ...]] = {}
     for change in CHANGES:

@@ -109,7 +109,7 @@ class Prediction:
 
     @property
     def peak_place(self) -> str:
-        """Name of the place with the peak."""
+        """Part of the model in which the forward pass needs the most memory, such as "attention" or :data:`MOE`."""
         return max(self.places, key=self.places.__getitem__)
 
 

@@ -31,10 +31,11 @@ PREFILL_GRAPH_LAYER_BYTES = 6_000_000
 CAPTURED_LOGITS = 3.0
 """Bytes of the decode graphs, as a multiple of the bytes of the largest captured decode's logits."""
 CAPTURED_LOGITS_ALONE = 3.5
-"""Number that is added to :data:`CAPTURED_LOGITS` if there are no prefill graphs. Decode graphs would share the memory
-of prefill graphs."""
+"""Further bytes of the decode graphs in servers without prefill graphs, as a multiple of the same logits. With prefill
+graphs, decode graphs need less memory, because they share the memory of the prefill graphs."""
 CAPTURED_LOGITS_RANKS = 1.6
-"""Number that is added to :data:`CAPTURED_LOGITS` if several ranks gather their parts of the logits."""
+"""Further bytes of the decode graphs if several ranks gather their parts of the logits, as a multiple of the same
+logits."""
 SAMPLED_LOGITS, MANY_SAMPLED_LOGITS, MANY_REQUESTS = 6.8, 3.25, 512
 """Bytes of a decode with top-k and top-p sampling, as a multiple of the bytes of its logits. The first number is for
 decodes of up to ``MANY_REQUESTS`` requests, the second number is for larger decodes."""

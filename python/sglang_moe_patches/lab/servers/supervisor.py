@@ -114,7 +114,10 @@ class Supervised:
             self._supervisor.wait(SUPERVISOR_TIMEOUT_S)
         remaining = end_family(self._root, KILL_TIMEOUT_S)
         if remaining:
-            raise StillRunning(f"still running after {KILL_TIMEOUT_S:.0f} s: {', '.join(map(_describe, remaining))}")
+            raise StillRunning(
+                f"these processes are still running {KILL_TIMEOUT_S:.0f} s after SIGKILL; end them before you start "
+                f"again: {', '.join(map(_describe, remaining))}"
+            )
         self._supervisor.wait()
         if self._temporary:  # the folder still exists if the supervisor could not remove it
             remove(Path(self._temporary))

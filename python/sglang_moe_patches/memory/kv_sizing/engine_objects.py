@@ -170,7 +170,10 @@ def drop_requests(scheduler: Any) -> None:
     if (results := getattr(scheduler, "result_queue", None)) is not None:
         results.clear()
     if not scheduler.flush_cache():
-        raise RuntimeError("requests are left after a rehearsed forward pass failed")
+        raise RuntimeError(
+            "SGLang did not drop the requests of a failed rehearsal, so this server cannot start; start it with "
+            "SGLANG_MOE_PATCHES_KV_SIZING=off, and report the log"
+        )
 
 
 def mute_metrics(patcher: Patcher) -> None:

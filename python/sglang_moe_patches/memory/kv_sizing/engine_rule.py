@@ -132,7 +132,7 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
     :raises Unknown: the rule reserves nothing for images, or images take more memory than the rule reserves.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
-        raise Unknown(f"kv-sizing measures neither images nor the graphs that {IMAGE_GRAPHS} captures")
+        raise Unknown(f"{IMAGE_GRAPHS} is on: SGLang then captures graphs for images, which kv-sizing does not measure")
     share = image_factor(runner.model_config)
     if not 0 < share < 1:
         raise Unknown("kv-sizing does not measure images, and SGLang reserves no memory for them on this model")

@@ -53,7 +53,7 @@ def probe() -> Install:
 
     def install(patcher: Patcher) -> None:
         hooks = SchedulerHooks()  # one object in each scheduler process
-        patcher.wrap(maker, "_resolve_memory_pool_config", around(hooks.reserve))
+        patcher.wrap(maker, "_resolve_memory_pool_config", around(hooks.resolve_config))
         patcher.wrap(maker, "_init_pools", around(hooks.make_pools))
         patcher.wrap(scheduler, "get_init_info", around(hooks.remember_init_info))
         patcher.wrap(scheduler, "run_event_loop", around(hooks.run))
@@ -82,8 +82,8 @@ class SchedulerHooks:
         """Functions to call when the server serves. They send the held message to the launcher, and undo the pipe's
         patch."""
 
-    def reserve(self, original: Callable[..., Any], maker: Any, pre_model_load_memory: float) -> Any:
-        """Let the engine decide on its KV cache size, and reserve addresses for more tokens.
+    def resolve_config(self, original: Callable[..., Any], maker: Any, pre_model_load_memory: float) -> Any:
+        """Let the engine decide on its KV cache size, reserve addresses for more tokens, and return its config.
 
         :param maker: the engine's ``ModelRunner``, or from 0.5.16 on its ``KVCacheConfigurator``.
         """

@@ -67,16 +67,18 @@ class LoadDriver:
         self.fewer_requests = 0
         """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
         server allows."""
-        self.restart_requests = self._most_requests = 0
-        """Numbers of concurrent requests in rehearsed decodes. ``_most_requests`` is the number of the largest decode
-        that has begun. ``restart_requests`` is the number of the decode before it, and at least the limit of penalized
-        requests. Another rehearsal can start over with ``restart_requests``. Both are 0 if no decode had more requests
-        than the user asked for."""
+        self._most_requests = 0
+        """Number of requests in the largest eager decode that has begun; 0 if no eager decode had more requests than
+        the limit of penalized requests. It stays 0 with pipeline stages."""
+        self.restart_requests = 0
+        """Number of concurrent requests with which another rehearsal can start over: those of the eager decode before
+        the largest one, and at least the limit of penalized requests. It is 0 whenever ``_most_requests`` is 0."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases that were not reached: no forward pass had their sizes. The key is the phase's name, and the value is
         its kind."""
         self.is_over = False
-        """Whether the script has ended and has no further request."""
+        """Whether :meth:`next_requests` has no further request: all phases have ended, or an error ended the
+        rehearsal."""
         self._request_ids, self._first_tokens = count(1), first_tokens(limits)
         self._waiting: set[str] = set()
         """Names of the requests that have no answer yet."""

@@ -198,7 +198,12 @@ class Rehearsal:
                 self._undo.pop()()
             except Exception as error:
                 log.logger.warning(
-                    log.format_line("kv-sizing", "the scheduler is not wholly as before the rehearsal: %s"), error
+                    log.format_line(
+                        "kv-sizing",
+                        "a setting of the scheduler was not restored after the rehearsal; restart the server, or set "
+                        "SGLANG_MOE_PATCHES_KV_SIZING=off: %s",
+                    ),
+                    error,
                 )
 
     def _set_until_end(self, owner: Any, name: str, value: Any) -> None:

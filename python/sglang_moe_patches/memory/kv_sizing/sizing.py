@@ -88,7 +88,8 @@ class RankNeed:
     :param fewer_requests: largest number of concurrent requests for which there is memory; 0 if there is memory for as
         many requests as the server allows.
     :param restart_requests: number of concurrent requests for another rehearsal, if the sizes of the last rehearsal
-        would make the KV cache smaller; 0 if no decode had more requests than the user's settings ask for.
+        would make the KV cache smaller; 0 if no eager decode had more requests than the limit of
+        penalized requests, or with pipeline stages.
     :param can_limit_penalized: whether another rehearsal could run fewer penalized requests than
         ``--max-running-requests`` allows.
     :param request_limits: two limits that this package enforces: on the requests in a batch, and on the requests in a

@@ -127,7 +127,7 @@ class StartRunner:
             self._board.publish(step.topic, step.value)
         except Exception as error:
             log.logger.warning(
-                log.format_line("kv-sizing", "rank 0 does not learn %s of this rank: %s"), step.topic, error
+                log.format_line("kv-sizing", "this rank could not report to rank 0 (%s): %s"), step.topic, error
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
@@ -139,7 +139,11 @@ class StartRunner:
         try:
             values = self._board.collect(step.topic, type(step.value))
         except Exception as error:
-            log.logger.warning(log.format_line("kv-sizing", "%s of other ranks is lost: %s"), step.topic, error)
+            log.logger.warning(
+                log.format_line("kv-sizing", "rank 0 could not read what the ranks reported (%s): %s"),
+                step.topic,
+                error,
+            )
             values = [None] * self._board.ranks
         else:
             if None in values and time.monotonic() <= deadline:

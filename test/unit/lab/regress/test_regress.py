@@ -294,7 +294,7 @@ def test_processes_that_cannot_be_ended_are_named_and_end_the_run(regression, mo
     monkeypatch.setattr(supervisor, "end_family", lambda root, patience: [*wait(root, patience), psutil.Process()])
     assert regression.run_in_process(monkeypatch) == 2
     error = capsys.readouterr().err
-    assert f"still running after 120 s: {os.getpid()} (" in error
+    assert f"still running 120 s after SIGKILL; end them before you start again: {os.getpid()} (" in error
     assert "worse" not in error
     assert not regression.has_event("started-patched")
 

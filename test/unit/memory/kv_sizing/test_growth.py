@@ -467,7 +467,7 @@ def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
     monkeypatch.setattr(process, "_reserve_addresses", lambda maker, config, raised: reserved.append(raised))
     monkeypatch.setattr(engine_rule, "find_rehearsal_fraction", find)
     maker = SimpleNamespace(is_draft_worker=False, mem_fraction_static=0.8, server_args=SimpleNamespace())
-    used = process.reserve(lambda maker, before: maker.mem_fraction_static, maker, 80.0)
+    used = process.resolve_config(lambda maker, before: maker.mem_fraction_static, maker, 80.0)
     is_raised = fraction == 0.93
     assert (used, maker.mem_fraction_static) == (0.93 if is_raised else 0.8, 0.8)
     assert reserved == [pytest.approx(0.13 if is_raised else 0)]

@@ -324,7 +324,7 @@ def test_attributes_that_other_plugins_set_are_restored(scheduler, caplog):
     del made.send_to_tokenizer.send_output  # so that restoring it fails
     one.end()  # must not raise, because other ranks wait for this rank
     assert made.process_input_requests is another
-    assert "the scheduler is not wholly as before the rehearsal" in caplog.text
+    assert "a setting of the scheduler was not restored after the rehearsal" in caplog.text
 
 
 def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(scheduler):
