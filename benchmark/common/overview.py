@@ -98,9 +98,9 @@ def table(load: Load) -> str:
     results = first_starts(load)
     rows = [(label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
     note = (
-        "SGLang 0.5.12.post1, random weights, one run each; 200 (gpt-oss: 100) requests at once. Bold tokens/s: the load "
-        "does not fit stock's KV cache. Other differences have no known cause. An H100's free memory: with "
-        "`--mem-fraction-static 0.83` and `always`. Attention was Triton's: FA3, Hopper's default, was not run. "
+        "SGLang 0.5.12.post1, random weights, one run each; 200 (gpt-oss: 100) requests at once. Bold tokens/s: the "
+        "load does not fit stock's KV cache. Other differences have no known cause. An H100's free memory: with "
+        "`--mem-fraction-static 0.83`, `always`. Attention is Triton's: FA3, Hopper's default, was not run. "
         "[Settings](docs/benchmarks/README.md#settings)."
     )
     return f"\n{output.table(('server', *FIGURES), rows, left=4)}\n{note}\n"
