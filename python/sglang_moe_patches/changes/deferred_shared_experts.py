@@ -157,7 +157,7 @@ def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Cal
 
 
 def _construct_layer(
-    mark: Callable[[Any], None],
+    disable_inplace: Callable[[Any], None],
     is_native: Callable[[Any], bool],
     original: Callable[..., None],
     self: Any,
@@ -167,7 +167,7 @@ def _construct_layer(
     """Construct one of DeepSeek's MoE layers, and decide whether its shared experts run after its routed experts.
 
     :param original: the engine's constructor.
-    :param mark: function that switches ``inplace`` off in the configuration of the routed experts' runner.
+    :param disable_inplace: function that switches ``inplace`` off in the configuration of the routed experts' runner.
     :param is_native: function that returns whether the engine itself runs the shared experts after these routed
         experts.
     """
@@ -183,7 +183,7 @@ def _construct_layer(
             uses_all_to_all=self._enable_a2a_moe,
         )
         if not reason:
-            mark(self.experts.moe_runner_config)
+            disable_inplace(self.experts.moe_runner_config)
         setattr(self, _DEFERS, not reason)
         setattr(self, _REASON_TO_RUN_FIRST, None if not reason and is_native(self.experts) else reason)
 
@@ -234,8 +234,8 @@ def _plan() -> Plan:
         return defers_itself and behind_trtllm and bool(routed.use_flashinfer_trtllm_moe)
 
     def install(patcher: Patcher) -> None:
-        mark = _clear_inplace if defers_itself else clear_while_deferring
-        patcher.wrap(moe, "__init__", around(functools.partial(_construct_layer, mark, is_native)))
+        disable_inplace = _clear_inplace if defers_itself else clear_while_deferring
+        patcher.wrap(moe, "__init__", around(functools.partial(_construct_layer, disable_inplace, is_native)))
         offers.install(patcher)
         install_triton_output(patcher)
         if not defers_itself:

@@ -31,9 +31,9 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
-BY_NAME = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""Second module in which an engine function is imported by name. If another plugin has replaced the function there, a
-change may still patch it in the module that defines it."""
+IMPORTED_FUNCTION = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
+"""End of an engine function's dotted name, in a module that imports the function. If another plugin has replaced the
+function in this module, a change may still patch the function in the module that defines it."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Name of the method in which moe-workspace inspects the model. If another plugin has patched this method,
 moe-workspace assumes for every model that another stream reads the experts' input."""
@@ -205,7 +205,7 @@ def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_
                 left = any(word in outcome.reason for word in offering) and dotted(owner, name) not in patcher.touched
             else:
                 left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and outcome.install is None
-            if dotted(owner, name).endswith((BY_NAME, LOADING)):
+            if dotted(owner, name).endswith((IMPORTED_FUNCTION, LOADING)):
                 left = left or dotted(owner, name) not in patcher.touched
             if not left:
                 taken.append(f"{dotted(owner, name)}: {outcome}; touched {patcher.touched}")
@@ -261,9 +261,12 @@ KEPT_TENSORS: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
     "the input of the last step": (find_layer_end, "given", False),
     "the result of the last step": (find_layer_end, "result", False),
 }
-"""Tensors to which another plugin keeps a reference, by a description of each. A value has three parts: a function that
-finds the method that the plugin wraps; ``given`` or ``result``, for the method's arguments or its result; and whether
-the norms work in place."""
+"""Tensors to which another plugin keeps a reference, by description. A value is ``(find, keeps, in_place)``:
+
+- ``find``: function that receives a decoder layer and returns the method that the plugin wraps.
+- ``keeps``: ``given`` if the plugin keeps the method's arguments, ``result`` if it keeps the method's result.
+- ``in_place``: whether the layers' norms work in place. It is False if such a norm would overwrite the kept tensor.
+"""
 
 
 @pytest.mark.parametrize("kept", KEPT_TENSORS)

@@ -254,11 +254,12 @@ def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
 
 
 @given(layers, gemms, st.booleans(), packed_layers, packed_gemms)
-def test_every_tensor_that_a_limit_cuts_has_the_least_size(layer, gemm, gated, packed, packed_gemm):
-    """If a memory limit cuts a tensor, the tensor is at least as large as ``min_tensor_bytes`` returns for this limit.
-    Here the limit is one byte less than the runner needs without slices.
+def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed, packed_gemm):
+    """If a memory limit cuts the expert outputs, they have at least ``min_tensor_bytes(limit)`` bytes, or
+    ``min_packed_tensor_bytes(limit)`` bytes on Marlin.
 
-    Without a gate, the first GEMM's output is as wide as the activation's output.
+    The limit is one byte less than the runner needs during the second GEMM without slices. Triton is tested with and
+    without a gate.
     """
     layer = layer if gated else layer._replace(gate_columns=layer.intermediate)
     inner_bytes = layer.itemsize * (not gemm.activation_in_dead_input) + gemm.quantized

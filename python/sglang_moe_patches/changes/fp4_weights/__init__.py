@@ -432,8 +432,8 @@ def _probe_layout() -> Install | None:
 def creates_only_zeros(create_weights: Any) -> bool:
     """Return whether ``create_weights`` sets every parameter of a layer to zero.
 
-    If it sets other values (0.5.23), the engine allocates the weights as usual. Their memory then has no room for the
-    layout of the experts, so the layout gets memory of its own.
+    If so, fp4-weights can allocate the parameters itself, with room for the later layout of the experts. If not
+    (0.5.23), the engine allocates them without this room, and the layout gets memory of its own.
     """
     return engine.mentions(create_weights, "zeros") and not any(
         engine.mentions(create_weights, name) for name in _NONZERO_CREATORS

@@ -385,9 +385,9 @@ class _Reader:
         return str(self.function.__qualname__)
 
     def _follow_call(self, call: ast.Call) -> set[ast.AST]:
-        """Follow the function that ``call`` runs, if the function receives the layer.
+        """Read the function that ``call`` runs, too, if the call passes the layer to this function.
 
-        :returns: the call's arguments that are the layer. They are harmless, because the function was followed.
+        :returns: the arguments of ``call`` that are the layer. They need no check, because the function was read.
         """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]

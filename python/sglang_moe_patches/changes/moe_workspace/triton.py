@@ -91,8 +91,9 @@ class _FusedMoeTorch(takers.OutputTorch):
 def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
     """Return whether a call with large expert outputs may run in column slices.
 
-    LoRA hooks and a deferred sum read the expert outputs themselves. With a top-k of 1 the engine runs no sum, and with
-    a top-k of 2 it runs an addition.
+    LoRA hooks and a deferred sum need the whole expert outputs, so such calls run without slices. Calls with a top-k of
+    1 or 2 do so, too, because the engine does not call its sum for them. Calls with few tokens do so, because their
+    compiled sum adds in another order.
     """
     return tokens > _MAX_COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Distribution of attention over the ranks of one expert-parallel group: sizes of its parallel groups, the same for
-    all forward passes.
+    """Sizes of the attention groups in one expert-parallel group, and this rank's place among them. All forward passes
+    use the same values.
 
     :param ranks: number of expert-parallel ranks.
     :param attn_tp: size of attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on the tokens of one

@@ -246,7 +246,7 @@ def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordi
 
 
 def _run_event_loop(switch: Switch, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Turn the switch on, and then run the scheduler's event loop."""
+    """Turn expandable segments on if they work on all ranks, and then run the scheduler's event loop."""
     turn_on_if_it_works(switch, agree_on_all_ranks)
     return original(*args, **kwargs)
 
