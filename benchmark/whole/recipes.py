@@ -129,12 +129,12 @@ def on_hopper(results: list[output.Result]) -> str:
     packed = sum("fp4-weights" in answer["acts"] for answer in found)
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
     return (
-        f"- **Few Hopper recipes gain much inside their MoE layers.** We asked `doctor` about {len(found)} [published "
-        f"recipes](docs/commands/models.md) for Hopper. In {idle} of them no change acts inside MoE layers. "
-        f"For {len(predicted)} the peak memory of a forward pass can be predicted, and {little} of these save at most "
-        f"{100 * SMALL_SAVING:.0f} %. A larger KV cache helps more recipes: `SGLANG_MOE_PATCHES_KV_SIZING=auto` can "
-        f"grow the KV cache of {sized}. Another {left_alone} set `--mem-fraction-static`, so they need `always`. "
-        f"`fp4-weights` makes the weights of {packed} smaller."
+        f"- **On Hopper, gains inside MoE layers are mostly small.** Of {len(found)} [published recipes]"
+        f"(docs/commands/models.md) that we asked `doctor` about, {idle} have no change inside MoE layers. The peak "
+        f"memory of a forward pass can be predicted for {len(predicted)}: {little} of them save at most "
+        f"{100 * SMALL_SAVING:.0f} %. The KV cache can grow in {sized} with `SGLANG_MOE_PATCHES_KV_SIZING=auto`, and in "
+        f"{left_alone} more with `always`, because they set `--mem-fraction-static`. In {packed}, `fp4-weights` makes "
+        "the weights smaller."
     )
 
 
