@@ -133,8 +133,8 @@ def on_hopper(results: list[output.Result]) -> str:
         f"(docs/commands/models.md) that we asked `doctor` about, {idle} have no change inside MoE layers. The peak "
         f"memory of a forward pass can be predicted for {len(predicted)}: {little} of them save at most "
         f"{100 * SMALL_SAVING:.0f} %. The KV cache can grow in {sized} with `SGLANG_MOE_PATCHES_KV_SIZING=auto`, and "
-        f"in {left_alone} more with `always`, because they set `--mem-fraction-static`. In {packed}, `fp4-weights` makes "
-        "the weights smaller."
+        f"in {left_alone} more with `always`, because they set `--mem-fraction-static`. In {packed}, `fp4-weights` "
+        "makes the weights smaller."
     )
 
 

@@ -26,7 +26,7 @@ def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     ]
     results = [{"figures": {"recipes": list(answers)}} for answers in zip(*rows, strict=True)]
     text = recipes.on_hopper(results)
-    assert "about 4 [published recipes](docs/commands/models.md) for Hopper. In 3 of them no change acts" in text
-    assert "For 3 the peak memory of a forward pass can be predicted, and 2 of these save at most 5 %" in text
-    assert "can grow the KV cache of 2. Another 1 set `--mem-fraction-static`" in text
-    assert "the weights of 1 smaller" in text
+    assert "Of 4 [published recipes](docs/commands/models.md) that we asked `doctor` about, 3 have no change" in text
+    assert "can be predicted for 3: 2 of them save at most 5 %" in text
+    assert "can grow in 2 with `SGLANG_MOE_PATCHES_KV_SIZING=auto`, and in 1 more with `always`" in text
+    assert "In 1, `fp4-weights` makes the weights smaller." in text
