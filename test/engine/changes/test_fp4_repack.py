@@ -36,8 +36,8 @@ SHAPES = {
 
 @pytest.fixture
 def earlier_results(monkeypatch):
-    """List with one entry for each call of the repacking kernel, which a stand-in replaces: the number of earlier
-    results that still have memory of their own.
+    """Replace the engine's repacking kernel by a stand-in. Return a list to which each call of the stand-in adds a
+    number: how many results of earlier calls were still allocated when this call began.
     """
     pytest.importorskip(fp4_weights._MARLIN_UTILS, reason="this release runs no FP4 experts by Marlin")
     return marlin_repack.replace_kernel(monkeypatch)
@@ -175,8 +175,10 @@ def test_a_hook_point_of_another_plugin_is_left_alone(name, monkeypatch):
 
 
 def compile_replacement(function, tmp_path, source):
-    """Compile ``source``, as a newer release might write it, as a replacement for one of the engine's functions, with
-    the same globals.
+    """Compile ``source`` and return the function that it defines, with the name and the globals of ``function``.
+
+    :param function: one of the engine's functions.
+    :param source: changed source code of ``function``, such as a newer release may have.
     """
     path = tmp_path / f"{function.__name__}.py"
     path.write_text(source)

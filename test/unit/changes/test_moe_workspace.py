@@ -143,7 +143,7 @@ def marlin_us(layer, gemm, slices):
 
 
 def triton_step(gemm):
-    """Return the number of columns of which the width of the Triton runner's slices must be a multiple."""
+    """Return the step of the Triton runner's slice widths, in columns: every width is a multiple of this step."""
     scales = 16 // math.gcd(16, gemm.scale_stride_bytes) * gemm.columns_per_scale
     return math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"], scales)
 

@@ -23,11 +23,12 @@ from sglang_moe_patches.core import engine, runners
 
 
 def predict_loading(experts: Any, layers: int, *, patched: bool) -> Loading:
-    """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
+    """Predict the GPU memory that loading a model takes on one rank, in addition to the weights.
 
     :param experts: a ``FusedMoE`` layer whose weights are not processed yet, or ``None`` if the model has no such
         layer.
-    :param layers: MoE layers of the rank.
+    :param layers: number of MoE layers on the rank.
+    :param patched: whether the server uses fp4-weights. If it is false, the prediction is for a stock server.
     """
     weight = getattr(experts, "w13_weight", None)
     if weight is None or weight.dim() != 3:

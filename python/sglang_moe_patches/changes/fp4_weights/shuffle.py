@@ -83,8 +83,8 @@ class RowPermutation(NamedTuple):
 
     @property
     def kernel_index(self) -> torch.Tensor:
-        """Row index that a program of the row kernel needs. It is the index of one tile if all tiles have the same
-        permutation, else the index of all rows.
+        """Tensor of row numbers that a program of the row kernel reads. It is ``tile`` if all tiles have the same
+        permutation, else ``rows``.
         """
         return self.rows if self.tile is None else self.tile
 

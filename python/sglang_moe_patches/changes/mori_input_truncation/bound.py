@@ -171,9 +171,10 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
 def decide_cut(
     sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
 ) -> tuple[int | None, Cut]:
-    """Return two results: the largest number of rows that can arrive, and the cut for this number.
+    """Decide how many rows of the receive buffer the MoE kernel computes in one forward pass.
 
-    :func:`compute_max_received_rows` computes the number, and :func:`decide_rows` decides the cut.
+    :returns: two values: the largest number of rows that can arrive (:func:`compute_max_received_rows`), or ``None`` if
+        it is unknown, and the :class:`Cut` that :func:`decide_rows` returns for this number.
     """
     bound = compute_max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

@@ -129,14 +129,16 @@ def probe_trtllm() -> Install:
 
 
 def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> fused_moe_call.Route:
-    """Return the route with which Triton's calls write their output into the offered buffer, if they do not work in
-    place.
+    """Return a route for the Triton runner's calls that do not work in place. The route makes such a call write its
+    output into the offered buffer.
 
-    A route replaces some calls of the fused-MoE function (:mod:`sglang_moe_patches.core.fused_moe_call`). This route
-    sends a call to ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In the second
-    case a new output must come from the pool of that memory.
+    A route is a function that may replace a call of the engine's fused-MoE function
+    (:mod:`sglang_moe_patches.core.fused_moe_call`). This route replaces the call by ``into_buffer`` if a buffer is
+    offered, or if the server uses NCCL symmetric memory. With symmetric memory, ``into_buffer`` allocates a new output
+    in the pool of that memory if it takes no buffer.
 
-    :param into_buffer: the engine's fused-MoE function with an :class:`OutputTorch` as ``torch``.
+    :param into_buffer: copy of the engine's fused-MoE function, in which the global name ``torch`` is an
+        :class:`OutputTorch`.
     """
 
     def route(hidden_states: Any, topk_ids: Any, options: dict[str, Any]) -> Callable[..., Any] | None:
