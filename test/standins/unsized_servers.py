@@ -17,10 +17,10 @@ ATTENTION = "--tp 2 --dp 2 --enable-dp-attention"
 class UnsizedServer:
     """Server that kv-sizing leaves alone because of one argument.
 
-    :param value: value of the argument; ``True`` if the argument is a switch.
+    :param value: value of this argument in the command line; ``True`` if the argument is a switch.
     :param more: rest of the command line.
-    :param arguments: resolved arguments by which kv-sizing recognizes the server; empty if the argument itself is
-        ``value``.
+    :param arguments: fields of the resolved ``ServerArgs`` by which kv-sizing recognizes the server. If it is empty,
+        kv-sizing recognizes the server by the field of this argument alone, which has the value ``value``.
     """
 
     value: object = True

@@ -594,7 +594,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/rehearsal.py": {
-        "test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_little": [
+        "test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little": [
             ("return cost <= self._for_more_requests and left", "return left"),
             ("if self._reserved_by_others is None:", "if True:"),
             ("+ taken_next - taken\n", "\n"),

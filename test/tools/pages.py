@@ -161,7 +161,10 @@ def tested_table(found: dict[str, Any]) -> str:
 
 
 def reasons_list(found: dict[str, Any]) -> str:
-    """Return a list with one line for each reason of a status, and the neighbouring releases with this reason."""
+    """Return a Markdown list. Each line has a change, its status, the releases with this status, and the reason.
+
+    Neighbouring releases with the same status and reason share a line. Statuses without a reason have no line.
+    """
     lines = []
     for name in change_names(found):
         told = {release: facts["changes"].get(name, NOT_ASKED) for release, facts in found.items()}

@@ -811,9 +811,9 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 
 @pytest.mark.product
 @pytest.mark.every_release
-def test_a_prefix_leaves_enough_windows_for_a_chunk_after_it(place: Path, checkpoint):
-    """The cache keeps sliding windows for each part in which a prefix was computed. A prefix must leave enough
-    windows for the chunk after it.
+def test_a_rehearsed_prefix_leaves_sliding_windows_for_a_chunk_after_it(place: Path, checkpoint):
+    """The rehearsal computes a long prefix in parts. While the prefix is in use, the radix cache keeps the sliding
+    windows of these parts. In a small pool of windows, the parts must leave room for a prefill chunk after the prefix.
     """
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized_server(

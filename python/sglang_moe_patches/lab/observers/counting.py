@@ -75,11 +75,12 @@ class Tally:
 
     @property
     def acted(self) -> Acts:
-        """All acts so far (records of what the changes did), in the order of their first occurrence."""
+        """Records (:class:`Act`) of what the changes did since the last :meth:`drain`, in the order of their first
+        occurrence."""
         return Acts(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
 
     def drain(self) -> Acts:
-        """Return all acts since the last call of this method, and start counting from zero."""
+        """Return the records of what the changes did since the last call of this method, and clear the records."""
         drained = self.acted
         self._acts, self._layers, self._largest = {}, set(), None
         return drained

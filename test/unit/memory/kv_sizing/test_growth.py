@@ -46,10 +46,13 @@ def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, t
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
 def test_a_larger_first_fraction_gives_the_longest_request_room(free, least):
-    """By the rule, 20 of 100 GB are set aside for forward passes (fraction 0.8). The rank with the least memory has
-    ``free`` GB. The longest request needs 10 GB of KV cache. In two cases, the fraction does not change (``None``).
-    With 40 GB free, the rule's KV cache is large enough. With 12.9 GB free, too little memory would remain for forward
-    passes."""
+    """If the rule's KV cache has no room for the longest request (10 GB), the rehearsal starts with a larger fraction.
+    The rule sets 20 of 100 GB aside for forward passes (fraction 0.8). A larger fraction must leave them 3 GB.
+
+    :param free: free GB after the weights were loaded, on the rank with the least free memory.
+    :param least: the larger fraction; ``None`` if the rule's fraction is kept. With 40 GB free, the rule's KV cache is
+        large enough. With 12.9 GB free, only 2.9 GB would remain for forward passes.
+    """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
     assert found == (None if least is None else pytest.approx(least))

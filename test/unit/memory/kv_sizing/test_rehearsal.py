@@ -142,16 +142,21 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
     ],
     ids=str,
 )
-def test_a_decode_runs_if_it_has_memory_and_an_unrequested_one_if_it_costs_little(
+def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little(
     free, has_default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
 ):
     """The sampling of a decode takes 20 MB for each request. One GB must stay free.
 
-    :param requests: limit of concurrent requests on the server; 0 if there is no limit.
-    :param lowest: GB that are free at the end, or that remain by the estimate.
-    :param more: arguments of the rehearsal, and two settings of the test. ``most`` is the number of requests in the
-        largest decode. If it is set, the allocator keeps the memory that tensors have taken. ``kept`` is the number of
-        GB that the allocator additionally reserves after the decode of 300 requests.
+    :param free: GB that are free when the rehearsal starts.
+    :param has_default_requests: whether the user has set no limit of concurrent requests.
+    :param earlier: peaks in bytes of an earlier rehearsal, by phase.
+    :param graphs: GiB of the decode graphs.
+    :param requests: limit of concurrent requests that the rehearsal sets; 0 if it sets none.
+    :param stopped: whether the rehearsal ends because a decode that the user asked for does not fit.
+    :param lowest: lowest free memory in GB. A decode that did not fit counts with its estimated memory.
+    :param more: arguments of the rehearsal, and two settings of the stand-in. ``most`` is the number of requests in the
+        largest decode (300 if not set). If it is set, the allocator reserves the memory of tensors and never returns
+        it. ``kept`` is the number of GB that the allocator reserves in addition, from the decode of 300 requests on.
     """
     more, reserves = dict(more), "most" in more
     most, kept = more.pop("most", 300), more.pop("kept", 0)
