@@ -12,7 +12,7 @@ import growing_server
 import pytest
 from common.growth import Growth
 from growing_server import NO_GPU, Start
-from sglang_moe_patches.memory.kv_sizing import hooks
+from sglang_moe_patches.memory.kv_sizing import start
 from sglang_moe_reference import environment
 
 GREW, SHRANK = Growth(9, 4, 4_990_000_000), Growth(4, 9, 4_990_000_000)
@@ -65,5 +65,5 @@ def test_lines_whose_figures_are_the_stand_ins_are_left_out_without_a_gpu():
     lines = [f"{beginning} 0 MB" for beginning in growing_server.NO_FIGURES] + [LINE]
     assert growing_server.select_lines(lines, gpu=False) == [LINE]
     assert growing_server.select_lines(lines, gpu=True) == lines
-    logged = Path(hooks.__file__).read_text(encoding="utf-8")
+    logged = Path(start.__file__).read_text(encoding="utf-8")
     assert all(beginning in logged for beginning in growing_server.NO_FIGURES), "kv-sizing logs them in other words"
