@@ -98,10 +98,10 @@ def table(load: Load) -> str:
     results = first_starts(load)
     rows = [(label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
     note = (
-        "SGLang 0.5.12.post1, random weights, one run each; 200 (gpt-oss: 100) requests at once. Bold tokens/s: the "
-        "load does not fit stock's KV cache. Other differences have no known cause. An H100's free memory: with "
-        "`--mem-fraction-static 0.83`, `always`. Attention is Triton's: FA3, Hopper's default, was not run. "
-        "[Settings](docs/benchmarks/README.md#settings)."
+        "SGLang 0.5.12.post1, random weights, Triton attention (not FA3, Hopper's default), one run each; 200 "
+        "(gpt-oss: 100) requests at once. Bold tokens/s: the load does not fit stock's KV cache. Other differences have no known "
+        "cause. *An H100's free memory*: another process holds the rest; `--mem-fraction-static 0.83`, variable "
+        "`always`. [Settings](docs/benchmarks/README.md#settings)."
     )
     return f"\n{output.table(('server', *FIGURES), rows, left=4)}\n{note}\n"
 
@@ -161,7 +161,7 @@ def kv_cache_chart(load: Load, names: tuple[str, ...] = CHART_ROWS) -> str:
             else Bar(0, f"patched {NO_START}"),
         ]
         groups.append(Group(label(name), bars))
-    note = "A bar's length is relative to stock's KV cache. First start, Triton's attention, random weights."
+    note = "A bar's length is relative to stock's KV cache. Without a stock server, the length has no meaning."
     return bar_chart("KV cache size, stock and patched", SERIES, groups, note)
 
 
