@@ -88,7 +88,7 @@ def arguments() -> set[str]:
 
 
 def arguments_read() -> set[str]:
-    """Return the names of the arguments that :data:`.eligibility.INELIGIBLE` reads."""
+    """Return the names of the arguments that :data:`.eligibility.UNSIZED` names."""
     names: set[str] = set()
 
     class Asked(dict):
