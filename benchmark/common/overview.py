@@ -99,9 +99,9 @@ def table(load: Load) -> str:
     rows = [(label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
     note = (
         "SGLang 0.5.12.post1, random weights, Triton attention (not FA3, Hopper's default), one run each; 200 "
-        "(gpt-oss: 100) requests at once. Bold tokens/s: the load does not fit stock's KV cache. Other differences have no "
-        "known cause. *An H100's free memory*: another process holds the rest; `--mem-fraction-static 0.83`, variable "
-        "`always`. [Settings](docs/benchmarks/README.md#settings)."
+        "(gpt-oss: 100) requests at once. Bold tokens/s: the load does not fit stock's KV cache. Other differences "
+        "have no known cause. *An H100's free memory*: another process holds the rest; `--mem-fraction-static 0.83`, "
+        "variable `always`. [Settings](docs/benchmarks/README.md#settings)."
     )
     return f"\n{output.table(('server', *FIGURES), rows, left=4)}\n{note}\n"
 

@@ -220,10 +220,10 @@ class _Engine:
         return self._moe[kind]
 
     def layers(self, stack: _Class) -> list[_Class]:
-        """Return the classes of a stack's decoder layers that may have routed experts.
+        """Return the classes of decoder layers that may have routed experts, for ``stack``.
 
-        These are the layer classes whose names are in the source of the stack. If there are none, these are the layer
-        classes whose names are in the source of its base class.
+        ``stack`` is a class that loops over layers. Its source names the classes. If the source names none, the base
+        classes of ``stack`` are searched, nearest first.
         """
         for kind in self.ancestry(stack):
             named = [each for name in kind.mentions for each in self.find(kind.module, name)]

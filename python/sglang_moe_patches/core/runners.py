@@ -48,11 +48,11 @@ def find_runner(experts: Any) -> str | None:
 
     The attribute ``runner`` of the layer's quantization method, scheme or kernel names the runner. Some methods have no
     such attribute. They call the kernel that ``--moe-runner-backend`` selects. NVFP4 methods of some releases have the
-    attribute, but call another kernel (:func:`_find_own_kernel`).
+    attribute, but call another kernel (:func:`_find_directly_called_runner`).
     """
     method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
     for holder in (method, scheme):
-        if (kernel := _find_own_kernel(holder)) is not None:
+        if (kernel := _find_directly_called_runner(holder)) is not None:
             return kernel or None
     for holder in (method, scheme, getattr(scheme, "kernel", None)):
         runner = getattr(holder, "runner", None)
@@ -75,14 +75,14 @@ _CUTLASS_FP4 = "cutlass_moe_fp4"
 """Name of the engine's function that runs NVFP4 experts if no attribute selects another kernel."""
 
 
-def _find_own_kernel(holder: Any) -> str | None:
-    """Return the runner of an NVFP4 method or scheme that calls a kernel itself, whatever its attribute ``runner`` is.
+def _find_directly_called_runner(holder: Any) -> str | None:
+    """Return the runner whose kernel an NVFP4 method or scheme calls directly, not through its attribute ``runner``.
 
-    With ``--moe-runner-backend auto`` the attribute names TRT-LLM's runner, but ``apply`` calls ``cutlass_moe_fp4``
-    (0.5.12.post1). A scheme's attribute names Triton's runner.
+    The attribute then names another runner. With ``--moe-runner-backend auto`` a method's attribute names TRT-LLM's
+    runner, but ``apply`` calls ``cutlass_moe_fp4`` (0.5.12.post1). A scheme's attribute names Triton's runner.
 
-    :returns: the runner, or "" if ``--moe-runner-backend`` has no name for the kernel. The result is ``None`` if the
-        method calls the runner in its attribute ``runner``, or has none of :data:`_TRTLLM_FLAGS`.
+    :returns: the runner, or "" if ``--moe-runner-backend`` has no name for the kernel. The result is ``None`` if no
+        such direct call is found. :func:`find_runner` then reads the attribute ``runner``.
     """
     flag = next((name for name in _TRTLLM_FLAGS if hasattr(holder, name)), None)
     apply: Any = getattr(type(holder), "apply_weights", None) or getattr(type(holder), "apply", None)

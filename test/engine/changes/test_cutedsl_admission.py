@@ -210,8 +210,10 @@ def tokens_of_forwards():
         return {"new_token_ratio_tracker": tracker}
 
     def tokens_per_request(args: Any) -> list[int]:
-        """Return the tokens per request of a decode, or of EAGLE's draft, verification and draft-extend forward passes.
-        The numbers are computed from the engine's inputs.
+        """Return the tokens per request of each kind of decode forward pass: one number for each kind.
+
+        Without speculative decoding there is one kind. NGRAM has only verification. EAGLE also has draft and
+        draft-extend. The number for verification comes from the engine's ``EagleVerifyInput``.
         """
         if not args.speculative_algorithm:
             return [1]

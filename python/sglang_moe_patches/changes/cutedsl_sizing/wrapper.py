@@ -286,8 +286,9 @@ _GRAPH_ARGUMENTS = ("cuda_graph_max_bs", "disable_piecewise_cuda_graph", "piecew
 
 
 def keeps_buffers(wrapper_class: Any) -> bool:
-    """Return whether FlashInfer's wrapper keeps buffers for a fixed number of tokens, and raises an exception for more
-    tokens.
+    """Return whether FlashInfer's wrapper keeps buffers that are allocated for a fixed number of tokens.
+
+    Such a wrapper raises an exception if a forward pass has more tokens.
     """
     return any(engine.mentions(wrapper_class.run, name) for name in ("_moe_output", "max_num_tokens"))
 

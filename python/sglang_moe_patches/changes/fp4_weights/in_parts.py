@@ -105,10 +105,11 @@ def _is_dense(data: Any) -> bool:
 
 
 def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
-    """Create a layer's parameters, with enough memory before the weights for the weights' later layout.
+    """Create a layer's parameters on the GPU. Allocate extra memory for weights that get larger when they are laid out.
 
-    The engine first creates the parameters on the ``meta`` device. If the engine allocated the weights on the GPU,
-    and this function then moved them, a hole would remain, because the allocator puts biases into the same segment.
+    The extra bytes lie before the weights, in the same allocation. The engine's ``create_weights`` runs on the ``meta``
+    device, and this function then allocates each parameter once. If the weights were allocated on the GPU first and
+    moved afterwards, a hole would remain, because the allocator puts biases into the same segment.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param create: the engine's ``create_weights``, which sets all parameters to zero.

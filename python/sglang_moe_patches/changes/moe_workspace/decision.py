@@ -157,15 +157,14 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """Return what moe-workspace does in a layer, and why, from the slice width that a runner's rule chooses.
+    """Return the decision for a layer. A runner's rule chooses the slice width, and the width decides.
 
-    :param sizes: the layer's shape and its second GEMM, or the reason why the tensor cannot be cut.
+    :param sizes: the layer's shape and its second GEMM, or the reason why the expert outputs cannot be cut into slices.
     :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
-    :param cut: effect on the dead input if the tensor is cut, such as :data:`OUTPUT_IN_DEAD_INPUT`. It is empty if the
-        runner then does not use the dead input.
-    :param uncut: effect on the dead input if the tensor is not cut. It is empty if the runner then does not use the
-        dead input.
+    :param cut: use of the dead input if the expert outputs are cut, such as :data:`OUTPUT_IN_DEAD_INPUT`; empty if the
+        dead input is not used.
+    :param uncut: use of the dead input if the expert outputs are not cut; empty if the dead input is not used.
     """
     effects = (uncut,) if uncut else ()
     if isinstance(sizes, str):

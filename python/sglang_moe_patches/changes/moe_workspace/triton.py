@@ -68,11 +68,11 @@ class _FusedMoeTorch(takers.OutputTorch):
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
-        """Replacement for ``torch.empty``.
+        """Replacement for ``torch.empty`` inside the fused-MoE function.
 
-        Only the expert outputs have three dimensions: they become a :class:`DeferredTensor`. If the call is in
-        place, the activation's output is placed in the dead input, provided that it fits. All other tensors are
-        allocated as usual.
+        The expert outputs, the only tensor with three dimensions, become a :class:`DeferredTensor`. If the MoE layer
+        runs with ``inplace``, the output of its activation function is placed in the offered dead input, if it fits.
+        All other tensors are allocated as usual.
         """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)

@@ -106,7 +106,8 @@ def input_dies(forward: Code) -> bool:
 def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
     """Find the statement that passes ``hidden_states`` to the norm before attention and overwrites that name.
 
-    :returns: two values: the statement or ``None``, and the second alias of the input or ``None``.
+    :returns: the statement, and another name to which ``forward`` assigned its input before. Each is ``None`` if there
+        is none.
     """
     if not _is_modelled(definition):
         return None, None
@@ -300,9 +301,10 @@ def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
 
 
 def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
-    """Return the names of a method's parameters that receive the arguments at these places of a call.
+    """Return the names of the parameters through which a method receives some arguments of a call.
 
-    The result is ``None`` if a place has no parameter, for example ``*``.
+    :param places: places of these arguments in the call: positions, keywords, ``*`` and ``**``.
+    :returns: ``None`` if an argument has no named parameter of its own, for example if the call passes ``*values``.
     """
     arguments = definition.args
     by_position = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]

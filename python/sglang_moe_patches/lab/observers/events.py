@@ -61,8 +61,8 @@ class Memory:
     """Growth of the bytes that PyTorch's allocator reserves, from the first forward pass to the largest value. Only on
     CUDA."""
     slack_bytes: int | None = None
-    """Part of ``reserved_bytes`` that tensors never used: ``reserved_bytes`` minus the growth of the peak of allocated
-    memory. Only on CUDA."""
+    """Part of ``reserved_bytes`` that tensors never used. It is ``reserved_bytes`` minus the growth of allocated
+    memory, from the first forward pass to its peak. Only on CUDA."""
     gpu: str = ""
     """Name of the GPU model. Only on CUDA."""
 

@@ -52,7 +52,7 @@ def show(report: Mapping[str, Any]) -> None:
         console.print(memory)
     if report["stock"]:
         terms = Table("MB of a prefill chunk", *SERVERS)
-        for line in list_terms(report):
+        for line in list_memory_rows(report):
             terms.add_row(*line)
         console.print(terms)
     marks = {True: "yes", False: "no", None: "not known"}
@@ -258,9 +258,12 @@ def is_sizable(sizing: Mapping[str, Any]) -> bool:
     return bool(sizing["acts"]) or sizing["reason"].endswith(WOULD_SIZE)
 
 
-def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the rows of a table with the terms of both predictions, and with the other places that can have the peak,
-    in MB."""
+def list_memory_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the rows of the table of predicted memory, each with a title and the MB of both servers.
+
+    The rows are the parts of the memory at the MoE runner, their sum, the memory at other places of the model, and the
+    peak.
+    """
     both = (report["stock"], report["patched"])
 
     def row(title: str, sizes: Iterable[int]) -> tuple[str, str, str]:

@@ -44,8 +44,8 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 TERM_TIMEOUT_S = 6.0
 """Seconds from SIGTERM to SIGKILL. SGLang checks every 5 seconds whether SIGTERM arrived."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Parts of the command lines of processes that remove the shared memory of other processes, after the other processes
-have ended."""
+"""Texts by which the command line of a cleaner is recognized. A *cleaner* is a process that waits until other processes
+have ended, and then removes their shared memory."""
 CLEANUP_TIMEOUT_S = 5.0
 """Seconds from SIGTERM until the processes of ``CLEANERS`` receive SIGKILL."""
 SUPERVISOR_TIMEOUT_S = 20.0

@@ -276,6 +276,6 @@ def _end_capture(switch: Switch, original: Callable[..., Any], self: Any, *args:
 def _suspend_within(
     switch: Switch, original: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    """Suspend the switch while the ``with`` block of the original context manager runs."""
+    """Context manager that enters the context manager of ``original`` and suspends the switch until the block ends."""
     with switch.suspension(), original(*args, **kwargs) as entered:
         yield entered

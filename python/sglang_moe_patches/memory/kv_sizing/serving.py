@@ -649,7 +649,8 @@ class RequestLimit:
         """The running batch, into which the engine merges the requests that it admits in this turn."""
         self.rows: int | None = None
         """Limit of the rows in the batch; ``None`` if the limit has not been derived in this turn. A running request
-        with beams has several rows. The engine counts one of them, so the other rows are already subtracted."""
+        with beams has one row for each beam, but the engine counts it as one row. So its other rows are subtracted from
+        this limit in advance."""
         self.widest = 1
         """Number of rows of the widest request that may join the batch: 1, or the number of its beams."""
 

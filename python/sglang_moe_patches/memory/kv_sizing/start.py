@@ -489,13 +489,15 @@ class ServerStart:
         return lambda limits: phases.derive_second_pass(before, limits, missed)
 
     def _limit_requests(self, rank_0: RankNeed) -> None:
-        """Let the server admit no more concurrent requests than were rehearsed.
+        """Limit the concurrent requests of the server to the number that was rehearsed.
 
-        The limit applies if the user has set none. It also applies to penalized requests if memory for the user's limit
-        would make the KV cache smaller than the engine's own. If the KV cache keeps the engine's size, the server
-        admits as many requests as the engine does, unless the rehearsal has started over.
+        There are two exceptions:
 
-        :param rank_0: need of rank 0, which has the limits.
+        - If the user has set a limit, the user's limit stays. The number of requests in a batch with a penalized
+          request is limited only if the rehearsal has started over with fewer penalized requests.
+        - If the KV cache keeps the engine's size, nothing is limited, unless the rehearsal has started over.
+
+        :param rank_0: need of rank 0, which contains the limits.
         """
         batch, penalized = rank_0.request_limits
         if not batch or (self.pools.counts == self.pools.first and not self._has_started_over):

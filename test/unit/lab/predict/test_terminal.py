@@ -127,7 +127,7 @@ def test_no_fraction_is_advised_if_none_leaves_enough_room(capsys) -> None:
 
 def test_the_printed_terms_add_up_to_the_peak():
     found = json.loads(json.dumps(advise()))
-    rows = {title.strip(): (stock, patched) for title, stock, patched in terminal.list_terms(found)}
+    rows = {title.strip(): (stock, patched) for title, stock, patched in terminal.list_memory_rows(found)}
     assert rows["peak"] == ("3,027.2", "1,168.1")
     for column, server in enumerate(("stock", "patched")):
         parts = found[server]["parts"]
