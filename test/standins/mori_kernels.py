@@ -271,7 +271,7 @@ def networks() -> list[Network]:
 
 
 def forget_networks() -> None:
-    """Forget all networks. Operations that are created later use new networks."""
+    """Forget the simulated networks of all earlier operations, so that operations created later do not share one."""
     _Meeting._all.clear()
 
 

@@ -234,7 +234,8 @@ class _Engine:
         return []
 
     def _wraps(self, layer: _Class, inner: _Class) -> bool:
-        """Return whether the class ``layer`` wraps layers of the class ``inner``. A stack calls only outer layers."""
+        """Return whether the class ``layer`` names the class ``inner`` in its body. Such a layer calls ``inner`` layers
+        itself, so the model's loop does not call them."""
         return any(
             inner in self._known(layer.module, node.id)
             for statement in layer.node.body

@@ -199,8 +199,9 @@ def test_server_arguments_that_regress_can_serve_are_not_refused(given):
 
 
 def test_a_setting_in_a_config_file_is_ignored_if_the_command_sets_it_itself(tmp_path):
-    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. It ignores an argument in the
-    file that it sets itself on the command line (``Refusal.ours``), because the engine prefers the command line."""
+    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. Arguments that ``regress``
+    itself puts on the command line (``Refusal.ours``) are not refused in the file, because the command line overrides
+    it."""
     file = tmp_path / "server.yaml"
     file.write_text("seed: 1\nport: 30000\n")
     given = ["--config", str(file)]

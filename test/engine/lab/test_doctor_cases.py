@@ -156,8 +156,10 @@ def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report
 
 
 def loads_as_mxfp4(layers: int, ranks: int) -> Callable[[Report], None]:
-    """Return a check of DeepSeek-V4's experts on Marlin. A packed weight has half a byte, and 32 weights share a scale
-    of one byte. Up to 0.5.13 the scales are loaded in float32, and a stock server keeps these, too.
+    """Return a function that checks the memory of DeepSeek-V4's MXFP4 experts on Marlin, loaded and while loading.
+
+    A packed weight has half a byte, and 32 weights share a scale of one byte. Up to 0.5.13 the engine loads the scales
+    in float32. A stock server then keeps the float32 scales allocated, too.
     """
 
     def check(report: Report) -> None:

@@ -28,9 +28,12 @@ CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}
 
 @pytest.fixture(scope="module")
 def exact_scales(checkpoint, tmp_path_factory) -> Path:
-    """Return a tiny checkpoint whose scales are powers of two. TRT-LLM's kernel uses the product of two scales, and
-    CuteDSL's kernel uses both scales. The engine computes CuteDSL's other scales by dividing by a reciprocal. With
-    powers of two, both computations are free of rounding."""
+    """Return a tiny checkpoint whose global scales are powers of two, so that scaling never rounds.
+
+    TRT-LLM's kernel receives the product of an input scale and a weight scale, and CuteDSL's kernel receives each scale
+    by itself. For CuteDSL the engine also divides by reciprocals of scales. With other scales, the results of the two
+    kernels would differ by rounding.
+    """
     folder = tmp_path_factory.mktemp("models") / "exact"
     shutil.copytree(checkpoint(dense_layers=0), folder)
     tensors = load_file(folder / "model.safetensors")

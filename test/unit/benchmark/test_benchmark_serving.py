@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 
 def options(monkeypatch, *arguments: str):
-    """Return the parsed options of the benchmark. The benchmark then exits, because it finds no GPU."""
+    """Start the benchmark with these arguments, and return its parsed options. It ends at once, for lack of a GPU."""
     parsed = []
     monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", *arguments])
     monkeypatch.setattr(serving.output, "parse", lambda parser: parsed.append(parser.parse_args()) or parsed[0])

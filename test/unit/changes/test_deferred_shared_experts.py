@@ -151,8 +151,8 @@ class Config:
 
 
 def test_a_runner_is_out_of_place_only_in_contexts_that_ask_for_it():
-    """Forward passes in several contexts read the same configuration. Only contexts that ask for it read ``inplace`` as
-    False.
+    """Several forward passes read the same configuration, each in its own ``contextvars`` context. ``inplace`` is False
+    only in the contexts in which the function ``is_disabled`` returns True.
     """
     waiting = ContextVar("waiting", default=False)
     config, other = Config(), Config()

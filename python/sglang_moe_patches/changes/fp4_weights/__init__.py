@@ -378,7 +378,10 @@ def _serves_by_marlin_alone() -> bool:
 
 
 def _probe_unread() -> Install | None:
-    """Return an installer that frees the scales of MXFP4 experts that no code reads, after the weights were processed.
+    """Return an installer that wraps ``process_weights_after_loading`` of the engine's MXFP4 methods.
+
+    During the call, loaded weights may be overwritten. After it, the wrapper frees the scales that no kernel reads, and
+    moves scales to memory that ends with zeros if ``triton_kernels`` reads beyond their end.
 
     :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """

@@ -157,7 +157,8 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """Return the decision for a layer. A runner's rule chooses the slice width, and the width decides.
+    """Return whether moe-workspace cuts a layer into column slices, and why not. It cuts the layer if
+    ``choose_width`` returns a slice width below the hidden size.
 
     :param sizes: the layer's shape and its second GEMM, or the reason why the expert outputs cannot be cut into slices.
     :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.

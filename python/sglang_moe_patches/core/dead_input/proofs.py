@@ -381,11 +381,11 @@ def _find_called_attribute(node: ast.AST) -> str | None:
 
 
 def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
-    """Return whether a submodule's ``forward`` returns a newly allocated tensor, and none of the arguments in
-    ``places``.
+    """Return whether the tensor that a submodule's ``forward`` returns shares no memory with the arguments in ``places``.
 
-    In a batch without tokens ``forward`` may return such an argument. The proof assumes that the submodule's own
-    methods and submodules return new memory, and that all other functions return the memory of their arguments.
+    Batches without tokens are an exception: for them, ``forward`` may return such an argument. The proof assumes that
+    the submodule's own methods and submodules return new memory, and that all other functions return the memory of
+    their arguments.
 
     :param places: places of the arguments that may share memory with the layer's input.
     """

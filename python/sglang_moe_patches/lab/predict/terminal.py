@@ -16,7 +16,8 @@ NARROW_COLUMNS = 72
 """Minimum width of a terminal, in characters, at which the changes are printed as a table. In a narrower terminal, the
 changes are printed one per line, because a table would truncate their names."""
 SETTING = re.compile(r"SGLANG_\w+=\d+")
-"""Pattern for an environment variable and its value within the reason of a change."""
+"""Pattern for ``VARIABLE=number``. The report repeats settings that a change's effect or its reason for no effect
+names, ready to copy."""
 
 
 def show(report: Mapping[str, Any]) -> None:

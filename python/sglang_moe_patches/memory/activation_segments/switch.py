@@ -72,10 +72,10 @@ class Switch:
             self.resume()
 
     def _apply(self, setting: str = "") -> None:
-        """Apply a setting to the allocator. If the switch is off, do nothing.
+        """Set the allocator to a kind of segments. If the switch was never turned on, or was turned off, do nothing.
 
-        :param setting: :data:`ON` or :data:`OFF`. If it is empty, the setting is :data:`OFF` while the switch is
-            suspended, else :data:`ON`.
+        :param setting: :data:`ON` (expandable segments) or :data:`OFF` (ordinary segments). If empty, the method chooses
+            ordinary segments while the switch is suspended, else expandable segments.
         """
         if not self._on:
             return

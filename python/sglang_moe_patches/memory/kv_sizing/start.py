@@ -397,11 +397,11 @@ class ServerStart:
         return RankNeed(fits, int(without_forwards - lowest), measured.failure, measured.stopped)
 
     def _decide(self, needs: list[RankNeed | None]) -> tuple[int, str, bool]:
-        """Decide on the number of tokens, from the needs of all ranks.
+        """Decide on the KV cache size of the server, from the needs of all ranks.
 
         :param needs: needs of all ranks; ``None`` in the place of a rank that has published none.
-        :returns: three values: the tokens; the reason if they are not the tokens that fit, else ""; whether a rank's
-            rehearsal ended early.
+        :returns: three values: the size in tokens; the reason why the server does not get the size that fits into
+            memory, or ""; whether the rehearsal of any rank ended early.
         """
         now = self.pools.counts.tokens
         known = [need for need in needs if need is not None]
