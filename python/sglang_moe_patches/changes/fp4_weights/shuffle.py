@@ -93,7 +93,7 @@ def compute_matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bo
     """Return the sizes of a layer's four tensors: the weights and scales of both GEMMs.
 
     :returns: one tuple for each tensor: its parameter name in the engine's
-        ``prepare_static_weights_for_trtllm_fp4_moe``, the number of rows of an expert, and the number of bytes of a row.
+        ``prepare_static_weights_for_trtllm_fp4_moe``, the rows of an expert, and the bytes of a row.
     """
     gemm1_rows = (2 if is_gated else 1) * intermediate_size
     return (

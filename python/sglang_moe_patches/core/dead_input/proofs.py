@@ -381,7 +381,7 @@ def _find_called_attribute(node: ast.AST) -> str | None:
 
 
 def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
-    """Return whether the tensor that a submodule's ``forward`` returns shares no memory with the arguments in ``places``.
+    """Return whether the result of a submodule's ``forward`` shares no memory with the arguments in ``places``.
 
     Batches without tokens are an exception: for them, ``forward`` may return such an argument. The proof assumes that
     the submodule's own methods and submodules return new memory, and that all other functions return the memory of

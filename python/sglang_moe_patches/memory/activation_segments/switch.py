@@ -74,8 +74,8 @@ class Switch:
     def _apply(self, setting: str = "") -> None:
         """Set the allocator to a kind of segments. If the switch was never turned on, or was turned off, do nothing.
 
-        :param setting: :data:`ON` (expandable segments) or :data:`OFF` (ordinary segments). If empty, the method chooses
-            ordinary segments while the switch is suspended, else expandable segments.
+        :param setting: :data:`ON` (expandable segments) or :data:`OFF` (ordinary segments). If it is empty, the method
+            chooses ordinary segments while the switch is suspended, else expandable segments.
         """
         if not self._on:
             return
