@@ -468,7 +468,7 @@ CASES = {
         "--tp 4 --chunked-prefill-size 16384" + " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.13"),
         all_of(
             *(does("output-buffer", OUTPUT), does_not_say("output-buffer", "takes no"), peaks(580, 545)),
-            does("fp4-weights", "laid out"),
+            does("fp4-weights", "lays out the experts"),
             # A weight has four bits, and 16 weights share a scale of eight bits.
             weighs(94 * 128 * 3 * 4096 * 1536 * (0.5 + 1 / 16) / 4),
         ),
@@ -548,7 +548,7 @@ CASES = {
         all_of(
             # An activation has 8 x 384 columns for each gathered token. The dead input has the rank's own tokens alone,
             # which are 4,096 / 4 columns for each gathered token.
-            does_nothing("moe-workspace", "the rank's own tokens alone"),
+            does_nothing("moe-workspace", "only the rank's own tokens"),
             does_nothing("output-buffer", "uses no output buffer"),
         ),
     ),
