@@ -147,11 +147,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts": [
             (
-                "        if self._moe_runner_backend.value in MARLIN:\n            drop_swizzled_scales(layer)",
+                "        if self._moe_runner_backend.value in runners.MARLIN:\n            drop_swizzled_scales(layer)",
                 "        pass",
             )
         ],
-        "test_scales_that_another_kernel_reads_stay": [("if self._moe_runner_backend.value in MARLIN:", "if True:")],
+        "test_scales_that_another_kernel_reads_stay": [
+            ("if self._moe_runner_backend.value in runners.MARLIN:", "if True:")
+        ],
         "test_a_hook_point_of_another_plugin_is_left_alone": [("    engine.require_unpatched(utils, _REPACK)\n", "")],
         "test_a_release_that_stacks_no_list_is_left_alone": [
             ('if engine.mentions(helper or prepare, _REPACK, "stack"):', "if True:")

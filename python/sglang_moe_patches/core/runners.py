@@ -21,6 +21,11 @@ TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trt
 from 0.5.13 on. It has kernels of its own for LoRA adapters. Without adapters it uses the same kernels as the other
 values."""
 CUTEDSL = "flashinfer_cutedsl"
+MARLIN = ("marlin", "lora_marlin")
+"""Values of the engine's ``MoeRunnerBackend`` for layers that run on Marlin. Only newer releases have the value
+"lora_marlin"."""
+TRITON_KERNELS = "triton_kernel"
+"""Value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, the kernels made for gpt-oss."""
 OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 """Runners that do not write into their input if ``inplace`` is off. ``inplace`` is an attribute of a runner's
 configuration. It permits the runner to write its output over its input. The engine switches ``inplace`` on for all

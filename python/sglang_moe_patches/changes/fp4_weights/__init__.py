@@ -73,12 +73,6 @@ _REPACK = "gptq_marlin_repack"
 _REPACK_EXPERTS = "_repack_moe_fp4_weight_for_marlin"
 _SWIZZLE = "swizzle_blockscale"
 _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
-MARLIN = ("marlin", "lora_marlin")
-"""Values of the engine's ``MoeRunnerBackend`` for layers that run on Marlin. Only newer releases have the value
-"lora_marlin"."""
-
-TRITON_KERNELS = "triton_kernel"
-"""Value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, the kernels made for gpt-oss."""
 _MXFP4_METHODS = (
     ("sglang.srt.layers.quantization.mxfp4", "Mxfp4MoEMethod"),
     ("sglang.srt.layers.quantization.mxfp4_marlin_moe", "Mxfp4MarlinMoEMethod"),
@@ -205,7 +199,7 @@ def append_zeros_to_scales(method: Any) -> None:
 def _wrap_create_moe_runner(original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, layer, *args, **kwargs)
     with best_effort("the block scales of a layer that Marlin runs"):
-        if self._moe_runner_backend.value in MARLIN:
+        if self._moe_runner_backend.value in runners.MARLIN:
             drop_swizzled_scales(layer)
     return result
 
@@ -502,7 +496,7 @@ CHANGE = Change(
     name="fp4-weights",
     summary="FP4 experts are laid out with little extra memory; scales that nothing reads are freed",
     plan=_plan,
-    skip=runners.skip_unless_runner(*runners.TRTLLM, *MARLIN, TRITON_KERNELS),
+    skip=runners.skip_unless_runner(*runners.TRTLLM, *runners.MARLIN, runners.TRITON_KERNELS),
     counts=(
         Count(
             "shuffled",

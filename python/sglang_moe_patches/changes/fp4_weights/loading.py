@@ -14,7 +14,6 @@ from sglang_moe_patches.changes.fp4_weights import (
     _MXFP4_METHODS,
     _PREPARE_MXFP4_FOR_MARLIN,
     _SWIZZLED,
-    MARLIN,
     creates_only_zeros,
 )
 from sglang_moe_patches.changes.fp4_weights.sizes import Loading, compute_loading
@@ -49,7 +48,7 @@ def predict_loading(experts: Any, layers: int, *, patched: bool) -> Loading:
 
 def _count_unread_bytes(experts: Any) -> int:
     """Return the bytes of a layer's scales that a stock server keeps although no kernel reads them."""
-    is_marlin = runners.find_runner(experts) in MARLIN
+    is_marlin = runners.find_runner(experts) in runners.MARLIN
     if is_marlin and runners.is_nvfp4(experts):
         swizzled = (experts._parameters.get(name) for name in _SWIZZLED)
         return sum(int(scales.nbytes) for scales in swizzled if scales is not None)

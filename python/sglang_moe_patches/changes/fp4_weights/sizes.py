@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglang_moe_patches.core import runners
+
 PARTS = 40
 """Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. A part's
 temporaries take ten times the part's weights. With 40 parts they take a quarter of a tensor, which is less than a
@@ -28,7 +30,6 @@ MiB segment. Computed with the allocator model for TP=1, 2, 4 and 8."""
 _MARLIN = 1.47, 0.21
 """Memory that Marlin's layout of one layer takes, as multiples of the layer's packed weights (0.5.17). The first number
 is for a stock server, the second for fp4-weights."""
-_MARLIN_RUNNERS = ("marlin", "lora_marlin")
 
 
 class Loading(NamedTuple):
@@ -84,9 +85,9 @@ def compute_loading(
     """
     packed = experts * 3 * intermediate * hidden // 2
     kept = 0 if patched else unread * layers
-    if runner in _MARLIN_RUNNERS and ("mxfp4" in method.lower() or "nvfp4" in method.lower()):
+    if runner in runners.MARLIN and ("mxfp4" in method.lower() or "nvfp4" in method.lower()):
         return Loading(kept, transient=int(packed * _MARLIN[patched]))
-    if runner != "triton_kernel" or "mxfp4" not in method.lower():
+    if runner != runners.TRITON_KERNELS or "mxfp4" not in method.lower():
         return Loading()
     w13 = experts * _padded(hidden // 2) * _padded(2 * intermediate)
     w2 = experts * _padded(intermediate // 2) * _padded(hidden)

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.changes.fp4_weights import MARLIN, TRITON_KERNELS
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import (
@@ -170,8 +169,8 @@ def describe_fp4_weights(
 
 
 LAYOUT_RUNNERS = {
-    NVFP4: (*runners.TRTLLM, *MARLIN),
-    "MXFP4": (TRITON_KERNELS, *MARLIN),
+    NVFP4: (*runners.TRTLLM, *runners.MARLIN),
+    "MXFP4": (runners.TRITON_KERNELS, *runners.MARLIN),
 }
 """Runners for which fp4-weights changes the layout of the experts' weights. The key is the format of the weights."""
 
