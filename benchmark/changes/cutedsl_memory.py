@@ -194,13 +194,7 @@ def main() -> None:
         default=512,
         help="--cuda-graph-max-bs of the stock server (%(default)s, as on a B200)",
     )
-    parser.add_argument(
-        "--models",
-        type=output.choice_of(MODELS),
-        default=list(NVFP4_MODELS),
-        metavar="NAME,...",
-        help=f"models (default: {','.join(NVFP4_MODELS)}): {', '.join(MODELS)}",
-    )
+    parser.add_names("--models", "models", MODELS, NVFP4_MODELS)
     options = output.parse(parser)
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")

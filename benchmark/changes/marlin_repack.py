@@ -199,14 +199,7 @@ def tables(result: output.Result) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    choice = output.choice_of(LAYERS)
-    parser.add_argument(
-        "--layers",
-        type=choice,
-        default=list(LAYERS),
-        metavar="NAME,...",
-        help=f"layers to measure (default: all): {', '.join(LAYERS)}",
-    )
+    parser.add_names("--layers", "layers to measure", LAYERS)
     options = output.parse(parser)
     machine.require_gpu("marlin_repack")
     # Import this package before UTILS, because the engine's imports are circular.

@@ -378,18 +378,8 @@ def parse_layers(text: str) -> list[tuple[str, str, str]]:
 def parse(arguments: list[str] | None = None) -> Any:
     parser = output.parser(__doc__)
     parser.add_argument("--runner", choices=RUNNERS, default="triton", help="MoE runner (%(default)s)")
-    parser.add_argument(
-        "--models",
-        type=output.choice_of(MODELS),
-        default=list(GRID),
-        help=f"comma-separated models whose layers are measured: {', '.join(MODELS)}",
-    )
-    parser.add_argument(
-        "--layouts",
-        type=output.choice_of(LAYOUTS),
-        default=["tp1", "tp4", "tp8"],
-        help=f"comma-separated tensor-parallel layouts: {', '.join(LAYOUTS)}",
-    )
+    parser.add_names("--models", "models whose layers are measured", MODELS, GRID)
+    parser.add_names("--layouts", "tensor-parallel layouts", LAYOUTS, ("tp1", "tp4", "tp8"))
     parser.add_argument(
         "--layers",
         type=parse_layers,

@@ -253,20 +253,8 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     quick = {"models": ["qwen3-235b"], "shards": ["tp8"], "repeats": 5, "layers": 0}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument(
-        "--models",
-        type=output.choice_of(MODELS),
-        default=list(NVFP4_MODELS),
-        metavar="NAME,...",
-        help=f"models (default: {','.join(NVFP4_MODELS)}): {', '.join(MODELS)}",
-    )
-    parser.add_argument(
-        "--shards",
-        type=output.choice_of(SHARDS),
-        default=list(SHARDS),
-        metavar="SHARD,...",
-        help=f"parallel layouts (default: all): {', '.join(SHARDS)}",
-    )
+    parser.add_names("--models", "models", MODELS, NVFP4_MODELS)
+    parser.add_names("--shards", "parallel layouts", SHARDS)
     parser.add_argument(
         "--repeats",
         type=int,

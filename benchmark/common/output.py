@@ -20,7 +20,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,16 @@ class Parser(argparse.ArgumentParser):
 
     quick: dict[str, Any]
     """Default values of the options with ``--quick``."""
+
+    def add_names(self, option: str, what: str, known: Collection[str], default: Collection[str] | None = None) -> None:
+        """Add an option whose value is a comma-separated list of ``known`` names.
+
+        :param what: what the option lists, for its help text.
+        :param default: names without the option; ``None``: all names.
+        """
+        chosen = list(known) if default is None else list(default)
+        text = f"{what} (default: {'all' if default is None else ','.join(chosen)}): {', '.join(known)}"
+        self.add_argument(option, type=_choice_of(known), default=chosen, metavar="NAME,...", help=text)
 
 
 def program() -> str:
@@ -82,7 +92,7 @@ def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namesp
     return options
 
 
-def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+def _choice_of(known: Collection[str]) -> Callable[[str], list[str]]:
     """Make the argparse ``type=`` function of an option that takes a comma-separated list of ``known`` names."""
 
     def parse_names(text: str) -> list[str]:

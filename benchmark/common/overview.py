@@ -70,6 +70,11 @@ def first_starts(load: Load) -> dict[str, Result]:
     return results
 
 
+def list_conditions(results: Mapping[str, Result], key: str) -> str:
+    """List the different values of a condition, such as ``engine`` or ``date``, of some results."""
+    return " and ".join(sorted({result["conditions"][key] for result in results.values()}))
+
+
 def servers_of(result: Result) -> tuple[Server | None, Server | None]:
     """Return the figures of a row's stock server and of its patched server; ``None``: the server did not start."""
     servers = result["figures"]["servers"]
@@ -98,10 +103,10 @@ def table(load: Load) -> str:
     results = first_starts(load)
     rows = [(label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
     note = (
-        "SGLang 0.5.12.post1, random weights, Triton attention (not FA3, Hopper's default), one run each; 200 "
-        "(gpt-oss: 100) requests at once. Bold tokens/s: the load does not fit stock's KV cache. Other differences "
-        "have no known cause. *An H100's free memory*: another process holds the rest; `--mem-fraction-static 0.83`, "
-        "variable `always`. [Settings](docs/benchmarks/README.md#settings)."
+        f"SGLang {list_conditions(results, 'engine')}, random weights, Triton attention (not FA3, Hopper's default), "
+        "one run each; 200 (gpt-oss: 100) requests at once. Bold tokens/s: the load does not fit stock's KV cache. "
+        "Other differences have no known cause. *An H100's free memory*: another process holds the rest; "
+        "`--mem-fraction-static 0.83`, variable `always`. [Settings](docs/benchmarks/README.md#settings)."
     )
     return f"\n{output.table(('server', *FIGURES), rows, left=4)}\n{note}\n"
 
@@ -133,7 +138,7 @@ def format_pair(stock: Server | None, patched: Server | None, key: str, form: st
 
 def make_launched(load: Load) -> str:
     """Make the README's table from first starts, or else from older results."""
-    return table(load) if stored_rows() else headlines.launched(load)
+    return table(load) if has_first_starts() else headlines.launched(load)
 
 
 def make_older_table(load: Load) -> str:
@@ -537,13 +542,11 @@ def describe_origin(load: Load) -> str:
     if not has_first_starts():
         return "These servers ran with [several commits](earlier-measurements.md#five-servers-of-several-commits)."
     results = first_starts(load)
-    conditions = [result["conditions"] for result in results.values()]
-    engine, dates = (" and ".join(sorted({one[key] for one in conditions})) for key in ("engine", "date"))
-    commit = conditions[0]["commit"][:12]
+    commit = list_conditions(results, "commit")[:12]
     line = (
         "Stock -> patched. Only where tokens/s is bold does the load overflow stock's KV cache. "
-        f"SGLang {engine}, commit `{commit}` of this package, "
-        f"{dates}. Data: [{FOLDER}](../../benchmark/results/{FOLDER})."
+        f"SGLang {list_conditions(results, 'engine')}, commit `{commit}` of this package, "
+        f"{list_conditions(results, 'date')}. Data: [{FOLDER}](../../benchmark/results/{FOLDER})."
     )
     if "deepseek-r1-recipe" in results:
         line += (

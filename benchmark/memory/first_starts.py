@@ -172,13 +172,7 @@ def choose_rows(options: Any) -> dict[str, Row]:
 
 def main() -> int:
     parser = output.parser(__doc__, quick={"rows": []})
-    parser.add_argument(
-        "--rows",
-        type=output.choice_of(ROWS),
-        default=list(ROWS),
-        metavar="NAME,...",
-        help=f"rows to run; default: all of {', '.join(ROWS)}",
-    )
+    parser.add_names("--rows", "rows to run", ROWS)
     parser.add_argument(
         "--servers", default="stock,grown", help="servers of each row: --servers of memory/serving (%(default)s)"
     )

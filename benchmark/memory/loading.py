@@ -250,13 +250,7 @@ def main() -> None:
         help="another process allocates GPU memory until only MIB MiB are free",
     )
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest question")
-    parser.add_argument(
-        "--servers",
-        type=output.choice_of(SERVERS),
-        default=list(DEFAULT),
-        metavar="NAME,...",
-        help=f"servers to measure (default: {','.join(DEFAULT)}): {', '.join(SERVERS)}",
-    )
+    parser.add_names("--servers", "servers to measure", SERVERS, DEFAULT)
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="keep the model and compiled kernels in this folder, for later runs"
     )

@@ -287,13 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each time (%(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a request (%(default)s)")
     parser.add_argument("--mixed", type=int, default=MIXED_REQUESTS, help="number of mixed requests (%(default)s)")
-    parser.add_argument(
-        "--servers",
-        type=output.choice_of(SERVERS),
-        default=list(DEFAULT),
-        metavar="NAME,...",
-        help=f"servers to measure (default: {','.join(DEFAULT)}): {', '.join(SERVERS)}",
-    )
+    parser.add_names("--servers", "servers to measure", SERVERS, DEFAULT)
     parser.add_argument(
         "--gpus",
         default="",
