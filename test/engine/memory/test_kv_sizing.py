@@ -741,6 +741,7 @@ def test_the_image_allowance_equals_the_memory_that_the_rule_reserves(vision, fa
         if not name:
             monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
         assert engine_rule.image_cache_gib({}) == cache / 1024
+        assert engine_rule.reserved_by_configurator_gib({}) in (None, cache / 1024)
 
 
 def answers_about_images(running: Server) -> list[Any]:

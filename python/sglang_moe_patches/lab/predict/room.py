@@ -272,8 +272,8 @@ class Room:
             return None
         if fit.tokens is None or fit.limited:
             tokens = (fit.memory - fit.loaded - reserved) / fit.token_bytes
-        # begin with the engine's number of tokens, because the engine also subtracts memory that is not known here
         else:
+            # Begin with the engine's number of tokens, because the engine also subtracts memory that is not known here.
             tokens = fit.tokens + (fit.memory * (1 - fit.fraction) - reserved) / fit.token_bytes
         return max(0, int(tokens))
 

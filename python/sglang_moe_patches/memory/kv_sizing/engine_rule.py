@@ -53,7 +53,12 @@ def find_rehearsal_fraction(maker: Any, launches: list[LaunchMemory], margin: in
     chunk = int(arguments_of(maker.server_args).get("chunked_prefill_size") or 0)
     context = int(maker.model_config.context_len)
     tokens = (min(context, 2 * chunk) if chunk > 0 else context) + 2 * int(maker.page_size)
-    return sizing.find_larger_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
+    # The engine takes the caches for images out of the memory that the fraction leaves to the KV cache.
+    has_images = bool(maker.model_config.is_multimodal)
+    images_gib = reserved_by_configurator_gib(arguments_of(maker.server_args)) if has_images else None
+    return sizing.find_larger_fraction(
+        launches, int(tokens * bytes_per_token(maker) + (images_gib or 0.0) * GIB), margin
+    )
 
 
 def counts_of(config: Any) -> TokenCounts:
@@ -156,10 +161,21 @@ def image_cache_gib(arguments: Mapping[str, Any]) -> float:
     Releases from 0.5.2x on leave this memory free in every start, in addition to the KV cache. So a rehearsal finds the
     memory free.
     """
-    maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
-    reserved = getattr(maker, "mm_runtime_reservation_gb", None)
+    reserved = reserved_by_configurator_gib(arguments)
     if reserved is not None:
-        return float(reserved(is_multimodal=True, mm_feature_transport=arguments.get("mm_feature_transport")))
+        return reserved
     from sglang.srt.environ import envs
 
     return envs.SGLANG_VLM_CACHE_SIZE_MB.get() / 1024
+
+
+def reserved_by_configurator_gib(arguments: Mapping[str, Any]) -> float | None:
+    """Return the GiB that the engine's configurator leaves free for the caches for images, on a model with images.
+
+    :returns: ``None`` on releases whose rule leaves no memory for these caches, such as 0.5.12.post1.
+    """
+    maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
+    reserved = getattr(maker, "mm_runtime_reservation_gb", None)
+    if reserved is None:
+        return None
+    return float(reserved(is_multimodal=True, mm_feature_transport=arguments.get("mm_feature_transport")))

@@ -121,8 +121,8 @@ class SchedulerHooks:
         self.leads, self.gpu = ranks.is_rank_0(), int(maker.gpu_id)
         self.fraction_is_given = eligibility.is_given_by_the_user(maker.server_args)
         vars(maker.server_args).pop(eligibility.NOT_GIVEN_MARK, None)  # else /server_info would show it
-        if int(arguments.get("nnodes") or 1) > 1 and (apart := _find_machine_problem()):
-            self.reason = apart
+        self.reason = _find_machine_problem() if int(arguments.get("nnodes") or 1) > 1 else ""
+        if self.reason:
             return []
         try:
             self.launch = engine_rule.measure_launch_memory(maker, arguments, before_gib)

@@ -36,7 +36,7 @@ which requests share a forward pass."""
 class LoadDriver:
     """Script of a rehearsal, from the first request to the last answer.
 
-    In each turn, rank 0 asks the script for the next requests. In between, the script records forward passes and
+    In each turn, rank 0 asks the driver for the next requests. In between, the driver records forward passes and
     answers.
 
     :param derive: function that derives the phases from the limits.
@@ -113,7 +113,7 @@ class LoadDriver:
         self._is_planted = is_planted
 
     def end(self) -> None:
-        """End the script early: no further phase begins. Running requests are aborted. With speculation, they end by
+        """End the load early: no further phase begins. Running requests are aborted. With speculation, they end by
         their length instead."""
         self._is_ended = True
 

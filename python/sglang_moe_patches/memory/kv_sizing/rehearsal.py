@@ -259,7 +259,7 @@ class Rehearsal:
             self.fail(format_error(error))
 
     def _watch_forwards(self) -> None:
-        """Read the memory after each forward pass, and let the script record the forward pass."""
+        """Read the memory after each forward pass, and let the driver record the forward pass."""
         original = self.runner.forward
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:

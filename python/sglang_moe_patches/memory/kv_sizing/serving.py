@@ -315,11 +315,7 @@ class Serving:
         retirement = self._retirement
         if retirement is None or not retirement.advance(spare_tokens(self._scheduler)):
             return
-        try:
-            self._freed_bytes += self._pools.unmap_from(retirement.mapped_counts())
-        except Exception as error:  # the other ranks go on withdrawing slots, so this rank must go on, too
-            problem = "could not unmap KV cache memory on this rank, so its free memory stays low; the server goes on"
-            log.logger.warning(log.format_line("kv-sizing", "%s: %s"), problem, error)
+        self._freed_bytes += unmap_or_warn(self._pools, retirement.mapped_counts())
         self._metrics.show(GIVEN_BACK, self._freed_bytes)
         self._metrics.show(TOKENS, retirement.usable_counts().tokens)
         if not retirement.is_done:
@@ -351,6 +347,20 @@ def tokens_of(request: Any) -> int:
     """
     new = int(request.sampling_params.max_new_tokens or 0)
     return len(request.origin_input_ids) + new * beam_width(request)
+
+
+def unmap_or_warn(pools: ElasticPools, counts: TokenCounts) -> int:
+    """Unmap the memory of all slots after the first ``counts`` tokens. If the driver cannot, log a warning: the other
+    ranks go on with the smaller KV cache, so this rank must go on, too.
+
+    :returns: freed bytes.
+    """
+    try:
+        return pools.unmap_from(counts)
+    except Exception as error:
+        problem = "could not unmap KV cache memory on this rank, so its free memory stays low; the server goes on"
+        log.logger.warning(log.format_line("kv-sizing", "%s: %s"), problem, error)
+        return 0
 
 
 def tokens_of_sessions(prefixes: Any) -> dict[str, int]:
@@ -618,14 +628,13 @@ def batch_is_penalized(batch: Any) -> bool:
     if not batch.reqs:
         return False
     sampling = batch.sampling_info
-    found: bool = (
+    return bool(
         batch.return_logprob
         or sampling.penalizer_orchestrator.is_required
         or sampling.need_min_p_sampling
         or sampling.logit_bias is not None
         or sampling.has_custom_logit_processor
     )
-    return found
 
 
 class RequestLimit:
@@ -720,7 +729,7 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
         free = rows - running_bs
         if limit.widest > 1:
             free //= limit.widest
-        # Unpacking empty arguments would take as long as the rest of this function.
+        # No tested release passes further arguments. Unpacking none of them would still take time in every turn.
         by_engine: int = allocatable(running_bs, *args, **kwargs) if args or kwargs else allocatable(running_bs)
         return free if free < by_engine else by_engine
 

@@ -466,7 +466,7 @@ class ServerStart:
             counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
                 self._set_tokens(counts)
-        self.pools.unmap_from(counts)
+        serving.unmap_or_warn(self.pools, counts)
         return problem
 
     def _set_tokens(self, counts: TokenCounts) -> None:

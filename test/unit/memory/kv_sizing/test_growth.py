@@ -60,6 +60,25 @@ def test_a_larger_first_fraction_gives_the_longest_request_room(free, least):
         assert 10 * GB <= int(free * GB) - 100 * GB * (1 - found) < 10.02 * GB
 
 
+@pytest.mark.parametrize(
+    ("has_images", "reserved_gib", "expected"),
+    [(False, 1.0, 204 * 1e6), (True, 1.0, 204 * 1e6 + 2**30), (True, None, 204 * 1e6)],
+)
+def test_a_larger_first_fraction_also_gives_room_to_the_caches_for_images(
+    has_images, reserved_gib, expected, monkeypatch
+):
+    """Some releases take the caches for images out of the memory that the fraction leaves to the KV cache. A prefill
+    chunk has 100 tokens of 1 MB each, and a page has 2 tokens."""
+    asked: list[int] = []
+    monkeypatch.setattr(engine_rule, "bytes_per_token", lambda maker: 1e6)
+    monkeypatch.setattr(engine_rule, "arguments_of", lambda arguments: {"chunked_prefill_size": 100})
+    monkeypatch.setattr(engine_rule, "reserved_by_configurator_gib", lambda arguments: reserved_gib)
+    monkeypatch.setattr(sizing, "find_larger_fraction", lambda launches, cache, margin: asked.append(cache))
+    config = SimpleNamespace(context_len=1000, is_multimodal=has_images)
+    engine_rule.find_rehearsal_fraction(SimpleNamespace(server_args=None, model_config=config, page_size=2), [], 0)
+    assert asked == [expected]
+
+
 @pytest.mark.parametrize(("more", "pinned"), [(5 * GB, 0.85), (-5 * GB, 0.75), (123_456_789, 0.8012), (21 * GB, None)])
 def test_the_fraction_for_the_same_size_is_rounded_down(more, pinned):
     assert sizing.pinned_fraction(LaunchMemory("", 100 * GB, 50 * GB, 0.8), more) == pinned
@@ -89,7 +108,7 @@ class Pools:
     :param map_error: exception that :meth:`map` raises; ``None`` if there is enough memory.
     """
 
-    page = 1
+    page, unmap_fails = 1, False
 
     def __init__(self, map_error):
         self.first = self.counts = TokenCounts(RULE)
@@ -110,7 +129,10 @@ class Pools:
         self.counts, self.backed = counts, counts.tokens
 
     def unmap_from(self, counts):
-        self.counts, self.backed = counts, min(self.backed, counts.tokens)
+        self.counts = counts
+        if self.unmap_fails:
+            raise RuntimeError("the driver does not answer")
+        self.backed = min(self.backed, counts.tokens)
 
 
 class Rehearsal:
@@ -263,6 +285,17 @@ def test_all_ranks_grow_to_the_same_size_or_no_rank_grows(given, spare_mb, token
     assert ranks.tokens() == (tokens,) * 3
     assert said in caplog.text
     assert len(ranks.serving) == 2
+
+
+def test_all_ranks_shrink_together_if_the_driver_of_one_rank_cannot_unmap(monkeypatch, caplog):
+    ranks = Ranks(monkeypatch)
+    ranks.pools[1].unmap_fails = True
+    ranks.measure(500, -400)
+    assert [(pools.counts.tokens, told[-1]) for pools, told in zip(ranks.pools, ranks.set_tokens, strict=True)] == [
+        (600, 600)
+    ] * 2
+    assert len(ranks.serving) == 2
+    assert caplog.text.count("the server goes on: the driver does not answer") == 1
 
 
 def test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction(monkeypatch, caplog):
