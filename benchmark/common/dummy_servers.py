@@ -15,6 +15,9 @@ VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936}
     name: config["vocab_size"] for name, config in dummy_models.CONFIGS.items()
 }
 """Vocabulary size of each model that these servers can load."""
+NVFP4 = {"qwen3-235b-nvfp4": "qwen3-235b"}
+"""Models with NVFP4 experts, which Marlin runs on Hopper from 0.5.13 on. The value has the same sizes in bfloat16."""
+VOCABULARY |= {name: VOCABULARY[source] for name, source in NVFP4.items()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +55,12 @@ def write_model(folder: Path, options: argparse.Namespace) -> Path:
     name, shard, layers, context = options.model, options.shard, options.layers, options.context
     if name in dummy_models.CONFIGS:
         return dummy_models.write(folder, dummy_models.config(name, shard, layers, context))
-    whole: Model = MODELS[name].shard(shard) if shard > 1 else MODELS[name]
+    source = NVFP4.get(name, name)
+    whole: Model = MODELS[source].shard(shard) if shard > 1 else MODELS[source]
     dense = min(whole.dense_layers, 1)
-    config = weights.config(ServedModel(whole, dense_layers=dense, moe_layers=layers - dense, runner="triton"))
+    # In a model folder, the quantization of the experts depends on the runner.
+    runner = "flashinfer_trtllm_routed" if name in NVFP4 else "triton"
+    config = weights.config(ServedModel(whole, dense_layers=dense, moe_layers=layers - dense, runner=runner))
     return weights.write_folder(folder, config | {"vocab_size": VOCABULARY[name], "max_position_embeddings": context})
 
 
@@ -64,6 +70,9 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
     if not options.quick:
         arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
     runner = "triton" if options.quick else dummy_models.RUNNERS.get(options.model, "triton")
+    if options.model in NVFP4 and not options.quick:
+        runner = "marlin"
+        arguments += ["--quantization", "modelopt_fp4"]
     arguments += ["--moe-runner-backend", runner, "--tp", str(options.tp), "--chunked-prefill-size", str(options.chunk)]
     if options.requests:
         arguments += ["--max-running-requests", str(options.requests)]
