@@ -74,22 +74,22 @@ ROWS = {
         *("Qwen3-30B-A3B, 1 x H200 with an H100's free memory", "whole", "200 requests"),
         (*QWEN3, *LIKE_AN_H100, "--sweep", "25,50,100"),
         H100_ARGUMENTS,
-        (88_763, 155_000),
+        (88_745, 159_000),
     ),
     "gpt-oss-120b-h100-memory": Row(
         *("gpt-oss-120b, 1 x H200 with an H100's free memory", "whole", "100 requests"),
         (*GPT_OSS, *LIKE_AN_H100),
         H100_ARGUMENTS,
-        (None, 122_000),
+        (None, 122_879),
     ),
-    "qwen3-30b": Row("Qwen3-30B-A3B, 1 x H200", "whole", "200 requests", QWEN3, predicted_tokens=(750_511, 790_000)),
+    "qwen3-30b": Row("Qwen3-30B-A3B, 1 x H200", "whole", "200 requests", QWEN3, predicted_tokens=(750_511, 798_000)),
     "gpt-oss-120b": Row(
-        *("gpt-oss-120b, 1 x H200", "whole", "100 requests", GPT_OSS), predicted_tokens=(800_000, 1_060_000)
+        *("gpt-oss-120b, 1 x H200", "whole", "100 requests", GPT_OSS), predicted_tokens=(896_039, 1_052_000)
     ),
     "qwen3-next-80b": Row(
         *("Qwen3-Next-80B-A3B, 1 x H200", "one rank of TP=4", "200 requests"),
         (*model("qwen3-next-80b", 48, shard=4, context=262_144), *load(200, "1000,3000", 512)),
-        predicted_tokens=(4_046_163, 4_640_000),
+        predicted_tokens=(4_046_163, 4_657_000),
     ),
     "qwen3-vl-30b": Row(
         *("Qwen3-VL-30B-A3B, 1 x H200", "whole", "120 requests, two images each"),

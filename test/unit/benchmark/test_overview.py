@@ -84,7 +84,7 @@ def test_a_patched_server_that_does_not_start_is_named_so(store):
 
 def test_tables_behind_charts_have_the_figures_and_one_column_of_predictions(store):
     load = store("a")
-    assert overview.kv_cache_table(load).splitlines()[2].endswith("| whole | 1,000 | 1,500 | 1.50 | 155,000 |")
+    assert overview.kv_cache_table(load).splitlines()[2].endswith("| whole | 1,000 | 1,500 | 1.50 | 159,000 |")
     assert overview.rehearsal_table(load).splitlines()[::2] == [
         "| server | prefill, s | other decode, s | all, s |",
         f"| {ROWS[NAMES[0]].server} | 2.1 | 0.5 | 3 |",
