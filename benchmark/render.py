@@ -161,7 +161,9 @@ SECTIONS = {
     **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": Section(SERVING, serving.tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.tables),
-    "loading": Section(full_names("loading", "gpt-oss-120b", "gpt-oss-120b-as-h100"), loading.tables),
+    "loading": Section(
+        full_names("loading", "gpt-oss-120b", "gpt-oss-120b-as-h100", "gpt-oss-120b-tp2"), loading.tables
+    ),
     "serving-recipes": Section(SERVING_RECIPES, serving.tables),
     "penalties": section_of_one("serving/qwen3-30b-penalties", serving.peak_table),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),

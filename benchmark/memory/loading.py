@@ -226,11 +226,13 @@ def _token_cells(found: dict[str, Any]) -> list[str]:
 
 def _count_equal_answers(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
     """Compare a server's answers with those of the server ``stock-zeros``, bit by bit. Return how many answers are
-    equal, and how many answers have equal log-probabilities."""
+    equal, and how many answers have equal log-probabilities.
+
+    A run without this server is compared with the first run that has it.
+    """
     own = figures["servers"]
-    zeros = next(
-        (r["figures"]["servers"]["stock-zeros"] for r in results if "stock-zeros" in r["figures"]["servers"]), None
-    )
+    stored = (result["figures"]["servers"].get(serving.ZEROS) for result in results)
+    zeros = own.get(serving.ZEROS) or next(filter(None, stored), None)
     if zeros is None or "answers" not in own[name] or own[name] is zeros:
         return ["", ""]
     compared = {serving.ZEROS: zeros, name: own[name]}
