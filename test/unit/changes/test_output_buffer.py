@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import channel, offer, probe, proofs, takers
 from sglang_moe_patches.core.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
@@ -823,3 +824,13 @@ def test_loops_that_may_keep_an_input_are_detected(may_keep, loop):
     head, *inside = loop
     forward = parse_method(head, *(f"  {line}" for line in inside), "return hidden_states")
     assert proofs.loop_keeps_nothing(forward) == (not may_keep)
+
+
+@pytest.mark.parametrize(("runner", "name"), [(None, "the method's own kernel"), ("cutlass", "cutlass")])
+def test_the_reason_for_no_effect_names_the_kernel_also_if_the_layer_names_no_runner(runner, name, monkeypatch):
+    monkeypatch.setattr(output_buffer.probe, "find_offers", lambda model: ([], []))
+    monkeypatch.setattr(output_buffer.probe, "has_engine_offer", lambda: True)
+    monkeypatch.setattr(output_buffer.runners, "find_layers", lambda model: [object()])
+    monkeypatch.setattr(output_buffer.runners, "find_runner", lambda experts: runner)
+    decision = output_buffer.decide(SimpleNamespace(model=None))
+    assert decision.reason == f"{name} uses no output buffer here"
