@@ -148,12 +148,13 @@ def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str
     """
     if folder is None:
         return environment
-    kept = {}
+    child = {**environment, "TMPDIR": folder}
     with suppress(KeyError, OSError):  # the user has no name on this system
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        # PyTorch's default folder
-        kept["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(folder), f"torchinductor_{user}")
-    return {**kept, **environment, "TMPDIR": folder}
+        # PyTorch's default folder. The variable is not the first one, because PyTorch sets it again. A process that has
+        # set its first variable again cannot set its title.
+        child.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(os.path.dirname(folder), f"torchinductor_{user}"))
+    return child
 
 
 def find_family(root: psutil.Process) -> list[psutil.Process]:

@@ -277,6 +277,19 @@ def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
             path.unlink()
 
 
+def test_a_supervised_process_can_set_its_title_after_pytorch_has_set_the_folder_of_its_cache(tmp_path):
+    """The title lies where the environment was. ``setproctitle`` finds this place by the first variable, and does not
+    find it if the process has set this variable again."""
+    script = "import os, setproctitle; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'"
+    script += "; setproctitle.setproctitle('a title'); print(open('/proc/self/cmdline').read().strip(chr(0)))"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    with (tmp_path / "log").open("wb") as log:
+        supervised = supervisor.Supervised([sys.executable, "-c", script], environment, log)
+    wait_until(lambda: supervised.exit_code() is not None)
+    supervised.end()
+    assert (tmp_path / "log").read_text() == "a title\n"
+
+
 def test_a_signal_between_the_two_servers_keeps_the_stock_answers(regression, monkeypatch):
     monkeypatch.setattr(gpu, "wait_until_free", lambda before, while_waiting: os.kill(os.getpid(), signal.SIGTERM))
     before = {number: signal.getsignal(number) for number in SIGNALS}
