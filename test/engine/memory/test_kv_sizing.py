@@ -26,7 +26,7 @@ import pytest
 import unsized_servers
 from common import dummy_models, dummy_weights, plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
-from releases import DEFAULT, ROOT
+from releases import ALL, DEFAULT, ROOT
 from servers import (
     PATIENCE,
     ROUTED,
@@ -579,9 +579,16 @@ FLAGS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
+# From this release on, the engine hashes seeds on a CPU with a kernel that its package for GPUs lacks. A stock server
+# fails in the same way.
+SEEDED = pytest.mark.skipif(
+    ALL.index(RELEASE) >= ALL.index("0.5.23"), reason="this release cannot sample with a seed on the CPU"
+)
+
+
 @pytest.mark.product
 @pytest.mark.every_release
-@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SEEDED if kind == "on policy" else ()) for kind in FLAGS])
 def test_a_sized_server_with_further_flags_answers_as_stock_before_and_after_shrinking(
     kind: str, place: Path, checkpoint
 ):
@@ -595,7 +602,7 @@ def test_a_sized_server_with_further_flags_answers_as_stock_before_and_after_shr
         expected = ask_servers(stock, prompts=PROMPTS)
         assert ask_servers(grown, prompts=PROMPTS) == expected
         if kind == "grammar":
-            assert grammar_answer(grown) == grammar_answer(stock)
+            assert grammar_answer(grown) == grammar_answer(stock) != expected[0][0]
         now, rule, _ = only_logged_size(grown)
         assert tokens(grown) == now > rule
         short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
