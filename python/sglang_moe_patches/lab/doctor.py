@@ -43,8 +43,13 @@ def examine() -> dict[str, Any]:
         child |= without_gpu.variables(child)
     except without_gpu.UnusableEnvironment as error:
         raise EngineUnusable(str(error)) from error
+    # -P: the process imports no module from the user's current folder.
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_moe_patches.lab.doctor"], env=child, capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "sglang_moe_patches.lab.doctor"],
+        env=child,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]

@@ -173,7 +173,8 @@ def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any
 
 def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run one query in its own process, because the engine stores the resolved arguments in global variables."""
-    command = [sys.executable, "-m", __name__]
+    # -P: the process imports no module from the user's current folder.
+    command = [sys.executable, "-P", "-m", __name__]
     return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
 
 

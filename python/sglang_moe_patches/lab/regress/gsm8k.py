@@ -100,7 +100,7 @@ def evaluate(
         path.unlink(missing_ok=True)
     data = None if evaluation.data_path is None else str(evaluation.data_path.resolve())
     settings = json.dumps({**asdict(evaluation), "data_path": data})
-    command = [sys.executable, "-W", "ignore", "-m", __name__, url, str(result.resolve()), settings]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", __name__, url, str(result.resolve()), settings]
     started = time.monotonic()
     with log_path.open("wb") as log:
         client = Supervised(command, environment, log, cwd=str(work))

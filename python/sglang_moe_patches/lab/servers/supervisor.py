@@ -83,7 +83,8 @@ class Supervised:
         folders = json.dumps({"temporary": self._temporary, "scratch": to_clear})
         # A new session keeps Ctrl-C in the terminal from reaching the supervisor.
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", __name__, folders, *command],
+            # -P: the process imports no module from the user's current folder.
+            [sys.executable, "-P", "-W", "ignore", "-m", __name__, folders, *command],
             env=_with_temporary(environment, self._temporary),
             cwd=cwd,
             stdin=subprocess.PIPE,

@@ -1,0 +1,51 @@
+"""Tests that the package's child processes import no module from the user's current folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from sglang_moe_patches.core import patch
+from sglang_moe_patches.lab import doctor, without_gpu
+from sglang_moe_patches.lab.predict import engine_query
+from sglang_moe_patches.lab.servers.supervisor import Supervised
+
+STRAY = "raise ImportError('stray module')"
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Current folder of the test. It contains modules that raise an exception, with the names of modules that the child
+    processes import."""
+    for name in ("json", "signal", "torch", "triton"):
+        (tmp_path / f"{name}.py").write_text(STRAY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_query_imports_no_module_from_the_users_folder():
+    """The query here is no JSON, so the child process ends before it imports the engine."""
+    done = engine_query.run_query("no JSON", dict(os.environ))
+    assert "JSONDecodeError" in done.stderr
+    assert "stray module" not in done.stderr
+
+
+def test_doctor_imports_no_module_from_the_users_folder(monkeypatch):
+    """No change is selected here, so the child process does not import the engine."""
+    monkeypatch.setenv(patch.SELECT_VARIABLE, "none")
+    monkeypatch.setattr(without_gpu, "variables", lambda environment: {})
+    assert {change["status"] for change in doctor.examine()["changes"]} == {"not selected"}
+
+
+def test_a_supervisor_imports_no_module_from_the_users_folder(user_folder: Path):
+    log_path = user_folder / "log"
+    with log_path.open("wb") as log:
+        supervised = Supervised(["true"], dict(os.environ), log)
+    try:
+        while supervised.exit_code() is None:
+            time.sleep(0.01)
+    finally:
+        supervised.end()
+    assert (supervised.exit_code(), log_path.read_text()) == (0, "")
