@@ -1,8 +1,9 @@
 """Test on two GPUs that collectives keep using NCCL's symmetric memory if the shared experts run last.
 
-Two ranks of the engine's model runner decode without CUDA graphs, with Kimi-K2.5's widths and random weights. At each
-collective of the engine's symmetric path, the test records whether the input and the output lie in the pool. NCCL runs
-only these collectives as symmetric ones.
+Two ranks of the engine's model runner prefill and decode without CUDA graphs, with Kimi-K2.5's widths and random
+weights. Symmetric memory is a pool of NCCL. NCCL runs a collective as a symmetric one only if the collective's tensors
+lie in this pool. At each collective of the engine's symmetric path, the test records whether the tensors that the
+engine checks lie in the pool.
 """
 
 from __future__ import annotations

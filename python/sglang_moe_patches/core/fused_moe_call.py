@@ -58,9 +58,12 @@ def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
 
 
 def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[..., Any]:
-    """Wrap the engine's fused-MoE function, so that routes can replace some of its calls.
+    """Wrap the engine's fused-MoE function, so that another function can receive some of its calls.
 
-    :returns: the wrapper. Its attribute :data:`_ROUTES` contains the routes. :func:`add_route` adds a route there.
+    While ``torch.compile`` traces a call, the engine's function receives it.
+
+    :param routes: functions that choose who receives a call (:data:`Route`). The wrapper asks them in this order.
+    :returns: the wrapper. Its attribute named :data:`_ROUTES` contains the routes, and :func:`add_route` adds to it.
     """
     import torch
 

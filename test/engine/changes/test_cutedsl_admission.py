@@ -80,7 +80,7 @@ def random_case(seed: int) -> Case:
 
 
 def find_attribute(owner: Any, *names: str) -> str:
-    """Return the first of these names that is an attribute in the installed engine release."""
+    """Return the first of ``names`` that is an attribute of ``owner``. The name differs between engine releases."""
     return next(name for name in names if hasattr(owner, name))
 
 

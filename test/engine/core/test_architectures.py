@@ -180,7 +180,7 @@ def test_each_architecture_answers_as_stock_and_offers_or_gives_a_reason(
     assert name not in MUST_OFFER or dead.layers
 
     monkeypatch.setattr(log, "_logged", set())
-    monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(offer, "MIN_SLICED_OFFER_BYTES", 1)
     with installed(output_buffer.CHANGE), caplog.at_level("INFO"):
         patched = run(name)
     assert same_answers(patched, stock)

@@ -399,7 +399,7 @@ def use_triton(engine, monkeypatch):
     for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
         monkeypatch.setattr(column_slices, name, value)
     monkeypatch.setattr(column_slices, "SLICE_ALIGNMENT_COLUMNS", 64)
-    monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(offer, "MIN_SLICED_OFFER_BYTES", 1)
     with engine.override_arguments(quantization=None, moe_runner_backend="triton"):
         yield
 

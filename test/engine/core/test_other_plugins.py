@@ -142,8 +142,8 @@ def subclass(owner: Any, name: str) -> None:
 
 FOREIGN_PATCHES = [wrap, replace, hook_around, hook_instead, subclass]
 BY_HOOKS = [hook_around, hook_instead]
-"""Functions that patch an attribute through the engine's hook registry. The registry assigns the attribute, as the
-other functions do. CI therefore tests these functions with one change only."""
+"""Functions that patch an attribute through the engine's hook registry. In the end the registry assigns the attribute,
+as :func:`wrap` and :func:`replace` do directly. CI therefore tests these functions with fp4-weights only."""
 
 
 @contextmanager

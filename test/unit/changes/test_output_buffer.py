@@ -220,8 +220,8 @@ class Fp8Method(SimpleNamespace):
 @pytest.mark.parametrize(
     ("inplace", "runner", "least"),
     [
-        *((True, None, 0), (True, "triton", offer.MIN_SCRATCH_BYTES), (False, "triton", 0)),
-        *((inplace, "marlin", offer.MIN_SCRATCH_BYTES) for inplace in (True, False)),
+        *((True, None, 0), (True, "triton", offer.MIN_SLICED_OFFER_BYTES), (False, "triton", 0)),
+        *((inplace, "marlin", offer.MIN_SLICED_OFFER_BYTES) for inplace in (True, False)),
         *((True, runner, 0) for runner in ("flashinfer_trtllm_routed", "flashinfer_cutedsl")),
         *((True, runner, None) for runner in ("deep_gemm", "cutlass", "flashinfer_cutlass", "aiter", "triton_kernel")),
     ],

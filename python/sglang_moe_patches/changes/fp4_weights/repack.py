@@ -76,9 +76,15 @@ class _Repack(TorchFunctionMode):
             self._copied = result, args[0]
         return result
 
-    def memory_of(self, copy: Any) -> Any:
-        """Return the loaded expert of which the engine made a transposed ``copy``, or ``None`` if it must not be
-        overwritten.
+    def find_loaded_expert(self, copy: Any) -> Any:
+        """Return the loaded weights of the expert that the engine copied into ``copy``.
+
+        The engine copies an expert's transposed weights with ``contiguous()``, and repacks the copy.
+
+        :param copy: the tensor that the engine passes to its repacking kernel.
+        :returns: a view of the loaded weights that a repacked expert may overwrite. The result is ``None`` if ``copy``
+            is not the last result of ``contiguous()``, if it shares memory with the loaded weights, or if these weights
+            must not be overwritten.
         """
         (copied, source), self._copied = self._copied, (None, None)
         if copied is not copy or copy is None:
@@ -127,7 +133,7 @@ def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs:
 def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``gptq_marlin_repack``, which repacks one expert, so that the result overwrites the loaded expert."""
     mode = _current.get()
-    memory = mode and mode.memory_of(b_q_weight)
+    memory = mode and mode.find_loaded_expert(b_q_weight)
     result = original(b_q_weight, *args, **kwargs)
     return result if memory is None else mode.write_over(result, memory)  # type: ignore[union-attr]
 

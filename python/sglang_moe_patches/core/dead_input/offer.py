@@ -29,12 +29,11 @@ _HOOKS = "_moe_patches_forward_hooks"
 """Name of an attribute of each decoder layer that offers its dead input. The layer's first forward pass sets it. Its
 value is a list of PyTorch's dictionaries of forward hooks: those of the layer, of the previous layer, of all submodules
 of both layers, and the global ones."""
-MIN_SCRATCH_BYTES = 1 << 20
-"""Smallest input, in bytes, that a layer offers to a runner that takes it only in large forward passes. Marlin and
-in-place Triton take an offered buffer only while they compute in column slices. Marlin writes its output there, and
-Triton uses it as scratch memory. A decode's input is smaller than this limit. No decode needs the buffer, because no
-decode is computed in column slices: even with the tokens of many ranks, its expert outputs stay below moe-workspace's
-threshold."""
+MIN_SLICED_OFFER_BYTES = 1 << 20
+"""Smallest input, in bytes, that a decoder layer offers to Marlin or to in-place Triton. These runners take an offered
+buffer only while they compute in column slices: Marlin writes its output there, and Triton uses it as scratch memory. A
+smaller input, such as that of a small decode, is not offered, because no slices are computed there by default. With a
+top-k of 8, one rank's expert outputs then have less than 8 MiB. By default, moe-workspace cuts none below 192 MiB."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -230,7 +229,7 @@ def mark_offering(layer: Any, producer: Any, experts: Any) -> None:
         return
     in_large_forwards = runner == "marlin" or (runner == "triton" and runners.is_in_place(experts))
     setattr(layer, _PRODUCER, (producer,))
-    setattr(layer, _MIN_OFFER_BYTES_ATTRIBUTE, MIN_SCRATCH_BYTES if in_large_forwards else 0)
+    setattr(layer, _MIN_OFFER_BYTES_ATTRIBUTE, MIN_SLICED_OFFER_BYTES if in_large_forwards else 0)
 
 
 def is_offering(layer: Any) -> bool:

@@ -271,8 +271,9 @@ class _AliasTracker:
     def _cannot_keep_alias(self, call: ast.Call, aliases: set[str]) -> bool:
         """Return whether a call that receives an alias cannot keep it.
 
-        A call of a submodule is accepted, and its places are recorded in ``submodules`` for a later check. The
-        statements of the layer's own methods are followed.
+        A call of a submodule is accepted: ``submodules`` records the places in the call that pass an alias, and the
+        caller of the proof checks the submodule later. A call of one of the layer's own methods is accepted if the
+        proof succeeds for the method's statements. All other calls may keep the alias.
         """
         name = _find_called_attribute(call)
         if name is None:

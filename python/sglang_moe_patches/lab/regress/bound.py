@@ -45,10 +45,12 @@ TIE_TOLERANCE = 1e-9
 
 
 def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
-    """Probability of a table with at least this table's score, if the accuracy drops by ``drop``.
+    """Exact one-sided p-value of the null hypothesis that the accuracy drops by at least ``drop``.
+
+    The p-value is the probability that a run has at least this run's score, if the true drop is ``drop``. The true rate
+    of gains is unknown, so the rate with the largest probability counts.
 
     :param drop: drop in accuracy as a share, above 0 and below 1.
-    :returns: the exact one-sided p-value, for the worst rate of gains.
     """
     return _max_probability(questions, float(_scores(questions, losses, gains, drop)), drop)
 

@@ -96,13 +96,13 @@ class UnsizedKind:
     condition: str = ""
 
     @property
-    def argument(self) -> str:
-        """Name of the engine's ``ServerArgs`` attribute for the argument ``name``."""
+    def attribute(self) -> str:
+        """Attribute of the engine's ``ServerArgs`` for the option ``name``: ``enable_lora`` for ``--enable-lora``."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def includes(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
         """Return whether a server with these arguments and this environment is of this kind."""
-        return bool(self.applies(arguments, environ) if self.applies else arguments.get(self.argument))
+        return bool(self.applies(arguments, environ) if self.applies else arguments.get(self.attribute))
 
 
 def _argument_over(name: str, limit: int) -> Applies:

@@ -276,10 +276,10 @@ def _find_machine_problem() -> str:
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:
-        return f"of --nnodes, whose machines cannot ask one another, {format_error(error)}"
+        return f"of --nnodes: the machines could not reach one another, {format_error(error)}"
     if together:
         return ""
     return (
-        f"of --nnodes, not all of whose machines have said within {ranks.WAIT_S:.0f} s that they have "
-        f"{eligibility.KV_SIZING.name} and this version"
+        f"of --nnodes: within {ranks.WAIT_S:.0f} s not all machines were ready to size the KV cache together; each "
+        f"machine needs this version of the package, and {eligibility.KV_SIZING.name}=auto or always"
     )

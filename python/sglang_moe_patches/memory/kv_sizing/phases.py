@@ -650,11 +650,13 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
     return list(filter(is_larger, derive_phases(after)))
 
 
-def rising_counts(fewer: int, last: int, times: int = MAX_REQUEST_RATIO) -> list[int]:
-    """Return rising numbers of requests, up to ``last``. Each number is at most ``times`` the number before it. The
-    first number is at most ``times * fewer``."""
+def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> list[int]:
+    """Return rising numbers of requests that end with ``last``. Each number is at most ``times`` the number before it.
+
+    :param before: number of requests in the decode before these. The first number is at most ``times * before``.
+    """
     counts = [last]
-    while counts[0] > times * fewer:
+    while counts[0] > times * before:
         counts.insert(0, -(-counts[0] // times))
     return counts
 

@@ -64,7 +64,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ResumeStart(ranks.Order):
-    """Order to resume the start after an exchange, with the values of all ranks."""
+    """Order of rank 0 that ends an exchange. Every rank resumes its start with the values of all ranks.
+
+    :param topic: name of the exchange.
+    :param values: values in the order of the ranks; ``None`` for a rank that did not publish in time.
+    """
 
     topic: str
     values: list[Any | None]
