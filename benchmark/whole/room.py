@@ -2,9 +2,9 @@
 
     python benchmark whole/room --json benchmark/results/room/0.5.12.post1.json
 
-No server starts. This script asks ``doctor`` about each server in benchmark/results/serving in which kv-sizing measured
-the memory of forward passes, with the installed release. The result has the engine's answers. The page is made from
-these answers and from the results of the measured servers.
+No server starts. This script asks ``doctor`` about each server in benchmark/results/serving and first-starts in which
+kv-sizing measured the memory of forward passes, with the installed release. The result has the engine's answers. The
+page is made from these answers and from the results of the measured servers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from sglang_moe_patches.lab.predict.room import NEED_ERROR
 
 from whole import models
 
-SERVING = output.RESULTS / "serving"
+FOLDERS = ("serving", "first-starts")
+"""Folders of benchmark/results with measured servers."""
 GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 """Name of each GPU model for ``doctor --gpu``, by the name that the driver reports."""
 ADMITTED = re.compile(r"([\d,]+) requests run at once")
-LAID_OUT_AT_ONCE = ("gpt-oss-120b", "gpt-oss-120b-30-layers")
+LAID_OUT_AT_ONCE = ("serving/gpt-oss-120b", "serving/gpt-oss-120b-30-layers")
 """Results that were measured before fp4-weights laid out MXFP4 experts in parts. Loading left less memory for their KV
 cache, so their KV cache size cannot be compared with today's prediction. The memory of their forward passes and CUDA
 graphs can be compared."""
@@ -39,15 +40,16 @@ FACTS = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "argu
 
 def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     """Find the stored servers of a release in which kv-sizing measured the memory of forward passes. Yield the result's
-    name, the server's name, the result and the server's figures.
+    name (``FOLDER/NAME``), the server's name, the result and the server's figures.
     """
-    for path in sorted(SERVING.glob("*.json")):
-        result = output.load(f"serving/{path.stem}")
+    for path in sorted(path for folder in FOLDERS for path in (output.RESULTS / folder).glob("*.json")):
+        name = f"{path.parent.name}/{path.stem}"
+        result = output.load(name)
         if result["conditions"]["engine"] != release:
             continue
-        for name, server in result["figures"]["servers"].items():
-            if server.get("growth"):
-                yield path.stem, name, result, server
+        for server, figures in result["figures"]["servers"].items():
+            if figures.get("growth"):
+                yield name, server, result, figures
 
 
 def describe_server(result: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +64,8 @@ def describe_server(result: dict[str, Any]) -> dict[str, Any]:
     flags += ["--tp", str(figures["tp"]), "--chunked-prefill-size", str(figures["chunk"])]
     if figures["requests"]:
         flags += ["--max-running-requests", str(figures["requests"])]
-    return {"model": figures["model"], "config": config, "gpu": GPUS[result["conditions"]["gpu"]], "flags": flags}
+    gpu = "h100" if figures.get("leave_free") else GPUS[result["conditions"]["gpu"]]
+    return {"model": figures["model"], "config": config, "gpu": gpu, "flags": flags}
 
 
 def ask(server: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +113,7 @@ def tables(results: list[output.Result]) -> str:
             found, server = measured[answer["result"], answer["server"]]
             room, error, token_error = compare(answer, server)
             errors.append(abs(error))
+            memory = ", an H100's free memory" if found["figures"].get("leave_free") else ""
             growth = server["growth"]
             tokens = f"-, {growth['tokens']:,}", "-"
             if answer["result"] not in LAID_OUT_AT_ONCE:
@@ -117,7 +121,7 @@ def tables(results: list[output.Result]) -> str:
                 tokens = f"{room['grown_tokens']:,}, {growth['tokens']:,}", f"{100 * token_error:+.0f} %"
             rows.append(
                 (
-                    f"{dummy_servers.run_label(found)}; {answer['server']}",
+                    f"{dummy_servers.run_label(found)}{memory}; {answer['server']}",
                     f"{room['requests']:,}",
                     f"{room['need']['total'] / 1e6:,.0f}, {growth['need_bytes'] / 1e6:,.0f}",
                     f"{100 * error:+.0f} %",
