@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sglang_moe_patches.lab.predict.engine_pools import FRACTION_STEP, Fit
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN
+from sglang_moe_patches.memory.kv_sizing.sizing import MORE_REQUESTS_FRACTION
 
 NUMBER_BYTES = 4
 """Bytes of a number in the logits, and in the tensors that sampling makes from the logits (float32)."""
@@ -60,9 +62,7 @@ DEFAULT_REQUESTS = 2048
 """Limit of concurrent requests that the engine uses without ``--max-running-requests``."""
 EAGER_REQUESTS = 256
 """Limit of concurrent requests with penalties that kv-sizing uses if no decode graph is captured."""
-CACHE_SHARE = 1 / 32
-"""Share of the KV cache that kv-sizing sacrifices at most in order to run more requests at once."""
-MARGIN_BYTES = 2_000_000_000
+MARGIN_BYTES = KV_MARGIN.parse(KV_MARGIN.default)
 """Bytes that stay free at the highest advised fraction: kv-sizing's default margin."""
 NEED_ERROR = 0.2
 """Relative error of the predicted need. The prediction was this close for four of five measured servers."""
@@ -193,7 +193,9 @@ def with_default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int
     """
     penalized = decodes.captured or EAGER_REQUESTS
     least = replace(decodes, requests=penalized, penalized=penalized)
-    allowed = max(predict_need(least, forwards).forwards.values()) // forwards.stages + CACHE_SHARE * cache_bytes
+    allowed = (
+        max(predict_need(least, forwards).forwards.values()) // forwards.stages + MORE_REQUESTS_FRACTION * cache_bytes
+    )
     requests = penalized
     # kv-sizing estimates the memory of a decode from the measured memory of a decode with half as many requests.
     while 2 * requests <= DEFAULT_REQUESTS and 2 * _decode_bytes(decodes, requests) <= allowed:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from sglang_moe_patches.core import engine, log
+from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Install, Patcher, around, format_error
 from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule, ranks, serving, token_count
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory
@@ -91,10 +92,10 @@ class SchedulerHooks:
             return original(maker, pre_model_load_memory)
         launches = self._gather_launch_memory(maker, pre_model_load_memory)
         if self.reason:
-            config = original(maker, pre_model_load_memory)
             source = "the given --mem-fraction-static" if self.fraction_is_given else "the engine's default fraction"
-            log_on_rank_0(self.leads, f"using {source} {self.launch.fraction:.4f} because {self.reason}")
-            return config
+            fraction_in_force = engine_rule.fraction_in_force(maker)
+            log_on_rank_0(self.leads, f"using {source} {fraction_in_force:.4f} because {self.reason}")
+            return original(maker, pre_model_load_memory)
         fraction, raised = None, 0.0
         try:
             fraction = engine_rule.find_rehearsal_fraction(maker, launches, self.margin)
@@ -107,6 +108,7 @@ class SchedulerHooks:
             final = f"starting with {fraction:.4f}, the final size is set afterwards"
             log_on_rank_0(self.leads, f"{too_little}; {final}", warn=True)
             raised, self.launch = fraction - self.launch.fraction, replace(self.launch, fraction=fraction)
+        # If this fraction leaves no KV cache, the engine raises here, and the server ends as a stock server does.
         with engine_rule.use_fraction(maker, fraction):
             config = original(maker, pre_model_load_memory)
         self._reserve_addresses(maker, config, raised)
@@ -241,24 +243,7 @@ class SchedulerHooks:
             return original(scheduler, *args, **kwargs)
         start = ServerStart(scheduler, self.reservation, self._release_init_info)
         start.begin(self.reason)
-        while True:
-            try:
-                return original(scheduler, *args, **kwargs)
-            except Exception as error:
-                if not start.outlives_exception():
-                    raise
-                problem = format_error(error)
-                log.logger.warning(
-                    log.format_line(
-                        "kv-sizing",
-                        "a rehearsed forward pass failed, so the KV cache does not grow; the server goes on, and "
-                        "users' requests are not affected: %s",
-                    ),
-                    error,
-                    exc_info=True,
-                )
-            # Do this outside of the except clause, because its exception keeps the tensors of the failed frames alive.
-            start.fail_rehearsal(problem)
+        return start.run_event_loop(partial(original, scheduler, *args, **kwargs))
 
 
 def get_pools(maker: Any, built: Any) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ from sglang_moe_patches.memory.kv_sizing.load_driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.phases import Estimate, Limits, Phase, PhaseKind, Plant
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import plant
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast, is_idle
-from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES
+from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES, MORE_REQUESTS_FRACTION
 
 REHEARSAL_TIMEOUT_S = 300.0
 """Seconds after which no further phase begins. The engine's own warm-up request gives up after ten minutes."""
@@ -51,9 +51,6 @@ run."""
 STUCK_AFTER_S = 10.0
 """Seconds without a forward pass after which a rehearsal concludes that the scheduler will not admit its waiting
 requests."""
-MORE_REQUESTS_FRACTION = 1 / 32
-"""Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
-has. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
 LOW_MEMORY_FLAG = "little memory is left"
 """Flag that a rank raises on the board (:class:`.ranks.Board`). Rank 0 then ends the rehearsal."""
 WHOLE_REHEARSAL = "all"

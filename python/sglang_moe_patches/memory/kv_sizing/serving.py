@@ -242,7 +242,7 @@ class Serving:
         within = self._pools.tokens_within(behind_goal - missing_bytes)
         # The later stages of a pipeline learn later that a request has ended. So the longest request of rank 0 counts
         # for all stages.
-        least = max(self._longest_request(), least_tokens(self._scheduler, self._pools))
+        least = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))
         wanted = self._counts_in_whole_pages(max(within, least))
         frees = self._pools.backing_bytes(wanted) < behind_goal
         is_at_floor = within < least
@@ -385,7 +385,7 @@ def round_up_to_pages(tokens: Iterable[int], page: int) -> int:
     return sum(-(-number // page) * page for number in tokens)
 
 
-def least_tokens(scheduler: Any, pools: ElasticPools) -> int:
+def floor_tokens(scheduler: Any, pools: ElasticPools) -> int:
     """Return the floor: the size below which the KV cache does not shrink, in tokens.
 
     The floor has room for two of the largest prefills of one request, and for the streaming sessions. Layers with a

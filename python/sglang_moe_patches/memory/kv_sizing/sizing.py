@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
+MORE_REQUESTS_FRACTION = 1 / 32
+"""Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
+has. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
 MIN_FREE_BYTES = 1_000_000_000
 """Free memory that a forward pass of the rehearsal must leave, in bytes. If it leaves less, the rehearsal ends early,
 because the next forward pass might run out of memory. The need of the forward passes that did not run is then not

@@ -33,6 +33,9 @@ IDLE_SLEEP_S = 0.001
 """Seconds that the scheduler sleeps in an idle turn during a rehearsal, with ``--sleep-on-idle``. The engine's sleeper
 would wait up to a second for a user's request, and no user's request is read before the server serves. Without any
 sleep the ranks of a server would keep all processors busy."""
+EXCHANGE_WAIT_S = 60.0
+"""Seconds that rank 0 waits in an exchange for the values of the other ranks. The other ranks wait for rank 0 without a
+limit."""
 EXCEPTION_WAIT_S = 30.0
 """Seconds that a rank waits for the other ranks if its rehearsed forward pass fails. If they do not all fail in this
 time, the server ends."""
@@ -89,16 +92,12 @@ class StartRunner:
     def __init__(self, start: Start, orders: ranks.Orders, board: ranks.Board, *, leads: bool) -> None:
         self._start, self._orders, self._board, self._leads = start, orders, board, leads
         self._step: Exchange | Rehearsal | None = None
-        self._received: dict[str, list[Any | None]] = {}
-        """Values of exchanges that this rank has not reached yet, by their topics."""
 
     def run(self, result: Any = None) -> None:
         """Resume the start, and run it up to its next step. The first call begins the start."""
         self._orders.on_turn = lambda: None
         try:
             step = self._start.send(result)
-            while isinstance(step, Exchange) and step.topic in self._received:
-                step = self._start.send(self._received.pop(step.topic))
         except StopIteration:
             return
         self._step = step
@@ -111,21 +110,17 @@ class StartRunner:
     def obey(self, order: ResumeStart) -> None:
         """Carry out rank 0's order to resume the start. Every rank carries it out in the same turn.
 
-        If this rank waits in an exchange, the start resumes with the values of all ranks. If this rank still rehearses,
-        the rehearsal ends without a result, and the values wait until the start reaches the exchange.
+        If this rank still rehearses, its rehearsal ends without a result, and the start goes on to the exchange.
         """
-        step = self._step
-        if isinstance(step, Exchange):
-            self.run(order.values)
-        elif step is not None:
+        if isinstance(self._step, Rehearsal):
             # Nobody else ends this step. A rehearsal that does not end would swallow the answers to users' requests.
-            step.end()
-            self._received[order.topic] = order.values
-            self.run()
+            self._step.end()
+            self._start.send(None)
+        self.run(order.values)
 
     def _publish(self, step: Exchange) -> None:
         """Publish this rank's value, and let the scheduler read no user's request until the start resumes."""
-        poll = partial(self._poll, step, time.monotonic() + rehearsal.ABANDON_AFTER_S)
+        poll = partial(self._poll, step, time.monotonic() + EXCHANGE_WAIT_S)
         self._orders.read_instead = poll if self._leads else list
         try:
             self._board.publish(step.topic, step.value)
@@ -265,13 +260,11 @@ class ServerStart:
                 continue
             rehearse_again, missed = tokens < before and ended_early, tuple(rank_0.missed.values())
             if tokens > before:
-                problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
-                if None in problems:
-                    reason = "not every rank has reported that it mapped memory"
-                elif problem := next(filter(None, problems), ""):
-                    reason = f"a rank had no memory to map: {problem}"
-                tokens = before if reason else tokens
-                rehearse_again, missed = not reason, ()  # phases may be larger with the larger KV cache
+                reason = yield from self._map_on_all_ranks(tokens)  # a size that grows had no reason until now
+                if reason:
+                    tokens = before  # a rank that has mapped memory unmaps it in _set_cache_size
+                else:
+                    rehearse_again, missed = True, ()  # phases may be larger with the larger KV cache
             if problem := self._set_cache_size(tokens):
                 reason, rehearse_again = problem, False
             self._fewer_requests = rank_0.fewer_requests
@@ -326,7 +319,31 @@ class ServerStart:
             return format_error(error)
         return ""
 
-    def outlives_exception(self) -> bool:
+    def run_event_loop(self, run: Callable[[], Any]) -> Any:
+        """Run the scheduler's event loop to its end, and begin it again after an exception that the server survives.
+
+        :param run: the engine's event loop.
+        """
+        while True:
+            try:
+                return run()
+            except Exception as error:
+                if not self._survives_exception():
+                    raise
+                problem = format_error(error)
+                log.logger.warning(
+                    log.format_line(
+                        "kv-sizing",
+                        "a rehearsed forward pass failed, so the KV cache does not grow; the server goes on, and "
+                        "users' requests are not affected: %s",
+                    ),
+                    error,
+                    exc_info=True,
+                )
+            # Do this outside of the except clause, because its exception keeps the tensors of the failed frames alive.
+            self._fail_rehearsal(problem)
+
+    def _survives_exception(self) -> bool:
         """Return whether the server can go on after an exception: a rehearsed forward pass has failed on all ranks.
 
         A rank that failed alone cannot go on, because the other ranks wait for it in a collective. Stages of a pipeline
@@ -343,7 +360,7 @@ class ServerStart:
             log.logger.warning(log.format_line("kv-sizing", "the other ranks do not answer: %s"), error)
             return False
 
-    def fail_rehearsal(self, problem: str) -> None:
+    def _fail_rehearsal(self, problem: str) -> None:
         """Drop the requests of the rehearsal, whose forward pass has raised, and end the rehearsal early.
 
         :param problem: description of the exception.
@@ -413,7 +430,7 @@ class ServerStart:
             return now, "not every rank has reported its need", False
         self.needs = known
         most = min(self.pools.top.tokens, self.reservation.max_tokens or self.pools.top.tokens)
-        tokens, reason = sizing.decide(known, now, most, serving.least_tokens(self.scheduler, self.pools))
+        tokens, reason = sizing.decide(known, now, most, serving.floor_tokens(self.scheduler, self.pools))
         if any(need.failure for need in known):
             tokens = min(tokens, self.pools.first.tokens)  # the need with a larger KV cache is not known
         return tokens, reason, any(need.stopped for need in known)
@@ -447,6 +464,17 @@ class ServerStart:
         self._need = self._bytes_before = self._slack_bytes = 0
         self._phases.clear()
         return self._begin_next(phases.derive_phases)
+
+    def _map_on_all_ranks(self, tokens: int) -> Generator[Exchange, Any, str]:
+        """Map memory for a number of tokens on every rank, and yield the exchange of the results.
+
+        :returns: the reason why a rank cannot, or "".
+        """
+        problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
+        if None in problems:
+            return "not every rank has reported that it mapped memory"
+        problem = next(filter(None, problems), "")
+        return f"a rank had no memory to map: {problem}" if problem else ""
 
     def _try_to_map(self, tokens: int) -> str:
         """Map memory for a number of tokens. Return the reason if this rank cannot, or ""."""

@@ -185,7 +185,7 @@ class Ranks:
             (start, "arguments_of", lambda arguments: {}),
             (start.ranks, "all_gather", lambda told, kind: [told]),
             (start.ranks, "share_secret", bytes),
-            (start.rehearsal, "ABANDON_AFTER_S", -1.0),
+            (start, "EXCHANGE_WAIT_S", -1.0),
             (start, "Rehearsal", Rehearsal),
             (start, "limits_of", lambda scheduler, fewer_requests: limits),
             (start, "server_facts", lambda runner: facts),

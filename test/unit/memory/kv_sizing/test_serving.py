@@ -223,9 +223,9 @@ def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
     pools = SimpleNamespace(top=TokenCounts(900, 900, 90), page=4, tokens_with_window=lambda window: 10 * window)
     runner = SimpleNamespace(model_runner=SimpleNamespace(sliding_window_size=400))
     scheduler = SimpleNamespace(chunked_prefill_size=100, tp_worker=runner, tree_cache=None)
-    assert serving.least_tokens(scheduler, pools) == 10 * (100 + 400 + 12)
+    assert serving.floor_tokens(scheduler, pools) == 10 * (100 + 400 + 12)
     pools.tokens_with_window = lambda window: 0
-    assert serving.least_tokens(scheduler, pools) == 200
+    assert serving.floor_tokens(scheduler, pools) == 200
 
 
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
