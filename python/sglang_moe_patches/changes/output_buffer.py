@@ -1,8 +1,9 @@
 """output-buffer: the routed experts write their output into the layer's dead input instead of a new tensor.
 
 Why
-    Each MoE layer allocates a tensor [tokens, hidden] for its output. At that time no code reads two other tensors of
-    this size any more, but references keep them allocated.
+    Each MoE layer allocates a tensor [tokens, hidden] for its output. At that time no code reads the layer's input any
+    more, which has the same size, but references keep it allocated. The same holds for the query and KV latents of
+    DeepSeek's attention, which are smaller.
 
 Hook points
     * ``_initialize_model``: in each model that it returns, ``forward`` of the known decoder layers is wrapped, so that
