@@ -105,18 +105,18 @@ SERVING_RECIPES: tuple[str, ...] = full_names(
 RECIPES = full_names("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
 HOSTS = full_names("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
-"""Names of changes. Their pages have the sentence about host time."""
+"""Names of changes. Their pages have the table of host time."""
 
 
 def added_host_time(load: Load) -> str:
-    """Make the sentence about host time, wrapped for a page."""
-    line = overhead.added_host_time(list(map(load, HOSTS)))
-    return f"\n{textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)}\n"
+    """Make the table of host time for the page of a change."""
+    return f"\n{overhead.added_host_time(list(map(load, HOSTS)))}\n"
 
 
 SECTIONS = {
     "launched-chart": Section(headlines=overview.make_readme_chart),
     "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=overview.make_launched),
+    "launched-settings": Section(headlines=overview.make_readme_settings),
     "older-table": Section(headlines=overview.make_older_table),
     "gains": Section(headlines=overview.make_gains),
     "charts": Section(headlines=overview.make_charts),

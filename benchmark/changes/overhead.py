@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -228,18 +229,18 @@ def host_tables(results: Sequence[output.Result]) -> str:
 
 
 def added_host_time(results: Sequence[output.Result]) -> str:
-    """Make the sentence about the host time that all changes together add, for the pages of single changes."""
-    added: dict[str, list[str]] = {}
-    for result in results:
-        figures = result["figures"]
-        time = f"{figures['added_us']:.1f} with `{figures['runner']}`"
-        added.setdefault(result["conditions"]["machine"], []).append(time)
-    machines = "; ".join(f"{' and '.join(times)} ({machine})" for machine, times in added.items())
+    """Make the table of the host time that all changes together add, for the pages of single changes."""
+    rows = [
+        (result["conditions"]["machine"], f"`{result['figures']['runner']}`", f"{result['figures']['added_us']:.1f}")
+        for result in results
+    ]
     releases = ", ".join(dict.fromkeys(result["conditions"]["engine"] for result in results))
-    return (
+    text = (
         "All changes together add [host time](../benchmarks/overheads-and-checks.md#host-time) to each MoE layer of an "
-        f"eager forward pass. For one token on SGLang {releases} it is, in microseconds: {machines}."
+        f"eager forward pass. With one token, on SGLang {releases}, they add:"
     )
+    text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{text}\n\n{output.table(('machine', 'MoE runner', 'added microseconds'), rows, left=2)}"
 
 
 def main() -> None:

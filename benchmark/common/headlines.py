@@ -75,11 +75,17 @@ def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return next(row for row in rows if all(row[name] == value for name, value in values.items()))
 
 
-def index(load: Load, served: str = "serving/qwen3-30b-default", memory: str = "one H100") -> str:
+def index(
+    load: Load,
+    served: str = "serving/qwen3-30b-default",
+    memory: str = "one H100",
+    served_page: str = "earlier-measurements",
+) -> str:
     """Make a table with a row for each question that the benchmark pages answer.
 
     :param served: name of the result whose KV cache the first row has.
     :param memory: the GPU memory of this result, in words.
+    :param served_page: page with this result.
     """
 
     def figures(name: str) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def index(load: Load, served: str = "serving/qwen3-30b-default", memory: str = "
         (
             "How much larger is the KV cache, and what does it serve?",
             f"Qwen3-30B, {memory}: {tokens_of(whole['stock']['tokens'], whole['grown']['tokens'])}",
-            "serving",
+            served_page,
         ),
         (
             "The same with a published `--mem-fraction-static`?",
@@ -132,15 +138,19 @@ def index(load: Load, served: str = "serving/qwen3-30b-default", memory: str = "
         ),
         (
             "Do whole servers get slower?",
-            f"prefill at {figures('triton-server/kimi-k2.5')['patched']['time']:.3f} of stock's time",
+            f"Kimi-K2.5's prefills take {figures('triton-server/kimi-k2.5')['patched']['time']:.3f} of stock's time",
             "triton-server",
         ),
         (
-            "How much does the allocator keep beyond the tensors?",
-            f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB",
+            "How much memory do expandable segments leave free?",
+            f"Kimi-K2.5: at least {free[0]:,.0f} -> {free[1]:,.0f} MB, all other changes on",
             "segments",
         ),
-        ("How much memory does sampling with penalties take?", f"{penalized:,.0f} MB for 256 requests", "penalties"),
+        (
+            "How much memory does sampling with penalties take?",
+            f"{penalized:,.0f} MB for 256 requests (stock)",
+            "penalties",
+        ),
         (
             "Does a server survive mixed load, flushes and weight updates?",
             f"{soaked['patched']['answered']:,} answers in {minutes:.1f} minutes, {failed} errors",
@@ -183,7 +193,9 @@ def index(load: Load, served: str = "serving/qwen3-30b-default", memory: str = "
             f"{checks}#rows-behind-mori",
         ),
     ]
-    linked = [(question, answer, f"[{page.partition('#')[0]}]({page_of(page)})") for question, answer, page in rows]
+    names = {page: page.partition("#")[0] for _, _, page in rows}
+    names = {page: "this page" if name == "README" else name for page, name in names.items()}
+    linked = [(question, answer, f"[{names[page]}]({page_of(page)})") for question, answer, page in rows]
     return "\n" + output.table(("question", "answer, stock -> patched", "page"), linked, left=3)
 
 

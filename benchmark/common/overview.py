@@ -27,6 +27,8 @@ FOLDER = "first-starts"
 """Folder of ``benchmark/results`` with the results of the servers in README's table."""
 CHART_ROWS = ("qwen3-30b-h100-memory", "gpt-oss-120b-h100-memory", "qwen3-30b", "gpt-oss-120b", "qwen3-next-80b")
 """Servers of README's chart, by the names of their results."""
+README_GPU = "1 x H200"
+"""GPU of all servers of README's table. It is in the table's header, not in each row."""
 SWEPT_ROW = "qwen3-30b-h100-memory"
 """Server whose throughput a chart shows by the number of concurrent requests."""
 ROOM = ("room/0.5.12.post1", "room/0.5.17")
@@ -101,17 +103,34 @@ def overflows(figures: Mapping[str, Any], stock: Server | None) -> bool:
 def table(load: Load) -> str:
     """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
     results = first_starts(load)
-    rows = [(label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
-    note = (
-        f"SGLang {list_conditions(results, 'engine')}, random weights, Triton attention (not FA3, Hopper's default), "
-        "one run each; 200 (gpt-oss: 100) requests at once. Bold tokens/s: the load does not fit stock's KV cache. "
-        "Other differences have no known cause. *An H100's free memory*: another process holds the rest; "
-        "`--mem-fraction-static 0.83`, variable `always`. [Settings](docs/benchmarks/README.md#settings)."
+    rows = [(readme_label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
+    note = f"{BOLD} [Settings](#settings)."
+    return f"\n{output.table((f'server, {README_GPU}', *FIGURES), rows, left=4)}\n{note}\n"
+
+
+def readme_label(name: str) -> str:
+    """Name the server of a row in README's table. The GPU of all rows is left out."""
+    return label(name).replace(f", {README_GPU}", "")
+
+
+def make_readme_settings(load: Load) -> str:
+    """Make README's paragraph about the servers of its table; "" while no first start is stored."""
+    if not has_first_starts():
+        return ""
+    paragraph = (
+        f"All servers ran SGLang {list_conditions(first_starts(load), 'engine')} once, with random weights and Triton "
+        "attention (not FA3, SGLang's default on Hopper). 200 requests (gpt-oss: 100) were sent at once. *One rank of "
+        "TP=4* means that one GPU ran its share of `--tp 4`. *With an H100's free memory* means that another process "
+        "took the rest of the H200's memory. The commands of these two servers have `--mem-fraction-static "
+        f"{H100_FRACTION}`, SGLang's own value on an H100, so the variable is `always`. More: "
+        "[settings](docs/benchmarks/README.md#settings)."
     )
-    return f"\n{output.table(('server', *FIGURES), rows, left=4)}\n{note}\n"
+    return f"\n{_wrap(paragraph)}\n"
 
 
 FIGURES = ("KV tokens", "tokens/s", "ms per token")
+BOLD = "Bold tokens/s: stock starts, but the load does not fit its KV cache."
+"""Explanation of the bold cells of throughput, for the notes of tables."""
 
 
 def compare_servers(result: Result) -> tuple[str, str, str]:
@@ -454,21 +473,23 @@ CHARTS = {
         "The patched server measures its forward passes, and gives the rest of the memory to the KV cache.",
         lambda load: kv_cache_chart(load, tuple(ROWS)),
         kv_cache_table,
-        "[serving](serving.md)",
+        "[settings of these servers](#settings), and [other servers](serving.md)",
         has_first_starts,
     ),
     "throughput-by-requests.svg": Chart(
         "Throughput by concurrent requests",
-        "A larger KV cache is faster as soon as the requests need more KV tokens than stock has.",
+        "With a larger KV cache the server is faster as soon as the requests together need more KV tokens than stock "
+        "has.",
         concurrency_chart,
         concurrency_table,
-        "[serving](serving.md)",
+        "[settings of this server](#settings), and [other servers](serving.md)",
         has_sweep,
     ),
     "forward-pass-by-change.svg": Chart(
         "Memory of a forward pass by change",
-        "The memory that MoE layers no longer need stays free, or goes to the KV cache. By default *moe-workspace* "
-        "cuts an expert output into fewer slices, and saves less.",
+        "A forward pass needs less memory inside MoE layers. The saved memory stays free, or goes to the KV cache. "
+        "Here *moe-workspace* cuts an expert output into as many slices as save memory. By default it cuts fewer "
+        "slices, and saves less.",
         prefill_chart,
         prefill_table,
         "[peak-memory](peak-memory.md), [moe-workspace](moe-workspace.md), [segments](segments.md)",
@@ -483,7 +504,8 @@ CHARTS = {
     ),
     "rehearsal-by-phase.svg": Chart(
         "Seconds of a rehearsal by phase",
-        "The patched server is ready later than stock, because it first runs its largest forward passes.",
+        "Before it is ready, the patched server sends itself the requests of its largest forward passes. This is its "
+        "*rehearsal*. The first server of a model also compiles its kernels, which takes most of a long rehearsal.",
         rehearsal_chart,
         rehearsal_table,
         "[kv-sizing](kv-sizing.md)",
@@ -503,7 +525,7 @@ def make_readme_chart(load: Load) -> str:
     """Make the line of the README that shows its chart; "" while no first start is stored."""
     if not has_first_starts():
         return ""
-    return f"\n![KV cache size of servers, stock and patched](docs/images/{README_CHART})\n"
+    return f"\n![KV cache, stock and patched](docs/images/{README_CHART})\n"
 
 
 def make_charts(load: Load) -> str:
@@ -533,7 +555,8 @@ def make_gains(load: Load) -> str:
 def make_index(load: Load) -> str:
     """Make the table of all pages. Its first row has a first start, if one is stored."""
     if has_sweep():
-        return headlines.index(load, f"{FOLDER}/{SWEPT_ROW}", "an H100's free memory")
+        page = "README#kv-cache-by-server"
+        return headlines.index(load, f"{FOLDER}/{SWEPT_ROW}", "an H200 with an H100's free memory", page)
     return headlines.index(load)
 
 
@@ -544,8 +567,7 @@ def describe_origin(load: Load) -> str:
     results = first_starts(load)
     commit = list_conditions(results, "commit")[:12]
     line = (
-        "Stock -> patched. Only where tokens/s is bold does the load overflow stock's KV cache. "
-        f"SGLang {list_conditions(results, 'engine')}, commit `{commit}` of this package, "
+        f"Stock -> patched. {BOLD} SGLang {list_conditions(results, 'engine')}, commit `{commit}` of this package, "
         f"{list_conditions(results, 'date')}. Data: [{FOLDER}](../../benchmark/results/{FOLDER})."
     )
     if "deepseek-r1-recipe" in results:
@@ -555,8 +577,8 @@ def describe_origin(load: Load) -> str:
         )
     if any("h100" in name for name in results):
         line += (
-            f" *With an H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB of an H200 free, and "
-            f"`--mem-fraction-static {H100_FRACTION}` is the fraction that the engine computes on an H100."
+            f" *With an H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB of an H200 free. The command "
+            f"has `--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100."
         )
     return line
 

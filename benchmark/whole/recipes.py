@@ -129,12 +129,12 @@ def on_hopper(results: list[output.Result]) -> str:
     packed = sum("fp4-weights" in answer["acts"] for answer in found)
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
     return (
-        f"- **On Hopper, gains inside MoE layers are mostly small.** Of {len(found)} [published recipes]"
-        f"(docs/commands/models.md) that we asked `doctor` about, {idle} have no change inside MoE layers. The peak "
-        f"memory of a forward pass can be predicted for {len(predicted)}: {little} of them save at most "
-        f"{100 * SMALL_SAVING:.0f} %. The KV cache can grow in {sized} with `SGLANG_MOE_PATCHES_KV_SIZING=auto`, and "
-        f"in {left_alone} more with `always`, because they set `--mem-fraction-static`. In {packed}, `fp4-weights` "
-        "makes the weights smaller."
+        f"- **On Hopper, gains inside MoE layers are mostly small.** `doctor` examined {len(found)} [published recipes]"
+        f"(docs/commands/models.md). In {idle} of them no change acts inside MoE layers. `doctor` predicts the peak "
+        f"memory of a forward pass for {len(predicted)}, and {little} of these save at most {100 * SMALL_SAVING:.0f} % "
+        f"of it. The KV cache can grow in {sized} recipes with `SGLANG_MOE_PATCHES_KV_SIZING=auto`. In {left_alone} "
+        "more, which have a `--mem-fraction-static`, the KV cache can grow with `always`. *fp4-weights* "
+        f"makes the weights of {packed} smaller."
     )
 
 

@@ -26,7 +26,7 @@ def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     ]
     results = [{"figures": {"recipes": list(answers)}} for answers in zip(*rows, strict=True)]
     text = recipes.on_hopper(results)
-    assert "Of 4 [published recipes](docs/commands/models.md) that we asked `doctor` about, 3 have no change" in text
-    assert "can be predicted for 3: 2 of them save at most 5 %" in text
-    assert "can grow in 2 with `SGLANG_MOE_PATCHES_KV_SIZING=auto`, and in 1 more with `always`" in text
-    assert "In 1, `fp4-weights` makes the weights smaller." in text
+    assert "examined 4 [published recipes](docs/commands/models.md). In 3 of them no change acts inside" in text
+    assert "the peak memory of a forward pass for 3, and 2 of these save at most 5 % of it." in text
+    assert "can grow in 2 recipes with `SGLANG_MOE_PATCHES_KV_SIZING=auto`. In 1 more, which have" in text
+    assert "*fp4-weights* makes the weights of 1 smaller." in text

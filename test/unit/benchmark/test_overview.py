@@ -51,13 +51,27 @@ def test_results_of_several_commits_or_of_none_are_refused(commits, store):
 
 def test_a_row_has_stock_and_patched_figures(store):
     lines = overview.table(store("a", "a")).strip().splitlines()
-    assert lines[2] == f"| {ROWS[NAMES[0]].server} | 1,000 -> **1,500** | 50 -> **60** | 20 -> 30 |"
+    assert lines[2] == f"| {overview.readme_label(NAMES[0])} | 1,000 -> **1,500** | 50 -> **60** | 20 -> 30 |"
     assert lines[4] == "", "a header, its rule, and a line for each result"
 
 
 @pytest.mark.parametrize(("prompts", "speed"), [(2, "50 -> 60"), (3, "50 -> **60**")])
 def test_tokens_per_second_are_bold_if_the_load_overflows_the_stock_kv_cache(prompts, speed, store):
     assert f"| {speed} |" in overview.table(store("a", prompts=prompts))
+
+
+def test_the_gpu_of_readmes_table_is_in_its_header_alone(store):
+    header, _, *rows = overview.table(store(*"aaaaa", names=overview.CHART_ROWS)).strip().splitlines()
+    assert overview.README_GPU in header
+    assert all(overview.README_GPU in ROWS[name].server for name in overview.CHART_ROWS)
+    assert not any(overview.README_GPU in row for row in rows)
+
+
+def test_readmes_settings_name_the_release_and_are_absent_without_a_first_start(store, monkeypatch):
+    load = store("a")
+    assert "SGLang 0.5.12.post1 once" in overview.make_readme_settings(load)
+    monkeypatch.setattr(overview, "stored_rows", list)
+    assert overview.make_readme_settings(load) == ""
 
 
 def test_readme_has_some_rows_and_the_summary_page_all(store):
