@@ -110,7 +110,7 @@ HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
 
 def added_host_time(load: Load) -> str:
     """Make the table of host time for the page of a change."""
-    return f"\n{overhead.added_host_time(list(map(load, HOSTS)))}\n"
+    return f"\n{overhead.added_host_time(list(map(load, HOSTS)))}"
 
 
 SECTIONS = {

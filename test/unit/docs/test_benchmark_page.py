@@ -110,7 +110,7 @@ def test_first_starts_of_one_commit_change_the_pages_and_those_of_two_commits_ar
     monkeypatch.setattr(render, "PLOTS", {})
     shutil.rmtree(output.RESULTS / overview.FOLDER, ignore_errors=True)
     for page, names in (
-        ("README.md", ("launched-chart", "launched")),
+        ("README.md", ("launched-chart", "launched", "launched-settings")),
         ("docs/benchmarks/README.md", ("gains", "charts")),
     ):
         (copied_results / page).write_text("\n".join(f"<!-- figures:{name} -->\n<!-- /figures -->" for name in names))
