@@ -352,6 +352,14 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "memory/kv_sizing/start.py": {
         "test_a_server_starts_if_the_rule_leaves_no_kv_cache": [(" - self.reservation.raised_tokens", "")],
+        "test_a_failed_later_rehearsal_restores_the_engines_size": [
+            (
+                "return min(tokens, first), reason, False",
+                "return min(tokens, first), reason, any(n.stopped for n in known)",
+            ),
+            ("return min(tokens, first), reason, False", "return tokens, reason, False"),
+        ],
+        "test_a_rank_that_is_silent_after_growth_restores_the_engines_size": [("return min(now, first)", "return now")],
         "test_all_ranks_shrink_together_if_the_driver_of_one_rank_cannot_unmap": [
             ("serving.unmap_or_warn(self.pools, counts)", "self.pools.unmap_from(counts)"),
         ],
@@ -399,9 +407,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_schedulers_sleep_only_after_the_start_and_without_work": [
             ('self._sleeper.add(self.scheduler, "idle_sleeper", sleeper)', "pass"),
-        ],
-        "test_a_failed_later_rehearsal_restores_the_engines_size": [
-            ("tokens = min(tokens, self.pools.first.tokens)", "pass")
         ],
         "test_a_rehearsed_forward_pass_that_raises_on_all_ranks_does_not_end_the_server": [
             ("or self._limits.stages > 1", ""),
@@ -483,12 +488,12 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request": [
             (
-                "least = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))",
-                "least = self._longest_request()",
+                "bound = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))",
+                "bound = self._longest_request()",
             ),
             (
-                "least = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))",
-                "least = floor_tokens(self._scheduler, self._pools)",
+                "bound = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))",
+                "bound = floor_tokens(self._scheduler, self._pools)",
             ),
             ("if frees or repeat:", "if True:"),
             ("self._pools.backing_bytes(wanted) < behind_goal", "wanted.tokens < self._goal"),

@@ -179,7 +179,7 @@ class Serving:
         self._extra_tokens_per_request = extra_tokens + 1
         self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
-        self._order_is_pending = self._is_shrinking = self._is_at_floor = False
+        self._order_is_pending = self._is_shrinking = self._is_at_bound = False
         self._failures: set[str] = set()
         self._freed_bytes = self._retire_orders = self._evict_orders = 0
         metrics.show(GIVEN_BACK, 0)
@@ -234,7 +234,9 @@ class Serving:
     def _send_goal(self, missing_bytes: int, *, repeat: bool) -> None:
         """Order all ranks to free ``missing_bytes`` of the KV cache.
 
-        The cache keeps room for the longest request and for two prefill chunks.
+        The KV cache keeps a *bound*: the floor or the longest request, whichever is larger. The bound falls when this
+        request ends. At the bound nothing is freed: the server warns once and goes on. A forward pass may then run out
+        of memory.
 
         :param repeat: send the order even if no memory can be freed. A rank that is still short then reports again.
         """
@@ -242,16 +244,16 @@ class Serving:
         within = self._pools.tokens_within(behind_goal - missing_bytes)
         # The later stages of a pipeline learn later that a request has ended. So the longest request of rank 0 counts
         # for all stages.
-        least = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))
-        wanted = self._counts_in_whole_pages(max(within, least))
+        bound = max(self._longest_request(), floor_tokens(self._scheduler, self._pools))
+        wanted = self._counts_in_whole_pages(max(within, bound))
         frees = self._pools.backing_bytes(wanted) < behind_goal
-        is_at_floor = within < least
-        if is_at_floor and not self._is_at_floor:
+        is_at_bound = within < bound
+        if is_at_bound and not self._is_at_bound:
             tokens = f"{min(wanted.tokens, self._goal):,} tokens"
             short = f"memory is short by {format_megabytes(missing_bytes)}, but the KV cache keeps {tokens}"
             why = "two prefill chunks or the longest request need them; free GPU memory of other processes"
             log.logger.warning(log.format_line("kv-sizing", "%s: %s"), short, why)
-        self._is_at_floor = is_at_floor
+        self._is_at_bound = is_at_bound
         if frees or repeat:
             self._order_is_pending = True
             self._orders.send(Retire(wanted.tokens if frees else self._goal))

@@ -7,6 +7,14 @@ A *rehearsal* runs the server's largest forward passes before the first user's r
 run of the rehearsal is a *pass*; its parts are *phases*. The *need* is the memory that forward passes, CUDA graphs and
 buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. An *order* is a message of
 rank 0 that all ranks carry out in the same turn.
+
+A start that fails goes on as follows:
+
+- A rank has no memory to map: the KV cache keeps the size that it had before.
+- A rank publishes nothing for a minute: the KV cache has at most its first size, and the server serves.
+- A rehearsed forward pass raises on all ranks: as before, and users' requests are not affected.
+- It raises on one rank only, or in a pipeline: the server ends, because the other ranks wait for this rank.
+- A rank's process dies: the server ends. The engine's launcher notices it, and no code of this package.
 """
 
 from __future__ import annotations
@@ -65,91 +73,9 @@ class Exchange:
     value: Any
 
 
-@dataclass(frozen=True)
-class ResumeStart(ranks.Order):
-    """Order of rank 0 that ends an exchange. Every rank resumes its start with the values of all ranks.
-
-    :param topic: name of the exchange.
-    :param values: values in the order of the ranks; ``None`` for a rank that did not publish in time.
-    """
-
-    topic: str
-    values: list[Any | None]
-
-
 Start = Generator[Exchange | Rehearsal, Any, None]
 """Steps of a start. An exchange resumes the generator with the values of all ranks. A rehearsal resumes it with the
 rehearsal's result, or with ``None`` if rank 0 did not wait for this rank any longer."""
-
-
-class StartRunner:
-    """Runs the steps of a start on one rank, between the turns of its event loop.
-
-    :param start: generator of steps, the same on every rank.
-    :param leads: whether this is rank 0.
-    """
-
-    def __init__(self, start: Start, orders: ranks.Orders, board: ranks.Board, *, leads: bool) -> None:
-        self._start, self._orders, self._board, self._leads = start, orders, board, leads
-        self._step: Exchange | Rehearsal | None = None
-
-    def run(self, result: Any = None) -> None:
-        """Resume the start, and run it up to its next step. The first call begins the start."""
-        self._orders.on_turn = lambda: None
-        try:
-            step = self._start.send(result)
-        except StopIteration:
-            return
-        self._step = step
-        if isinstance(step, Exchange):
-            self._publish(step)
-        else:
-            step.on_end = self.run
-            self._orders.read_instead, self._orders.on_turn = step.poll, step.read_turn_memory
-
-    def obey(self, order: ResumeStart) -> None:
-        """Carry out rank 0's order to resume the start. Every rank carries it out in the same turn.
-
-        If this rank still rehearses, its rehearsal ends without a result, and the start goes on to the exchange.
-        """
-        if isinstance(self._step, Rehearsal):
-            # Nobody else ends this step. A rehearsal that does not end would swallow the answers to users' requests.
-            self._step.end()
-            self._start.send(None)
-        self.run(order.values)
-
-    def _publish(self, step: Exchange) -> None:
-        """Publish this rank's value, and let the scheduler read no user's request until the start resumes."""
-        poll = partial(self._poll, step, time.monotonic() + EXCHANGE_WAIT_S)
-        self._orders.read_instead = poll if self._leads else list
-        try:
-            self._board.publish(step.topic, step.value)
-        except Exception as error:
-            log.logger.warning(
-                log.format_line("kv-sizing", "this rank could not report to rank 0 (%s): %s"), step.topic, error
-            )
-
-    def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """On rank 0: return the broadcast of the values, once all ranks have published or the deadline is over. Return
-        no broadcast before that.
-
-        :param deadline: latest time of the broadcast, by ``time.monotonic``.
-        """
-        try:
-            values = self._board.collect(step.topic, type(step.value))
-        except Exception as error:
-            log.logger.warning(
-                log.format_line("kv-sizing", "rank 0 could not read what the ranks reported (%s): %s"),
-                step.topic,
-                error,
-            )
-            values = [None] * self._board.ranks
-        else:
-            if None in values and time.monotonic() <= deadline:
-                return []
-        values[0] = step.value
-        self._orders.read_instead = list  # nothing is read until the ranks have resumed
-        return [ranks.Broadcast((ResumeStart(step.topic, values),))]
 
 
 # --- The start --------------------------------------------------------------------------------------------------------
@@ -426,13 +352,15 @@ class ServerStart:
         """
         now = self.pools.counts.tokens
         known = [need for need in needs if need is not None]
+        first = self.pools.first.tokens
         if len(known) < len(needs):
-            return now, "not every rank has reported its need", False
+            return min(now, first), "not every rank has reported its need", False
         self.needs = known
         most = min(self.pools.top.tokens, self.reservation.max_tokens or self.pools.top.tokens)
         tokens, reason = sizing.decide(known, now, most, serving.floor_tokens(self.scheduler, self.pools))
         if any(need.failure for need in known):
-            tokens = min(tokens, self.pools.first.tokens)  # the need with a larger KV cache is not known
+            # The need with a larger KV cache is not known, so no further pass may make the KV cache larger again.
+            return min(tokens, first), reason, False
         return tokens, reason, any(need.stopped for need in known)
 
     def _requests_to_start_over(self, needs: list[RankNeed | None], is_smaller: bool, ended_early: bool) -> int | None:
@@ -620,3 +548,89 @@ class ServerStart:
         except Exception as error:
             self.log(f"free memory is not watched: {error}", warn=True)
         self._release()
+
+
+# --- How the steps are run --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResumeStart(ranks.Order):
+    """Order of rank 0 that ends an exchange. Every rank resumes its start with the values of all ranks.
+
+    :param topic: name of the exchange.
+    :param values: values in the order of the ranks; ``None`` for a rank that did not publish in time.
+    """
+
+    topic: str
+    values: list[Any | None]
+
+
+class StartRunner:
+    """Runs the steps of a start on one rank, between the turns of its event loop.
+
+    :param start: generator of steps, the same on every rank.
+    :param leads: whether this is rank 0.
+    """
+
+    def __init__(self, start: Start, orders: ranks.Orders, board: ranks.Board, *, leads: bool) -> None:
+        self._start, self._orders, self._board, self._leads = start, orders, board, leads
+        self._step: Exchange | Rehearsal | None = None
+
+    def run(self, result: Any = None) -> None:
+        """Resume the start, and run it up to its next step. The first call begins the start."""
+        self._orders.on_turn = lambda: None
+        try:
+            step = self._start.send(result)
+        except StopIteration:
+            return
+        self._step = step
+        if isinstance(step, Exchange):
+            self._publish(step)
+        else:
+            step.on_end = self.run
+            self._orders.read_instead, self._orders.on_turn = step.poll, step.read_turn_memory
+
+    def obey(self, order: ResumeStart) -> None:
+        """Carry out rank 0's order to resume the start. Every rank carries it out in the same turn.
+
+        If this rank still rehearses, its rehearsal ends without a result, and the start goes on to the exchange.
+        """
+        if isinstance(self._step, Rehearsal):
+            # Rank 0 no longer waits for this rank, for example because rank 0 could not begin its own rehearsal. Nobody
+            # else ends this rank's rehearsal, and a rehearsal that does not end would swallow users' answers.
+            self._step.end()
+            self._start.send(None)  # it yields the exchange that this order answers, and this rank publishes no value
+        self.run(order.values)
+
+    def _publish(self, step: Exchange) -> None:
+        """Publish this rank's value, and let the scheduler read no user's request until the start resumes."""
+        poll = partial(self._poll, step, time.monotonic() + EXCHANGE_WAIT_S)
+        self._orders.read_instead = poll if self._leads else list
+        try:
+            self._board.publish(step.topic, step.value)
+        except Exception as error:
+            log.logger.warning(
+                log.format_line("kv-sizing", "this rank could not report to rank 0 (%s): %s"), step.topic, error
+            )
+
+    def _poll(self, step: Exchange, deadline: float) -> list[Any]:
+        """On rank 0: return the broadcast of the values, once all ranks have published or the deadline is over. Return
+        no broadcast before that.
+
+        :param deadline: latest time of the broadcast, by ``time.monotonic``.
+        """
+        try:
+            values = self._board.collect(step.topic, type(step.value))
+        except Exception as error:
+            log.logger.warning(
+                log.format_line("kv-sizing", "rank 0 could not read what the ranks reported (%s): %s"),
+                step.topic,
+                error,
+            )
+            values = [None] * self._board.ranks
+        else:
+            if None in values and time.monotonic() <= deadline:
+                return []
+        values[0] = step.value
+        self._orders.read_instead = list  # nothing is read until the ranks have resumed
+        return [ranks.Broadcast((ResumeStart(step.topic, values),))]

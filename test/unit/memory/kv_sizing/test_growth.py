@@ -298,6 +298,19 @@ def test_all_ranks_shrink_together_if_the_driver_of_one_rank_cannot_unmap(monkey
     assert caplog.text.count("the server goes on: the driver does not answer") == 1
 
 
+def test_a_rank_that_is_silent_after_growth_restores_the_engines_size(monkeypatch, caplog):
+    """The need with the larger KV cache is then not known on every rank."""
+    silent_topics: list[str] = []
+    ranks = Ranks(monkeypatch, rehearses_twice=True, silent_topics=silent_topics)
+    ranks.measure(500, 500)
+    assert ranks.tokens() == (1500,) * 3
+    silent_topics.append("measured")
+    ranks.measure(500, 500)
+    assert ranks.tokens() == (RULE,) * 3
+    assert len(ranks.serving) == 2
+    assert "not every rank has reported its need" in caplog.text
+
+
 def test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction(monkeypatch, caplog):
     monkeypatch.setattr(sizing, "pinned_fraction", lambda launch, more_bytes: None)
     ranks = Ranks(monkeypatch)
@@ -429,12 +442,16 @@ def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
     assert "measured " not in caplog.text
 
 
-def test_a_failed_later_rehearsal_restores_the_engines_size(monkeypatch):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_failed_later_rehearsal_restores_the_engines_size(stopped, monkeypatch):
     """The failed rehearsal did not measure the need with the larger KV cache, so the KV cache cannot keep the larger
-    size."""
+    size, and no third rehearsal makes it larger again.
+
+    :param stopped: whether the rehearsal had also ended early, because little memory was left.
+    """
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     ranks.measure(500, 500)
-    ranks.measure(500, 500, failure="AssertionError: a forward pass")
+    ranks.measure(500, 500, failure="AssertionError: a forward pass", stopped=stopped)
     assert ranks.tokens() == (RULE,) * 3
     assert len(ranks.serving) == 2
 
@@ -533,7 +550,7 @@ def test_rank_0_ends_a_rehearsal_that_it_does_not_drive(monkeypatch):
     assert (first.ended, other.ended, ranks.serving) == (True, False, [])
     ranks.obey()  # rank 0 ends the rehearsal of rank 1
     assert other.ended
-    assert ranks.tokens() == (1500,) * 3
+    assert ranks.tokens() == (RULE,) * 3  # nobody knows the need with the larger KV cache
     assert len(ranks.serving) == 2
 
 
