@@ -126,7 +126,7 @@ def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     torch.cuda.reset_peak_memory_stats()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     start = time.perf_counter()
-    getattr(engine_code.module(UTILS), layer.function)(module)
+    getattr(engine_code.import_module(UTILS), layer.function)(module)
     torch.cuda.synchronize()
     figures = {
         "seconds": time.perf_counter() - start,
@@ -203,8 +203,8 @@ def main() -> None:
     options = output.parse(parser)
     machine.require_gpu("marlin_repack")
     # Import this package before UTILS, because the engine's imports are circular.
-    engine_code.module("sglang.srt.layers.quantization")
-    utils = engine_code.module(UTILS)
+    engine_code.import_module("sglang.srt.layers.quantization")
+    utils = engine_code.import_module(UTILS)
     known = {name: layer for name, layer in (SMALL | LAYERS).items() if hasattr(utils, layer.function)}
     figures = {
         "small": {name: compare(name, layer) for name, layer in known.items() if name in SMALL},

@@ -25,7 +25,8 @@ SIDES = ("stock", "patched")
 
 
 def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *, is_free: bool = False) -> int:
-    """Return the smallest slice width that the GEMM's alignment allows. It replaces ``column_slices.slice_width``."""
+    """Return the smallest slice width that the GEMM's alignment allows. It replaces
+    ``column_slices.choose_slice_width``."""
     return int(min(layer.hidden, gemm.alignment_columns))
 
 
@@ -33,7 +34,7 @@ def register() -> None:
     """Entry point of the plugin (``sglang.srt.plugins``), in the patched servers of a test."""
     from sglang_moe_patches.changes.moe_workspace import column_slices
 
-    column_slices.slice_width = narrowest_slice_width
+    column_slices.choose_slice_width = narrowest_slice_width
     # Cut every tensor, however small it is and however much time slices cost.
     column_slices.MIN_TENSOR_BYTES, column_slices.MAX_SLOWDOWN_FRACTION = 1, math.inf
 

@@ -204,7 +204,7 @@ class TritonRunner(Runner):
     engine's default.
     """
 
-    rule = "slice_width"
+    rule = "choose_slice_width"
 
     def __init__(self) -> None:
         warnings.filterwarnings("ignore")
@@ -351,7 +351,7 @@ class MarlinRunner(Runner):
     """The engine's ``fused_marlin_moe`` with INT4 weights, called as the engine's Marlin runner calls it."""
 
     in_place = False
-    rule = "packed_slice_width"
+    rule = "choose_packed_slice_width"
 
     def __init__(self) -> None:
         # In some releases, ServerArgs raises an error without a real model. Marlin needs none of the arguments.
@@ -360,7 +360,7 @@ class MarlinRunner(Runner):
 
             set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
         plan = marlin.plan()
-        super().__init__(plan, engine.module(marlin.MODULE) if plan.install else None, marlin.NAME, marlin)
+        super().__init__(plan, engine.import_module(marlin.MODULE) if plan.install else None, marlin.NAME, marlin)
 
     def layer(self, model: str, layout: str, weights: str = "int4") -> MarlinLayer:
         return MarlinLayer(rank_sizes(model, layout, fused=False), INT4_GROUPS.get(model, 128), self.device, self.dtype)

@@ -83,7 +83,7 @@ def find_cells_by_width(
             fp8,
             **({"columns_per_scale": 128, "scale_stride_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
         )
-        width = column_slices.slice_width(shape, gemm, None if setting is None else setting * 10**6)
+        width = column_slices.choose_slice_width(shape, gemm, None if setting is None else setting * 10**6)
         chosen[key] = widths.get(width, {}) if width < rank.hidden else None
     return chosen
 
@@ -236,7 +236,7 @@ def slices_by_rule(cell: dict[str, Any]) -> int:
     _, top_k, hidden, inner = cell["sizes"]
     layer = column_slices.LayerShape(cell["tokens"], top_k, hidden, inner, weight_bytes=cell["weight_bytes"])
     gemm = column_slices.MarlinGemm(cell["w2_bytes"] // hidden)
-    return len(column_slices.split_columns(hidden, column_slices.packed_slice_width(layer, gemm)))
+    return len(column_slices.split_columns(hidden, column_slices.choose_packed_slice_width(layer, gemm)))
 
 
 def has_default_copies(cell: dict[str, Any]) -> bool:

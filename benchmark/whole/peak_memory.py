@@ -36,8 +36,8 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import (
     LayerShape,
     MarlinGemm,
     TritonGemm,
-    packed_slice_width,
-    slice_width,
+    choose_packed_slice_width,
+    choose_slice_width,
 )
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.observers import events
@@ -94,13 +94,13 @@ def choose_width(
     if served.runner == "marlin":
         column_bytes = int(prediction.PACKED_BYTES * rank.experts * rank.intermediate)
         packed = LayerShape(*sizes, weight_bytes=3 * rank.hidden * column_bytes)
-        return packed_slice_width(packed, MarlinGemm(column_bytes, output_in_dead_input=True), max_bytes)
+        return choose_packed_slice_width(packed, MarlinGemm(column_bytes, output_in_dead_input=True), max_bytes)
     is_fp8 = served.quantization == prediction.BLOCKS
     weight_bytes = 3 * rank.experts * rank.hidden * rank.intermediate * (1 if is_fp8 else 2)
     scales = {"columns_per_scale": 128, "scale_stride_bytes": rank.intermediate // 128 * 4} if is_fp8 else {}
     is_scratch = not acting.shared_last and rank.top_k * rank.intermediate <= rank.hidden
     gemm = TritonGemm(UNTUNED[is_fp8], is_fp8, is_scratch, **scales)
-    return slice_width(LayerShape(*sizes, weight_bytes=weight_bytes), gemm, max_bytes)
+    return choose_slice_width(LayerShape(*sizes, weight_bytes=weight_bytes), gemm, max_bytes)
 
 
 def predict_both(served: weights.ServedModel, options: argparse.Namespace) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _register_hooks() -> None:
     One hook wraps the model runner. The other hooks are the launcher hooks of the selected changes (the field
     ``launcher_hooks`` of a ``Change``).
     """
-    names = patch.selected_names(CHANGES)
+    names = patch.read_selected_names(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
             wrapt.register_post_import_hook(functools.partial(_run_launcher_hook, change.name, hook), module)
@@ -134,7 +134,7 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     global _plans
     if _plans is not None:
         return _plans
-    plans = patch.apply(CHANGES, patch.selected_names(CHANGES), server_args)
+    plans = patch.apply(CHANGES, patch.read_selected_names(CHANGES), server_args)
     is_unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())
     if is_unsupported and variables.STRICT.read():

@@ -42,8 +42,8 @@ SERVER_ARGUMENTS = (
 FORCE_COLUMN_SLICES = """
 def register():
     from sglang_moe_patches.changes.moe_workspace import column_slices
-    column_slices.packed_slice_width = lambda *args, **kwargs: column_slices.MARLIN_TILE_COLUMNS
-    column_slices.min_packed_tensor_bytes = lambda max_bytes: 1
+    column_slices.choose_packed_slice_width = lambda *args, **kwargs: column_slices.MARLIN_TILE_COLUMNS
+    column_slices.compute_min_packed_tensor_bytes = lambda max_bytes: 1
 """
 
 

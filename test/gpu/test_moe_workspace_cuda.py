@@ -57,8 +57,8 @@ def modules():
         warnings.simplefilter("ignore")
         from sglang_moe_patches.core import engine
 
-        module = engine.module(fused_moe_call.MODULE)
-        kernels = engine.module(getattr(module, triton.INVOKE).__module__)
+        module = engine.import_module(fused_moe_call.MODULE)
+        kernels = engine.import_module(getattr(module, triton.INVOKE).__module__)
     arguments = SimpleNamespace(
         enable_fused_moe_sum_all_reduce=False, moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
     )

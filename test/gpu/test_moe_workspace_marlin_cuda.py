@@ -73,7 +73,7 @@ def _stand_in(patch, module):
         assert x.is_contiguous()
         moe_sum.moe_sum_torch(x, out, scale)
 
-    jit = engine.module(*_WITH_GEMM)
+    jit = engine.import_module(*_WITH_GEMM)
     patch.setattr(jit, "_jit_moe_wna16_marlin_module", stand_in.compiled)
     patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     patch.setattr(
@@ -485,7 +485,7 @@ def test_a_function_of_another_plugin_is_left_alone(module, monkeypatch, owner, 
     ids=["read", "another view", "torch", "another tensor"],
 )
 def test_a_function_with_other_uses_is_unsupported(module, monkeypatch, tmp_path, old, new, reason):
-    source = engine.source(marlin.find_function(module))
+    source = engine.read_source(marlin.find_function(module))
     assert old in source
     path = tmp_path / "changed.py"
     path.write_text(source.split("\n", 1)[1].replace(old, new))

@@ -204,8 +204,8 @@ def _plan() -> Plan:
     """
     import torch
 
-    deepseek = engine.module(f"sglang.srt.models.{DEEPSEEK}")
-    fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    deepseek = engine.import_module(f"sglang.srt.models.{DEEPSEEK}")
+    fused_moe = engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
     moe = engine.require_unpatched(deepseek, "DeepseekV2MoE")
     init = engine.require_unpatched(moe, "__init__")
     forward = engine.require_unpatched(moe, "forward_normal")
@@ -221,7 +221,7 @@ def _plan() -> Plan:
         engine.require_parameters(forward, ["self", "hidden_states"])
         engine.require_parameters(shared, ["self", "hidden_states"])
         engine.require(
-            "final_hidden_states += shared_output" in engine.source(forward),
+            "final_hidden_states += shared_output" in engine.read_source(forward),
             "forward_normal does not add the shared experts' output in place",
         )
     behind_trtllm = engine.sets_attribute(engine.require_unpatched(experts, "__init__"), "inplace")

@@ -84,9 +84,9 @@ def _probe_attention_inputs() -> Install:
     """
     import torch
 
-    communicator = engine.module("sglang.srt.layers.communicator")
+    communicator = engine.import_module("sglang.srt.layers.communicator")
     try:
-        deepseek = engine.module("sglang.srt.models.deepseek_v2")
+        deepseek = engine.import_module("sglang.srt.models.deepseek_v2")
     except engine.Unsupported:  # the engine cannot run DeepSeek models at all
         return lambda patcher: None
     attention = engine.require_unpatched(deepseek, "DeepseekV2AttentionMLA")
@@ -130,7 +130,7 @@ def decide(built: BuiltModel) -> Decision:
 def _has_attention_inputs(model: Any) -> bool:
     """Return whether the model has layers of DeepSeek's attention class, whose inputs this change frees early."""
     try:
-        attention = engine.module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA
+        attention = engine.import_module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA
     except engine.Unsupported:
         return False
     return any(isinstance(module, attention) for module in model.modules())

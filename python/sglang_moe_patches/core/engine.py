@@ -106,7 +106,7 @@ def has_module(name: str) -> bool:
         return False
 
 
-def module(*names: str) -> ModuleType:
+def import_module(*names: str) -> ModuleType:
     """Import the first of these modules that exists, and return it.
 
     :raises Unsupported: none of the modules exists, or the module cannot be imported.
@@ -124,7 +124,7 @@ def get(owner: Any, name: str) -> Any:
 
     :raises Unsupported: the attribute does not exist.
     """
-    require(hasattr(owner, name), f"{_named(owner)} has no {name}")
+    require(hasattr(owner, name), f"{_get_display_name(owner)} has no {name}")
     return getattr(owner, name)
 
 
@@ -141,18 +141,18 @@ def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
     """
     value = get(owner, name)
     if isinstance(value, type):
-        home = _top_level_package(value.__module__)
+        home = _find_top_level_package(value.__module__)
         require(
             home in (package, _THIS_PACKAGE),
-            f"{_named(owner)}.{name} is replaced by {value.__module__}.{value.__qualname__}",
+            f"{_get_display_name(owner)}.{name} is replaced by {value.__module__}.{value.__qualname__}",
         )
         return value
     original = None
     for function in _follow_wrappers(value):
-        home = _top_level_package(getattr(function, "__globals__", {}).get("__name__", ""))
+        home = _find_top_level_package(getattr(function, "__globals__", {}).get("__name__", ""))
         require(
             home in (package, _THIS_PACKAGE, *_TRANSPARENT_PACKAGES),
-            f"{_named(owner)}.{name} is wrapped or replaced by {_definition_place(function)}",
+            f"{_get_display_name(owner)}.{name} is wrapped or replaced by {_describe_definition(function)}",
         )
         if original is None and home != _THIS_PACKAGE:
             original = function
@@ -169,14 +169,14 @@ def _follow_wrappers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _top_level_package(name: str) -> str:
+def _find_top_level_package(name: str) -> str:
     """Return the name of a module's top-level package. For a module of the engine's plugin framework, return ``a
     plugin``.
     """
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 
 
-def _definition_place(function: Any) -> str:
+def _describe_definition(function: Any) -> str:
     code = getattr(function, "__code__", None)
     module_name = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
     if module_name.startswith(PLUGIN_MODULE):
@@ -184,14 +184,14 @@ def _definition_place(function: Any) -> str:
     return f"{module_name}.{code.co_qualname if isinstance(code, CodeType) else type(function).__qualname__}"
 
 
-def _named(owner: Any) -> str:
+def _get_display_name(owner: Any) -> str:
     return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__qualname__)
 
 
 # --- The source code of a function -----------------------------------------------------------------------------------
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
+def list_parameters(function: Callable[..., Any]) -> list[str]:
     """Return the names of a function's parameters, in order."""
     return list(inspect.signature(function).parameters)
 
@@ -203,22 +203,23 @@ def require_parameters(function: Callable[..., Any], expected: Sequence[str], *,
     :raises Unsupported: the function's parameters do not begin with ``expected``, or it has others that are not
         allowed.
     """
-    names = parameters(function)
+    names = list_parameters(function)
     require(
         (names if exactly else names[: len(expected)]) == list(expected),
-        f"{_named(function)} takes ({', '.join(names)}), expected ({', '.join(expected)}{'' if exactly else ', ...'})",
+        f"{_get_display_name(function)} takes ({', '.join(names)}), "
+        f"expected ({', '.join(expected)}{'' if exactly else ', ...'})",
     )
 
 
 @functools.cache  # several changes probe the same functions, and reading a file takes milliseconds
-def source(function: Callable[..., Any]) -> str:
+def read_source(function: Callable[..., Any]) -> str:
     """Return a function's source code without its indentation."""
     return textwrap.dedent(inspect.getsource(function))
 
 
 def find_calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
     """Return all calls of a dotted name, such as ``torch.empty``, in a function's source code."""
-    tree = ast.parse(source(function))
+    tree = ast.parse(read_source(function))
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted]
 
 
@@ -229,7 +230,7 @@ def find_uses(function: Callable[..., Any], name: str) -> set[str]:
     """
     return {
         ast.unparse(parent)
-        for parent in ast.walk(ast.parse(source(function)))
+        for parent in ast.walk(ast.parse(read_source(function)))
         for child in ast.iter_child_nodes(parent)
         if isinstance(child, ast.Name) and child.id == name and isinstance(child.ctx, ast.Load)
     }
@@ -257,11 +258,11 @@ def mentions(function: Callable[..., Any] | None, *names: str) -> bool:
     The code includes the code of inner functions. A name may be a global, a local, an attribute or an imported module.
     """
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return isinstance(code, CodeType) and set(names) <= _names(code)
+    return isinstance(code, CodeType) and set(names) <= _list_names(code)
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+def _list_names(code: CodeType) -> set[str]:
+    inner = (_list_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}.union(*inner)
 
 
@@ -285,4 +286,4 @@ def require_mentions(function: Any, *names: str) -> None:
     :raises Unsupported: the code does not refer to one of the names.
     """
     for name in names:
-        require(mentions(function, name), f"{_named(function)} does not use {name}")
+        require(mentions(function, name), f"{_get_display_name(function)} does not use {name}")

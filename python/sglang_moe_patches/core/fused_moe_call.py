@@ -33,7 +33,7 @@ def probe() -> tuple[ModuleType, FunctionType]:
     :raises engine.Unsupported: the function does not have the parameters that routes expect, or another plugin has
         patched it.
     """
-    module = engine.module(MODULE)
+    module = engine.import_module(MODULE)
     fused_moe = engine.require_unpatched(module, NAME)
     engine.require_parameters(fused_moe, _PARAMETERS)
     kinds = {name: p.kind for name, p in inspect.signature(fused_moe).parameters.items()}
@@ -49,7 +49,7 @@ def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
 
     :param first: whether to ask this route before the routes that were added earlier.
     """
-    module = engine.module(MODULE)
+    module = engine.import_module(MODULE)
     if not hasattr(getattr(module, NAME), _ROUTES):
         patcher.wrap(module, NAME, wrap_fused_moe)
     fused_moe = getattr(module, NAME)

@@ -15,7 +15,7 @@ def has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+def find_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return this package's folder in the user's cache. The folder may not exist."""
     base = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "sglang-moe-patches"

@@ -262,7 +262,7 @@ def _define_selection(changes: Iterable[Change]) -> Variable[set[str]]:
     )
 
 
-def selected_names(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
+def read_selected_names(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
     """Return the names of the changes that ``SGLANG_MOE_PATCHES`` selects.
 
     The variable is ``all`` (the default), ``none``, or a comma-separated list of names.
@@ -292,7 +292,7 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
         names the variable, and its valid values or its replacement.
     """
     changes = tuple(changes)
-    not_selected = {change.name for change in changes} - selected_names(changes, environ)
+    not_selected = {change.name for change in changes} - read_selected_names(changes, environ)
     for reader, variable in list_variables(changes):
         if reader not in not_selected and not variable.is_engine_variable:
             variable.read(environ)

@@ -120,7 +120,7 @@ def find_quantization(experts: Any) -> Any:
 
 def find_layers(model: Any) -> list[Any]:
     """Return the ``FusedMoE`` layers of a model."""
-    experts = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
+    experts = engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
     return [module for module in model.modules() if isinstance(module, experts)]
 
 
@@ -249,13 +249,13 @@ def probe_symmetric_memory() -> SymmetricMemory:
 
     :raises engine.Unsupported: a name or a parameter in the engine's modules is not as expected.
     """
-    module = engine.module(SYMMETRIC_MEMORY_MODULE)
+    module = engine.import_module(SYMMETRIC_MEMORY_MODULE)
     for name in ("_active_symmetric_memory_context", "is_symmetric_memory_enabled", POOL_QUERY):
         engine.get(module, name)
     use = engine.get(module, "use_symmetric_memory")
     engine.require_parameters(use, ["group_coordinator", "disabled"])
-    group = engine.get(engine.module("sglang.srt.distributed.parallel_state"), "get_tp_group")
-    symmetric = engine.get(engine.module("sglang.srt.layers.dp_attention"), "is_allocation_symmetric")
+    group = engine.get(engine.import_module("sglang.srt.distributed.parallel_state"), "get_tp_group")
+    symmetric = engine.get(engine.import_module("sglang.srt.layers.dp_attention"), "is_allocation_symmetric")
     return SymmetricMemory(module, lambda: use(group(), disabled=not symmetric()))
 
 

@@ -60,7 +60,7 @@ def examine() -> dict[str, Any]:
 def _examine_here() -> dict[str, Any]:
     import torch
 
-    names = patch.selected_names(CHANGES)
+    names = patch.read_selected_names(CHANGES)
     ours = [variable.name for _, variable in patch.list_variables(CHANGES)]
     plans = [(change, _plan_of_a_server(change, names), patch.plan_for(change, names)) for change in CHANGES]
     return {

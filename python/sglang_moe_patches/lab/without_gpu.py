@@ -30,7 +30,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """
     if machine.has_gpu():
         return {}
-    stub = build_stub_libcuda(machine.cache_folder(environ))
+    stub = build_stub_libcuda(machine.find_cache_folder(environ))
     paths = [str(stub.parent), *filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))]
     return {
         "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths)),

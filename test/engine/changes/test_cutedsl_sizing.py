@@ -341,14 +341,14 @@ def test_the_page_states_the_installed_engines_default_budget():
     tokens for CuteDSL's buffers themselves.
     """
     page = (Path(__file__).parents[3] / "docs/changes/cutedsl-sizing.md").read_text()
-    dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
+    dispatcher = engine_code.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     overrides = [dispatcher]
     if engine_code.has_module("sglang.srt.arg_groups.overrides"):
-        overrides.append(engine_code.module("sglang.srt.arg_groups.overrides"))
+        overrides.append(engine_code.import_module("sglang.srt.arg_groups.overrides"))
     code = "".join(inspect.getsource(module) for module in overrides)
     earlier, later = f'get_int_env_var("{BUDGET.name}", 1024)' in code, re.search(r"max\(.*, 4096\)", code)
     assert bool(earlier) != bool(later)
-    assert is_sized_by_engine(engine_code.module("sglang.srt.server_args").ServerArgs) == bool(later)
+    assert is_sized_by_engine(engine_code.import_module("sglang.srt.server_args").ServerArgs) == bool(later)
     assert ("1024 up to" if earlier else "at least 4096") in page
     assert BUDGET.read({}) == 1024 or later
     assert BUDGET.default == ""
@@ -377,7 +377,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(se
     check()
 
 
-def test_the_status_of_the_change_on_this_release(server_args):
+def test_the_change_only_hardens_a_release_that_sizes_buffers_by_itself(server_args):
     from sglang.srt.server_args import ServerArgs
 
     # The fixture installs this package's method. It is not mistaken for a method of the engine.

@@ -46,7 +46,7 @@ def earlier_results(monkeypatch):
 @pytest.fixture(params=[MXFP4, NVFP4])
 def name(request, earlier_results):
     """Name of the engine's function that prepares a layer's FP4 experts for Marlin: :data:`MXFP4` or :data:`NVFP4`."""
-    if not hasattr(engine_code.module(fp4_weights._MARLIN_UTILS), request.param):
+    if not hasattr(engine_code.import_module(fp4_weights._MARLIN_UTILS), request.param):
         pytest.skip("this release runs no NVFP4 experts by Marlin")
     return request.param
 
@@ -86,7 +86,7 @@ def prepare(name, layer):
     engine's error.
     """
     try:
-        getattr(engine_code.module(fp4_weights._MARLIN_UTILS), name)(layer)
+        getattr(engine_code.import_module(fp4_weights._MARLIN_UTILS), name)(layer)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return {each: value.data for each, value in layer.named_parameters()}
@@ -161,9 +161,9 @@ def test_a_layer_that_is_refused_ends_as_on_the_stock_server(name):
 
 
 def test_a_hook_point_of_another_plugin_is_left_alone(name, monkeypatch):
-    utils = engine_code.module(fp4_weights._MARLIN_UTILS)
+    utils = engine_code.import_module(fp4_weights._MARLIN_UTILS)
     places = [(utils, name), (utils, "gptq_marlin_repack")]
-    places += [(module, name) for module in [engine_code.module(fp4_weights._MODELOPT)] if hasattr(module, name)]
+    places += [(module, name) for module in [engine_code.import_module(fp4_weights._MODELOPT)] if hasattr(module, name)]
     for owner, attribute in places:
         original = getattr(owner, attribute)
         with monkeypatch.context() as patch:
@@ -190,14 +190,14 @@ def compile_replacement(function, tmp_path, source):
 
 def repacking_functions():
     """Return the engine's functions that prepare or repack a layer's experts. The key is the function's name."""
-    utils = engine_code.module(fp4_weights._MARLIN_UTILS)
+    utils = engine_code.import_module(fp4_weights._MARLIN_UTILS)
     names = (MXFP4, NVFP4, fp4_weights._REPACK_EXPERTS)
     return {each: getattr(utils, each) for each in names if hasattr(utils, each)}
 
 
 def change_repacking_source(monkeypatch, tmp_path, old, new):
     """Replace the text ``old`` by ``new`` in the source code of the engine's repacking functions."""
-    utils = engine_code.module(fp4_weights._MARLIN_UTILS)
+    utils = engine_code.import_module(fp4_weights._MARLIN_UTILS)
     for each, function in repacking_functions().items():
         source = inspect.getsource(function)
         if old in source:

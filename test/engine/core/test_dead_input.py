@@ -296,7 +296,7 @@ def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_in
 
 
 def layer_class(family):
-    module = engine_code.module(f"sglang.srt.models.{tiny.FAMILIES[family].layers}")
+    module = engine_code.import_module(f"sglang.srt.models.{tiny.FAMILIES[family].layers}")
     (layer,) = (kind for name, kind in vars(module).items() if name.endswith("DecoderLayer"))
     return layer
 
@@ -363,7 +363,7 @@ def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monke
     input.
     """
     with installed(output_buffer.CHANGE):
-        stack = engine_code.module("sglang.srt.models.qwen3_moe").Qwen3MoeModel
+        stack = engine_code.import_module("sglang.srt.models.qwen3_moe").Qwen3MoeModel
         loop = stack.forward
         monkeypatch.setattr(stack, "forward", lambda self, *args, **kwargs: loop(self, *args, **kwargs))
         assert find_overwritten_inputs(engine, engine.load(path), kernels) == [False] * 4

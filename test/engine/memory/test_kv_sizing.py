@@ -37,7 +37,7 @@ from servers import (
     prepend_to_path,
     start_servers,
 )
-from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
 from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
@@ -112,12 +112,12 @@ def test_each_argument_that_kv_sizing_reads_exists_in_the_engine():
 def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompts():
     """The test finds the arguments that the engine reads when it chooses the prefix cache. Some of them choose an
     external store of prompts, which a flush does not empty. kv-sizing must read these arguments."""
-    if seen.has_module("sglang.srt.mem_cache.registry"):
-        registry = seen.module("sglang.srt.mem_cache.registry")
+    if engine_code.has_module("sglang.srt.mem_cache.registry"):
+        registry = engine_code.import_module("sglang.srt.mem_cache.registry")
         chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
     else:
-        chooses = [seen.module("sglang.srt.managers.scheduler").Scheduler.init_cache_with_memory_pool]
-    names = {name for name in arguments() if any(seen.mentions(each, name) for each in chooses)}
+        chooses = [engine_code.import_module("sglang.srt.managers.scheduler").Scheduler.init_cache_with_memory_pool]
+    names = {name for name in arguments() if any(engine_code.mentions(each, name) for each in chooses)}
     stores = {name for name in names if name.startswith("enable_") or name.endswith("_backend")}
     assert "enable_lmcache" in stores
     assert stores - arguments_read() <= FLUSHED_CACHE_ARGUMENTS
@@ -125,11 +125,11 @@ def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompt
 
 @pytest.mark.every_release
 def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
-    if not seen.has_module("sglang.srt.model_executor.cuda_graph_config"):
+    if not engine_code.has_module("sglang.srt.model_executor.cuda_graph_config"):
         assert "cuda_graph_max_bs" in arguments()
         assert phases._read_capture_limit({"cuda_graph_max_bs": 48}) == 48
         return
-    graphs = seen.module("sglang.srt.model_executor.cuda_graph_config")
+    graphs = engine_code.import_module("sglang.srt.model_executor.cuda_graph_config")
     for backend, largest in ((graphs.Backend.FULL, 48), (graphs.Backend.DISABLED, 0)):
         config = graphs.CudaGraphConfig(decode=graphs.PhaseConfig(backend=backend, max_bs=48))
         for told in (config, asdict(config)):  # as in the server, and as in its report
@@ -162,11 +162,13 @@ def attributes_added_to(kind: type) -> set[str]:
 
 @pytest.mark.every_release
 def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
-    schedulers = [seen.module("sglang.srt.managers.scheduler").Scheduler]
+    schedulers = [engine_code.import_module("sglang.srt.managers.scheduler").Scheduler]
     components = "sglang.srt.managers.scheduler_components."
-    if seen.has_module(f"{components}metrics_reporter"):
-        schedulers.append(seen.module(f"{components}metrics_reporter").SchedulerMetricsReporter)
-        schedulers.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
+    if engine_code.has_module(f"{components}metrics_reporter"):
+        schedulers.append(engine_code.import_module(f"{components}metrics_reporter").SchedulerMetricsReporter)
+        schedulers.append(
+            engine_code.import_module(f"{components}batch_result_processor").SchedulerBatchResultProcessor
+        )
     names = {name for kind in schedulers for name in attributes_added_to(kind) if not name.startswith("spec_")}
     assert {"forward_ct", "num_generated_tokens"} <= names
     assert names - UNREPORTED_ATTRIBUTES <= set(rehearsal.COUNTERS)
@@ -176,11 +178,11 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
     """Some releases add up the time between two decodes, so that the first decode adds nothing. The decodes of a
     rehearsal must not count as earlier decodes."""
-    scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
+    scheduler = engine_code.import_module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
-        assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
+        assert not engine_code.mentions(scheduler.__init__, "decode_moment_totals")
         return
-    decode_mode = seen.module("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
+    decode_mode = engine_code.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
     result = SimpleNamespace(num_correct_drafts=0, get_num_generated_tokens=lambda requests: requests)
     channels = dict.fromkeys(("recv_from_tokenizer", "send_to_tokenizer", "send_to_detokenizer"))
     times = dict.fromkeys(("_prev_decode_launch_ts", "_prev_step", "_prev_prefill_end_ts"))
@@ -467,17 +469,19 @@ def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
     """Up to 0.5.13 FlashInfer is tuned after the pools are made and before graphs are captured. Later releases tune
     it when they make the runners of forward passes.
     """
-    runner = seen.module("sglang.srt.model_executor.model_runner").ModelRunner
+    runner = engine_code.import_module("sglang.srt.model_executor.model_runner").ModelRunner
     if hasattr(runner, "kernel_warmup"):
         steps = [f"self.{name}" for name in ("init_memory_pool", "kernel_warmup", "init_device_graphs")]
-        lines = [min(call.lineno for call in seen.find_calls(runner.initialize, step)) for step in steps]
+        lines = [min(call.lineno for call in engine_code.find_calls(runner.initialize, step)) for step in steps]
         assert lines == sorted(lines)
         tunes = [runner.kernel_warmup]
     else:
-        runner = seen.module("sglang.srt.model_executor.runner.base_runner").BaseRunner
+        runner = engine_code.import_module("sglang.srt.model_executor.runner.base_runner").BaseRunner
         tunes = [getattr(runner, name) for name in ("warmup", "_warmup") if hasattr(runner, name)]
-    assert any(seen.mentions(each, "_flashinfer_autotune") for each in tunes)
-    sources = {path.name: path.read_text() for path in Path(seen.module("sglang.srt").__path__[0]).rglob("*.py")}
+    assert any(engine_code.mentions(each, "_flashinfer_autotune") for each in tunes)
+    sources = {
+        path.name: path.read_text() for path in Path(engine_code.import_module("sglang.srt").__path__[0]).rglob("*.py")
+    }
     enters = re.compile(r"from flashinfer\.autotuner import [^\n]*\bautotune\b(?!.*\bautotune\(False)", re.DOTALL)
     assert {name for name, source in sources.items() if enters.search(source)} <= {
         *("model_runner.py", "flashinfer_autotune.py")
@@ -724,14 +728,15 @@ def watch_health(running: Server) -> list[tuple[str, str]]:
 @pytest.mark.every_release
 def test_known_pools_are_classes_of_the_engine():
     found = {
-        name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in POOL_MODULES.items()
+        name: getattr(engine_code.import_module(f"sglang.srt.mem_cache.{module}"), name)
+        for name, module in POOL_MODULES.items()
     }
     assert {"SWAKVPool", "HybridLinearKVPool"} <= set(found) & pools.KNOWN_POOLS
     for name in ("SWAKVPool", "HybridLinearKVPool"):
-        assert seen.sets_attribute(found[name].__init__, "mem_usage")
-    assert seen.sets_attribute(found["SWAKVPool"].__init__, "size_swa")
-    assert "mamba_pool" in seen.source(found["HybridReqToTokenPool"])
-    assert seen.sets_attribute(found["MambaPool"].__init__, "mem_usage")
+        assert engine_code.sets_attribute(found[name].__init__, "mem_usage")
+    assert engine_code.sets_attribute(found["SWAKVPool"].__init__, "size_swa")
+    assert "mamba_pool" in engine_code.read_source(found["HybridReqToTokenPool"])
+    assert engine_code.sets_attribute(found["MambaPool"].__init__, "mem_usage")
     assert pools.hybrid_kind(found["SWAKVPool"].__new__(found["SWAKVPool"]), None) == pools.WINDOWS
 
 

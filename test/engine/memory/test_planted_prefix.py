@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 from sglang_moe_patches.memory.kv_sizing.planted_prefix import ALLOCATORS, can_plant, plant
@@ -22,7 +22,7 @@ LIMITS = phases.Limits(2048, 8192, SIZE, 9, 0, plants=True)
 
 
 def allocator_of(page: int, name: str = "") -> Any:
-    module = seen.module(MEM_CACHE + "allocator")
+    module = engine_code.import_module(MEM_CACHE + "allocator")
     kind = getattr(module, name or ALLOCATORS[page > 1])
     pages = {"page_size": page} if page > 1 else {}
     return kind(size=SIZE, **pages, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False)
@@ -30,21 +30,25 @@ def allocator_of(page: int, name: str = "") -> Any:
 
 def scheduler_of(kind: str, page: int, eagle: bool = False, *, disable: bool = False) -> Any:
     """Make a stand-in for a scheduler that has only the engine's prefix cache and allocator."""
-    params = seen.module(MEM_CACHE + "cache_init_params").CacheInitParams
+    params = engine_code.import_module(MEM_CACHE + "cache_init_params").CacheInitParams
     allocator = allocator_of(page)
     given: dict[str, Any] = {"disable": disable, "req_to_token_pool": None, "page_size": page, "is_eagle": eagle}
     if "tree_components" in {each.name for each in fields(params)}:
         module = (
-            "unified_cache.component_type" if seen.has_module(MEM_CACHE + "unified_cache") else "unified_radix_cache"
+            "unified_cache.component_type"
+            if engine_code.has_module(MEM_CACHE + "unified_cache")
+            else "unified_radix_cache"
         )
-        given["tree_components"] = (seen.module(MEM_CACHE + module).ComponentType.FULL,)
-    cache = getattr(seen.module(MEM_CACHE + ("radix_cache" if kind == "RadixCache" else "unified_radix_cache")), kind)
+        given["tree_components"] = (engine_code.import_module(MEM_CACHE + module).ComponentType.FULL,)
+    cache = getattr(
+        engine_code.import_module(MEM_CACHE + ("radix_cache" if kind == "RadixCache" else "unified_radix_cache")), kind
+    )
     tree = cache(params(token_to_kv_pool_allocator=allocator, **given))
     return SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=allocator)
 
 
 def make_key(tokens: list[int]) -> Any:
-    kind = seen.module(MEM_CACHE + "radix_cache").RadixKey
+    kind = engine_code.import_module(MEM_CACHE + "radix_cache").RadixKey
     wants_array = "array" in str(kind.__init__.__annotations__["token_ids"])
     return kind(array("q", tokens) if wants_array else tokens, None)
 
@@ -52,7 +56,7 @@ def make_key(tokens: list[int]) -> Any:
 def cached_prefix_tokens(scheduler: Any, prompt: list[int]) -> int:
     """Return how many tokens at the beginning of a prompt are in the prefix cache."""
     match = scheduler.tree_cache.match_prefix(
-        seen.module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=make_key(prompt))
+        engine_code.import_module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=make_key(prompt))
     )
     return match.device_prefix_len if hasattr(match, "device_prefix_len") else len(match.device_indices)
 
@@ -138,7 +142,7 @@ def test_a_planted_prefix_has_its_own_slots(kind):
     prefix = phases.shared_prefix(3000, LIMITS)
     for count in (1000, 3000):
         assert plant(scheduler, prefix[:count])
-    scheduler.tree_cache.evict(seen.module(MEM_CACHE + "base_prefix_cache").EvictParams(num_tokens=3000))
+    scheduler.tree_cache.evict(engine_code.import_module(MEM_CACHE + "base_prefix_cache").EvictParams(num_tokens=3000))
     assert cached_prefix_tokens(scheduler, prefix) == 0
     free = allocator.alloc(allocator.available_size())
     assert sorted([*free.tolist(), *in_use.tolist()]) == list(range(1, SIZE + 1))
@@ -158,7 +162,7 @@ def test_nothing_is_planted_into_a_cache_that_needs_more_than_a_prefix():
     attached = scheduler_of("RadixCache", 1)
     attached.tree_cache.cache_controller = object()
     other_pages = of(token_to_kv_pool_allocator=allocator_of(64))
-    chunked = inspect.getattr_static(seen.module(MEM_CACHE + "radix_cache"), "RadixCache")
+    chunked = inspect.getattr_static(engine_code.import_module(MEM_CACHE + "radix_cache"), "RadixCache")
     derived = of()
     derived.tree_cache.__class__ = type("HiRadixCache", (chunked,), {})
     for refused in (unified, attached, other_pages, derived, scheduler_of("RadixCache", 1, disable=True)):

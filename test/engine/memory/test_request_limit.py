@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.memory.kv_sizing import serving
 
 VOCABULARY = 100
@@ -20,8 +20,10 @@ batch is empty."""
 
 def request_of(**sampling: Any) -> Any:
     """Make an engine request with these sampling parameters. Its prompt has one token."""
-    schedule = seen.module("sglang.srt.managers.schedule_batch")
-    params = seen.module("sglang.srt.sampling.sampling_params").SamplingParams(max_new_tokens=5, **sampling)
+    schedule = engine_code.import_module("sglang.srt.managers.schedule_batch")
+    params = engine_code.import_module("sglang.srt.sampling.sampling_params").SamplingParams(
+        max_new_tokens=5, **sampling
+    )
     params.normalize(SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None))
     made = schedule.Req("a name", "", array("q", [7]), params, vocab_size=VOCABULARY)
     made.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
@@ -30,9 +32,9 @@ def request_of(**sampling: Any) -> Any:
 
 def batch_of(*requests: Any) -> Any:
     """Make an engine batch, with the attributes that sampling reads in a scheduler's running batch."""
-    made = seen.module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
+    made = engine_code.import_module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
     made.device, made.return_logprob = "cpu", any(each.return_logprob for each in requests)
-    kind = seen.module("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo
+    kind = engine_code.import_module("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo
     made.sampling_info = kind.from_schedule_batch(made, VOCABULARY)
     return made
 

@@ -95,7 +95,7 @@ def test_differing_and_broken_tests_are_found():
 )
 def test_columns_are_as_narrow_as_tiles_and_scales_allow(hidden: int, gemm: TritonGemm, width: int):
     layer = LayerShape(1, 6, hidden, 1024)
-    assert column_slices.slice_width(layer, gemm) == hidden
+    assert column_slices.choose_slice_width(layer, gemm) == hidden
     assert engine_test_file.narrowest_slice_width(layer, gemm) == width
 
 

@@ -19,8 +19,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, check_bud
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
     compute_max_forward_tokens,
+    compute_other_tokens_per_request,
     compute_wrapper_tokens,
-    other_tokens_per_request,
     split_tokens,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
@@ -62,12 +62,12 @@ def test_unknown_limits_add_nothing(limits):
     assert compute_max_forward_tokens(known) == max(limits.max_prefill_tokens, limits.piecewise_tokens, decode)
 
 
-def test_tokens_of_a_draft_step_and_of_the_buffers():
-    assert other_tokens_per_request(1, 3, multi_layer=False) == 4
-    assert other_tokens_per_request(8, 3, multi_layer=False) == 8
+def test_draft_steps_and_buffers_count_the_tokens_of_every_step_and_rank():
+    assert compute_other_tokens_per_request(1, 3, multi_layer=False) == 4
+    assert compute_other_tokens_per_request(8, 3, multi_layer=False) == 8
     # Layer i of a draft model with n layers has n + 1 + i tokens of each request in the engine's graph runner. These
     # are 5, 6, 7 and 8 for n = 4.
-    assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
+    assert compute_other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
     # The buffers have room for the tokens of all gathered ranks, or for the tokens that the dispatcher accepts.
     assert [compute_wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]
 

@@ -240,7 +240,9 @@ def with_runner_named(name):
         (experts(UnknownMethod(runner=SimpleNamespace(runner_backend="triton"))), "triton", False),
     ],
 )
-def test_runners_that_preserve_their_input(layer, asked, expected, monkeypatch):
+def test_the_runner_and_the_quantization_method_decide_whether_the_input_is_preserved(
+    layer, asked, expected, monkeypatch
+):
     moe = SimpleNamespace(get_moe_runner_backend=lambda: SimpleNamespace(value=asked))
     for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())

@@ -23,8 +23,8 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import (
     LayerShape,
     MarlinGemm,
     TritonGemm,
-    packed_slice_width,
-    slice_width,
+    choose_packed_slice_width,
+    choose_slice_width,
     split_columns,
 )
 from sglang_moe_patches.core import log
@@ -150,7 +150,7 @@ def triton_step(gemm):
 
 @given(layers, gemms, st.none() | max_bytes)
 def test_slices_start_at_tiles_scale_blocks_and_16_byte_boundaries(layer, gemm, limit):
-    width = slice_width(layer, gemm, limit)
+    width = choose_slice_width(layer, gemm, limit)
     assert 0 < width <= layer.hidden
     if width < layer.hidden:
         assert width % gemm.tiles["BLOCK_SIZE_N"] == 0
@@ -161,7 +161,7 @@ def test_slices_start_at_tiles_scale_blocks_and_16_byte_boundaries(layer, gemm, 
 
 @given(packed_layers, packed_gemms, st.none() | max_bytes)
 def test_marlin_slices_are_whole_launches(layer, gemm, limit):
-    width = packed_slice_width(layer, gemm, limit)
+    width = choose_packed_slice_width(layer, gemm, limit)
     slices = split_columns(layer.hidden, width)
     assert slices[-1][1] == layer.hidden
     assert all((stop - start) % column_slices.MARLIN_TILE_COLUMNS == 0 for start, stop in slices)
@@ -183,12 +183,12 @@ def check_default_rule(layer, gemm, width, predict_us):
 
 @given(layers, gemms)
 def test_default_slices_keep_the_size_saving_and_time_limits(layer, gemm):
-    check_default_rule(layer, gemm, slice_width(layer, gemm), triton_us)
+    check_default_rule(layer, gemm, choose_slice_width(layer, gemm), triton_us)
 
 
 @given(packed_layers, packed_gemms)
 def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(layer, gemm):
-    width = packed_slice_width(layer, gemm)
+    width = choose_packed_slice_width(layer, gemm)
     check_default_rule(layer, gemm, width, marlin_us)
     assert width == layer.hidden or layer.gate_columns < layer.hidden
 
@@ -212,12 +212,12 @@ def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
 
 @given(layers, gemms, max_bytes)
 def test_a_memory_limit_is_kept_with_the_fewest_slices(layer, gemm, limit):
-    check_memory_limit(layer, gemm, slice_width(layer, gemm, limit), triton_step(gemm), limit, triton_bytes)
+    check_memory_limit(layer, gemm, choose_slice_width(layer, gemm, limit), triton_step(gemm), limit, triton_bytes)
 
 
 @given(packed_layers, packed_gemms, max_bytes)
 def test_a_memory_limit_of_marlin_is_kept_with_the_fewest_slices(layer, gemm, limit):
-    width = packed_slice_width(layer, gemm, limit)
+    width = choose_packed_slice_width(layer, gemm, limit)
     if layer.gate_columns >= layer.hidden:
         assert width == layer.hidden
     else:
@@ -227,15 +227,15 @@ def test_a_memory_limit_of_marlin_is_kept_with_the_fewest_slices(layer, gemm, li
 @given(packed_layers, packed_gemms, max_bytes)
 def test_marlin_tensors_below_the_least_size_would_not_be_cut(layer, gemm, limit):
     layer = layer._replace(intermediate=min(layer.intermediate, layer.gate_columns))
-    if tensor_bytes(layer) < column_slices.min_packed_tensor_bytes(limit):
-        assert packed_slice_width(layer, gemm, limit) == layer.hidden
+    if tensor_bytes(layer) < column_slices.compute_min_packed_tensor_bytes(limit):
+        assert choose_packed_slice_width(layer, gemm, limit) == layer.hidden
 
 
 @pytest.mark.parametrize(("rows", "group", "cut"), [(128, 1, False), (64, 1, True), (128, 32, True)])
 def test_fp8_tiles_that_go_through_the_columns_first_are_not_cut(rows, group, cut):
     layer, tiles = LayerShape(16384, 8, 7168, 512), {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": group}
-    assert (slice_width(layer, TritonGemm(tiles, quantized=True)) < 7168) == cut
-    assert slice_width(layer, TritonGemm(tiles)) < 7168
+    assert (choose_slice_width(layer, TritonGemm(tiles, quantized=True)) < 7168) == cut
+    assert choose_slice_width(layer, TritonGemm(tiles)) < 7168
 
 
 @pytest.mark.parametrize(
@@ -249,14 +249,14 @@ def test_fp8_tiles_that_go_through_the_columns_first_are_not_cut(rows, group, cu
         (LayerShape(16384, 8, 7168, 384), TritonGemm({"BLOCK_SIZE_N": 512}), 1, 512),
     ],
 )
-def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
-    assert slice_width(layer, gemm, limit) == width
+def test_size_scales_and_tiles_decide_the_width_at_the_edges_of_the_rule(layer, gemm, limit, width):
+    assert choose_slice_width(layer, gemm, limit) == width
 
 
 @given(layers, gemms, st.booleans(), packed_layers, packed_gemms)
 def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed, packed_gemm):
-    """If a memory limit cuts the expert outputs, they have at least ``min_tensor_bytes(limit)`` bytes, or
-    ``min_packed_tensor_bytes(limit)`` bytes on Marlin.
+    """If a memory limit cuts the expert outputs, they have at least ``compute_min_tensor_bytes(limit)`` bytes, or
+    ``compute_min_packed_tensor_bytes(limit)`` bytes on Marlin.
 
     The limit is one byte less than the runner needs during the second GEMM without slices. Triton is tested with and
     without a gate.
@@ -264,12 +264,12 @@ def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed,
     layer = layer if gated else layer._replace(gate_columns=layer.intermediate)
     inner_bytes = layer.itemsize * (not gemm.activation_in_dead_input) + gemm.quantized
     limit = tensor_bytes(layer) + layer.tokens * layer.top_k * layer.intermediate * inner_bytes - 1
-    if slice_width(layer, gemm, limit) < layer.hidden:
-        assert tensor_bytes(layer) >= column_slices.min_tensor_bytes(limit)
+    if choose_slice_width(layer, gemm, limit) < layer.hidden:
+        assert tensor_bytes(layer) >= column_slices.compute_min_tensor_bytes(limit)
     packed = packed._replace(gate_columns=max(packed.gate_columns, packed.intermediate))
     limit = marlin_bytes(packed, packed_gemm, packed.hidden)[1] - 1
-    if packed_slice_width(packed, packed_gemm, limit) < packed.hidden:
-        assert tensor_bytes(packed) >= column_slices.min_packed_tensor_bytes(limit)
+    if choose_packed_slice_width(packed, packed_gemm, limit) < packed.hidden:
+        assert tensor_bytes(packed) >= column_slices.compute_min_packed_tensor_bytes(limit)
 
 
 def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
@@ -297,12 +297,12 @@ def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_o
 def test_the_advised_limit_saves_what_the_advice_says(layer, gemm):
     tiles = gemm.tiles
     slow_order = gemm.quantized and tiles["GROUP_SIZE_M"] == 1 and tiles["BLOCK_SIZE_M"] == 128
-    check_advice(layer, gemm, slice_width, triton_bytes, triton_us, slow_order=slow_order)
+    check_advice(layer, gemm, choose_slice_width, triton_bytes, triton_us, slow_order=slow_order)
 
 
 @given(packed_layers, packed_gemms)
 def test_the_advised_limit_for_marlin_saves_what_the_advice_says(layer, gemm):
-    check_advice(layer, gemm, packed_slice_width, marlin_bytes, marlin_us, slow_order=False)
+    check_advice(layer, gemm, choose_packed_slice_width, marlin_bytes, marlin_us, slow_order=False)
 
 
 #: Tile sizes of Qwen3-30B-A3B's GEMMs, from the engine's tuned configuration for an H200.
@@ -312,16 +312,16 @@ TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
 @pytest.mark.parametrize(
     ("gemm", "choose_width", "said"),
     [
-        (TritonGemm(TUNED), slice_width, "302 asks for it: 67 MB less, about 1.04"),
-        (TritonGemm(TUNED, quantized=True), slice_width, "302 asks for it: 117 MB less, about 1.03"),
+        (TritonGemm(TUNED), choose_slice_width, "302 asks for it: 67 MB less, about 1.04"),
+        (TritonGemm(TUNED, quantized=True), choose_slice_width, "302 asks for it: 117 MB less, about 1.03"),
         (
             TritonGemm(TUNED | {"GROUP_SIZE_M": 1}, quantized=True),
-            slice_width,
+            choose_slice_width,
             "302 asks for it: 117 MB less, about 1.07",
         ),
         (
             MarlinGemm(128 * 768 * 9 // 16, output_in_dead_input=True),
-            packed_slice_width,
+            choose_packed_slice_width,
             "302 asks for it: 101 MB less",
         ),
     ],
@@ -336,7 +336,7 @@ def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, 
 def test_nothing_is_advised_where_a_cut_saves_nothing():
     """Mixtral's intermediate size is larger than its hidden size, so the slices of its second GEMM save no memory at
     the peak."""
-    assert column_slices.advise(LayerShape(8192, 8, 4096, 7168), TritonGemm(TUNED), slice_width) == ""
+    assert column_slices.advise(LayerShape(8192, 8, 4096, 7168), TritonGemm(TUNED), choose_slice_width) == ""
 
 
 @given(st.integers(1, 20000), st.integers(1, 20000))
@@ -370,11 +370,13 @@ def test_no_measured_layer_costs_more_than_two_per_cent():
         (8, 4096, 384, False, True, 270),
     ],
 )
-def test_peak_memory_of_models(top_k, hidden, intermediate, quantized, in_dead_input, peak_mb):
+def test_default_slices_keep_the_peak_memory_of_known_models_small(
+    top_k, hidden, intermediate, quantized, in_dead_input, peak_mb
+):
     layer = LayerShape(16384, top_k, hidden, intermediate)
     scales = {"columns_per_scale": 128, "scale_stride_bytes": intermediate // 128 * 4} if quantized else {}
     gemm = TritonGemm(quantized=quantized, activation_in_dead_input=in_dead_input, **scales)
-    assert max(triton_bytes(layer, gemm, slice_width(layer, gemm))) <= peak_mb * 1e6
+    assert max(triton_bytes(layer, gemm, choose_slice_width(layer, gemm))) <= peak_mb * 1e6
     if in_dead_input:
         assert top_k * intermediate <= hidden  # the activation's output fits into the dead input
 
@@ -387,10 +389,10 @@ def test_peak_memory_of_models(top_k, hidden, intermediate, quantized, in_dead_i
         (128, 4096, 384, 128, 420, 8),  # Qwen3-235B, TP=4: 1,309 MB without slices
     ],
 )
-def test_peak_memory_of_models_in_int4(experts, hidden, intermediate, group, asked_mb, slices):
+def test_marlins_slices_keep_int4_models_below_the_asked_memory(experts, hidden, intermediate, group, asked_mb, slices):
     layer = LayerShape(16384, 8, hidden, intermediate, weight_bytes=3 * experts * hidden * intermediate // 2)
     gemm = MarlinGemm(experts * intermediate // 2 + experts * intermediate // group * 2)
-    width = packed_slice_width(layer, gemm, asked_mb * 10**6)
+    width = choose_packed_slice_width(layer, gemm, asked_mb * 10**6)
     assert len(split_columns(hidden, width)) == slices
     assert max(marlin_bytes(layer, gemm, width)) <= asked_mb * 1e6
 
@@ -531,7 +533,7 @@ def test_slices_are_computed_on_views_of_the_columns(run_narrow_slices, scale, c
         ("cpu", "triton", "--device is cpu"),
     ],
 )
-def test_skip_reason_of_servers(device, runner, reason):
+def test_only_servers_without_cuda_are_skipped(device, runner, reason):
     found = moe_workspace.CHANGE.skip(SimpleNamespace(device=device, moe_runner_backend=runner))
     assert (found and found.reason) == reason
 

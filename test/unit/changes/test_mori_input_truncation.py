@@ -70,7 +70,7 @@ def dp_buffer(counts=None, local=None, total=None):
         *((BOUND, text, True) for text in ("1", "true", "True", "yes", "Y")),
     ],
 )
-def test_accepted_values(variable, text, value):
+def test_variables_accept_numbers_and_the_engines_words_for_true_and_false(variable, text, value):
     check_environment([mori_input_truncation.CHANGE], {})
     check_environment([mori_input_truncation.CHANGE], {variable.name: text})
     assert variable.read({variable.name: text}) == value
@@ -104,7 +104,7 @@ def test_internode_kernels_are_detected_from_ranks_and_mode(ranks, low_latency, 
     assert policy_module._runs_internode(SimpleNamespace(moe_ep_size=ranks)) == runs
 
 
-def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
+def test_the_change_is_not_needed_without_mori_or_without_a_variable(monkeypatch):
     monkeypatch.delenv(LIMIT.name, raising=False)
     monkeypatch.delenv(BOUND.name, raising=False)
     skip = mori_input_truncation.CHANGE.skip
@@ -150,7 +150,7 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
         (1, [1, 1], Layout(6, attn_tp=4), None),
     ],
 )
-def test_bound(sent, counts, layout, bound):
+def test_the_bound_counts_every_row_that_the_ranks_may_send(sent, counts, layout, bound):
     assert compute_max_received_rows(sent, counts, layout, 10_000) == bound
     assert compute_max_received_rows(sent, counts, layout, 7) == (None if bound is None else min(bound, 7))
 
@@ -171,7 +171,7 @@ def test_bound(sent, counts, layout, bound):
         ((None, None, None, 1), False, None),
     ],
 )
-def test_known_rows_of_the_other_ranks(arguments, overlap, rows):
+def test_rows_of_other_ranks_are_known_only_from_counts_or_a_common_graph(arguments, overlap, rows):
     assert find_rows_per_dp_rank(*arguments, two_batch_overlap=overlap) == rows
 
 
@@ -373,7 +373,7 @@ ROCM = "#if !defined(C10_USE_ROCM_KERNEL_ASSERT) && defined(USE_ROCM)\n#define C
         ("6.2", "", False),
     ],
 )
-def test_builds_in_which_a_failed_assertion_ends_the_process(hip, macros, works):
+def test_builds_in_which_a_failed_assertion_ends_the_process_are_detected(hip, macros, works):
     assert policy_module.assertions_end_the_process(hip, macros) == works
 
 

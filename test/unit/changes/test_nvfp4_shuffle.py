@@ -86,7 +86,7 @@ def random_shapes(count, seed):
 
 
 @pytest.mark.parametrize("chunk", range(13))
-def test_bit_identical_to_the_engine_on_random_shapes(engine, chunk):
+def test_random_shapes_are_shuffled_bit_for_bit_as_by_the_engine(engine, chunk):
     padded = 0
     for number, (experts, hidden, intermediate, is_gated) in enumerate(random_shapes(40, seed=chunk)):
         w13, w2, s13, s2 = random_layer(experts, hidden, intermediate, is_gated, seed=number)
@@ -288,7 +288,7 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
                 assert not tiled
                 assert rows > 8192
                 continue
-            block = shuffle._next_power_of_2(config.tile_rows) * config.strip_bytes
+            block = shuffle._round_up_to_power_of_2(config.tile_rows) * config.strip_bytes
             assert block <= shuffle.MAX_PROGRAM_BYTES
             assert config.strip_bytes >= 16
             assert config.strip_bytes & (config.strip_bytes - 1) == 0
@@ -327,7 +327,7 @@ print("kernels agree")
 """
 
 
-def test_kernels_in_the_interpreter():
+def test_interpreted_kernels_write_the_same_bytes_as_the_plain_code():
     pytest.importorskip("triton")
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _INTERPRETED],
@@ -410,7 +410,7 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
     assert words in plan.reason
 
 
-def test_modules_that_imported_the_engines_function_get_ours_too(patched_engine):
+def test_our_function_replaces_the_engines_in_modules_that_imported_it(patched_engine):
     ours = patched_engine.utils.prepare_static_weights_for_trtllm_fp4_moe
     assert ours is not patched_engine.prepare
     assert sys.modules[fp4_weights._COMPRESSED_TENSORS].prepare_static_weights_for_trtllm_fp4_moe is ours

@@ -395,7 +395,7 @@ def test_the_engines_offer_is_withheld_under_every_imported_name(monkeypatch, pa
     setattr(modules["another_functions"], channel.ENGINE_OFFER, lambda buf: None)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(engine, "module", lambda name: modules["its_own"])
+    monkeypatch.setattr(engine, "import_module", lambda name: modules["its_own"])
     offered: list[Any] = []
     probe.Offers("", channel.Channel(lambda: None, offered.append)).install(patcher)
     for name in ("its_own", "a_models"):

@@ -44,7 +44,7 @@ def test_a_missing_module_or_attribute_is_named(module):
     with pytest.raises(Unsupported, match="Layer has no backward"):
         engine.get(module.Layer, "backward")
     with pytest.raises(Unsupported, match=r"the engine has no sglang_moe_patches\.a or sglang_moe_patches\.b"):
-        engine.module("sglang_moe_patches.a", "sglang_moe_patches.b")
+        engine.import_module("sglang_moe_patches.a", "sglang_moe_patches.b")
 
 
 OURS = "sglang_moe_patches.changes.first"

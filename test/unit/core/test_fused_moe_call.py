@@ -22,7 +22,7 @@ def engine_fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, config=None,
 def module(monkeypatch):
     module = ModuleType(fused_moe_call.MODULE)
     setattr(module, fused_moe_call.NAME, engine_fused_moe)
-    monkeypatch.setattr(engine, "module", lambda name: module)
+    monkeypatch.setattr(engine, "import_module", lambda name: module)
     return module
 
 

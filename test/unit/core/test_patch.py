@@ -35,8 +35,8 @@ THREE_CHANGES = (make_change("one"), make_change("two"), make_change("three"))
         (" three, one ,", {"one", "three"}),
     ],
 )
-def test_selected_names(value, expected):
-    assert patch.selected_names(THREE_CHANGES, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
+def test_the_variable_selects_all_changes_none_or_the_named_ones(value, expected):
+    assert patch.read_selected_names(THREE_CHANGES, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
 
 
 def raise_for_cpu_server(server_args):

@@ -15,7 +15,7 @@ from typing import Any
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
     compute_max_forward_tokens,
-    other_tokens_per_request,
+    compute_other_tokens_per_request,
 )
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import Patcher, around, best_effort
@@ -139,7 +139,7 @@ def _compute_draft_tokens_per_request(server_args: Any) -> int:
     steps = server_args.speculative_num_steps or 0
     if server_args.speculative_adaptive:
         steps = max(steps, _find_max_adaptive_steps(steps, server_args.speculative_adaptive_config))
-    return other_tokens_per_request(
+    return compute_other_tokens_per_request(
         server_args.speculative_eagle_topk or 1, steps, multi_layer=bool(server_args.enable_multi_layer_eagle)
     )
 

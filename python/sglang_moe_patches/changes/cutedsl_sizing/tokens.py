@@ -82,7 +82,7 @@ def compute_max_forward_tokens(limits: ForwardLimits) -> int:
     return tokens + -tokens % limits.padding
 
 
-def other_tokens_per_request(topk: int, steps: int, *, multi_layer: bool) -> int:
+def compute_other_tokens_per_request(topk: int, steps: int, *, multi_layer: bool) -> int:
     """Return the largest number of tokens of one request in a draft or draft-extend forward pass (EAGLE-like
     speculation).
 

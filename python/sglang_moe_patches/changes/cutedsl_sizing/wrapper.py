@@ -300,10 +300,10 @@ def plan() -> Plan:
     """
     if absent := runners.plan_without_flashinfer():
         return absent
-    modelopt = engine.module("sglang.srt.layers.quantization.modelopt_quant")
-    server_args_module = engine.module("sglang.srt.server_args")
+    modelopt = engine.import_module("sglang.srt.layers.quantization.modelopt_quant")
+    server_args_module = engine.import_module("sglang.srt.server_args")
     server_args = engine.require_unpatched(server_args_module, "ServerArgs")
-    flashinfer = engine.module("flashinfer")
+    flashinfer = engine.import_module("flashinfer")
     if not hasattr(flashinfer, "CuteDslMoEWrapper"):
         return Plan.not_needed("this FlashInfer has no CuteDslMoEWrapper (no CuTe DSL installed)")
     run = engine.require_unpatched(
@@ -312,7 +312,7 @@ def plan() -> Plan:
     if not keeps_buffers(flashinfer.CuteDslMoEWrapper):
         return Plan(Status.NATIVE, "this FlashInfer's wrapper has no buffers and accepts forward passes of any size")
 
-    runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
+    runner = engine.import_module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
     ensure = engine.require_unpatched(runner, "ensure_cutedsl_wrapper")
     engine.require_parameters(ensure, ["layer"])
     constructions = engine.find_calls(ensure, "CuteDslMoEWrapper")
@@ -325,9 +325,11 @@ def plan() -> Plan:
     engine.require_mentions(run, "_moe_output")
     method = engine.require_unpatched(modelopt, "ModelOptNvFp4FusedMoEMethod")
     engine.require_parameters(engine.require_unpatched(method, "apply"), ["self", "layer", "dispatch_output"])
-    model_runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    model_runner = engine.require_unpatched(
+        engine.import_module("sglang.srt.model_executor.model_runner"), "ModelRunner"
+    )
     engine.require_unpatched(model_runner, "init_memory_pool")
-    capture = engine.module(*_CAPTURE_MODULES)
+    capture = engine.import_module(*_CAPTURE_MODULES)
     engine.get(capture, "get_is_capture_mode")
     engine.require_unpatched(server_args, "check_server_args")
     fields = getattr(server_args, "__dataclass_fields__", {})

@@ -271,15 +271,15 @@ def _probe_shuffle() -> Install:
     """
     from sglang_moe_patches.changes.fp4_weights import shuffle
 
-    utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
-    core = engine.module("flashinfer.fused_moe.core")
+    utils, runner = engine.import_module(_UTILS), engine.import_module(_RUNNER)
+    core = engine.import_module("flashinfer.fused_moe.core")
     for helper, keywords in (
         ("_maybe_get_cached_w3_w1_permute_indices", {"num_elts_per_sf", "is_gated_act_gemm"}),
         ("get_w2_permute_indices_with_cache", {"num_elts_per_sf"}),
     ):
-        taken = set(engine.parameters(engine.require_unpatched(core, helper, "flashinfer")))
+        taken = set(engine.list_parameters(engine.require_unpatched(core, helper, "flashinfer")))
         engine.require(keywords <= taken, f"flashinfer's {helper} takes other arguments")
-    ours = engine.parameters(shuffle.prepare_static_weights_for_trtllm_fp4_moe)
+    ours = engine.list_parameters(shuffle.prepare_static_weights_for_trtllm_fp4_moe)
     engine.require_parameters(engine.require_unpatched(utils, _FUNCTION), ours, exactly=True)
 
     align = engine.require_unpatched(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
@@ -308,7 +308,7 @@ def _probe_placeholders() -> Install:
 
     :raises engine.Unsupported: the engine creates the block scales elsewhere, or may read them.
     """
-    modelopt = engine.module(_MODELOPT)
+    modelopt = engine.import_module(_MODELOPT)
     method = engine.require_unpatched(modelopt, _METHOD)
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
@@ -335,7 +335,7 @@ def _probe_marlin() -> Install | None:
     :returns: ``None`` if this engine never runs NVFP4 experts on Marlin.
     :raises engine.Unsupported: the engine chooses Marlin in an unknown place, or Marlin may read the block scales.
     """
-    method = engine.require_unpatched(engine.module(_MODELOPT), _METHOD)
+    method = engine.require_unpatched(engine.import_module(_MODELOPT), _METHOD)
     process = engine.require_unpatched(method, "process_weights_after_loading")
     if not engine.mentions(process, _PREPARE_FOR_MARLIN):
         return None
@@ -343,10 +343,10 @@ def _probe_marlin() -> Install | None:
     engine.require_parameters(create_moe_runner, ["self", "layer", "moe_runner_config"], exactly=True)
     engine.require(
         engine.sets_attribute(create_moe_runner, "_moe_runner_backend")
-        and "_moe_runner_backend" in engine.source(process),
+        and "_moe_runner_backend" in engine.read_source(process),
         "create_moe_runner does not decide by which kernels a layer runs",
     )
-    read = [engine.require_unpatched(engine.module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
+    read = [engine.require_unpatched(engine.import_module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
     if hasattr(method, "get_marlin_quant_info"):
         read.append(engine.require_unpatched(method, "get_marlin_quant_info"))
     for function in read:
@@ -363,7 +363,7 @@ def _serves_by_marlin_alone() -> bool:
     """Return whether Marlin is the engine's only kernel for NVFP4 experts on this GPU. A function of the engine answers
     this.
     """
-    modelopt = engine.module(_MODELOPT)
+    modelopt = engine.import_module(_MODELOPT)
     if not engine.get(modelopt, "is_cuda")():
         return False
     if hasattr(modelopt, "get_platform"):
@@ -380,7 +380,7 @@ def _probe_unread() -> Install | None:
     :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """
     methods = [
-        engine.require_unpatched(engine.module(module), name)
+        engine.require_unpatched(engine.import_module(module), name)
         for module, name in _MXFP4_METHODS
         if engine.has_module(module)
     ]
@@ -404,7 +404,7 @@ def _probe_layout() -> Install | None:
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
     name, method_name = _MXFP4_METHODS[0]
-    mxfp4 = engine.module(name) if engine.has_module(name) else None
+    mxfp4 = engine.import_module(name) if engine.has_module(name) else None
     if mxfp4 is None or not hasattr(mxfp4, _SWIZZLE_MXFP4):
         return None
     swizzle = engine.require_unpatched(mxfp4, _SWIZZLE_MXFP4)
@@ -445,7 +445,7 @@ def _probe_repack() -> Install | None:
     """
     from sglang_moe_patches.changes.fp4_weights import repack
 
-    utils = engine.module(_MARLIN_UTILS) if engine.has_module(_MARLIN_UTILS) else None
+    utils = engine.import_module(_MARLIN_UTILS) if engine.has_module(_MARLIN_UTILS) else None
     if utils is None or not hasattr(utils, _REPACK):  # without CUDA, the module does not have the function
         return None
     engine.require_unpatched(utils, _REPACK)

@@ -53,14 +53,14 @@ class Layout(NamedTuple):
     @property
     def tensors(self) -> list[Any]:
         """Tensors of the result, as objects of ``triton_kernels``: the weights, then the scales."""
-        return _tensors(self.result)
+        return _find_tensors(self.result)
 
 
-def _tensors(result: Any) -> list[Any]:
+def _find_tensors(result: Any) -> list[Any]:
     return [value for value in result if hasattr(value, "storage")]
 
 
-def _without_memory(tensor: Any) -> Any:
+def _make_meta_copy(tensor: Any) -> Any:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -74,11 +74,11 @@ def choose_layout(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: A
     :param weight: packed weights [experts, rows, columns / 2].
     :param scale: scales of the weights [experts, rows, columns / 32].
     """
-    experts, loaded = len(weight), (_without_memory(weight), _without_memory(scale))
+    experts, loaded = len(weight), (_make_meta_copy(weight), _make_meta_copy(scale))
     step = max(1, experts // PARTS)
     result = swizzle(*loaded, *args)
     part = swizzle(*(tensor[:step] for tensor in loaded), *args)
-    of_result, of_part = _tensors(result), _tensors(part)
+    of_result, of_part = _find_tensors(result), _find_tensors(part)
     if len(of_result) != len(loaded) or len(of_part) != len(loaded):
         return None
     for whole, piece in zip(of_result, of_part, strict=True):
@@ -184,7 +184,7 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
     _assign_memory(layout, weight if may_overwrite else None, weight.device)
     for begin in range(0, len(weight), layout.step):
         experts = slice(begin, begin + layout.step)
-        part = _tensors(swizzle(weight[experts], scale[experts], *args))
+        part = _find_tensors(swizzle(weight[experts], scale[experts], *args))
         for whole, piece in zip(layout.tensors, part, strict=True):
             whole.storage.data[experts].copy_(piece.storage.data)
         del part, piece
@@ -230,18 +230,18 @@ def require_last_use(process: Any, swizzle: str) -> None:
     :param process: the engine's ``process_weights_after_loading``.
     :param swizzle: the name of the engine's function that lays out experts, ``_swizzle_mxfp4``.
     """
-    (definition,) = ast.parse(engine.source(process)).body
+    (definition,) = ast.parse(engine.read_source(process)).body
     engine.require(isinstance(definition, ast.FunctionDef), f"{process.__name__} is no plain function")
     statements = definition.body  # type: ignore[attr-defined]
-    places = [place for place, statement in enumerate(statements) if _calls(statement, swizzle)]
+    places = [place for place, statement in enumerate(statements) if _find_calls(statement, swizzle)]
     engine.require(len(places) == 1, f"{process.__name__} does not call {swizzle} in one place")
     branch = statements[places[0]]
     engine.require(
-        isinstance(branch, ast.If) and not any(_calls(statement, swizzle) for statement in branch.orelse),
+        isinstance(branch, ast.If) and not any(_find_calls(statement, swizzle) for statement in branch.orelse),
         f"{process.__name__} calls {swizzle} outside of a branch",
     )
     after = [*branch.body, *statements[places[0] + 1 :]]
-    calls = [call for statement in after for call in _calls(statement, swizzle)]
+    calls = [call for statement in after for call in _find_calls(statement, swizzle)]
     read = [
         node.attr
         for statement in after
@@ -255,5 +255,5 @@ def require_last_use(process: Any, swizzle: str) -> None:
     )
 
 
-def _calls(statement: ast.AST, name: str) -> list[ast.Call]:
+def _find_calls(statement: ast.AST, name: str) -> list[ast.Call]:
     return [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) == name]

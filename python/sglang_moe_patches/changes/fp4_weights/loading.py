@@ -59,5 +59,5 @@ def _count_unread_bytes(experts: Any) -> int:
 
 def _engine_deletes_scales() -> bool:
     """Return whether the engine itself deletes the loaded scales when it lays out MXFP4 experts for Marlin."""
-    prepare = getattr(engine.module(_MARLIN_UTILS), _PREPARE_MXFP4_FOR_MARLIN, None)
+    prepare = getattr(engine.import_module(_MARLIN_UTILS), _PREPARE_MXFP4_FOR_MARLIN, None)
     return prepare is not None and bool(engine.find_calls(prepare, "delattr"))

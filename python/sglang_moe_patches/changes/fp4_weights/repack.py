@@ -68,7 +68,7 @@ class _Repack(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.stack:
             written, self._written = self._written, []
-            if not kwargs and len(args) == 1 and _are_the_same(args[0], written) and _lie_in_order(written):
+            if not kwargs and len(args) == 1 and _are_same_tensors(args[0], written) and _lie_in_order(written):
                 first = written[0]
                 return first.as_strided((len(written), *first.shape), (first.numel(), *first.stride()))
         result = function(*args, **(kwargs or {}))
@@ -103,7 +103,7 @@ class _Repack(TorchFunctionMode):
         return self._written[-1]
 
 
-def _are_the_same(tensors: Any, others: list[Any]) -> bool:
+def _are_same_tensors(tensors: Any, others: list[Any]) -> bool:
     return 0 < len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))
 
 
@@ -150,16 +150,14 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
     :param helper: the engine's function that repacks a layer's experts, or ``None`` if that function is inside
         ``prepare``.
     """
-    whole = _definition(prepare)
+    whole = _parse_definition(prepare)
     inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]
-    repackers = [_definition(helper)] if helper else [node for node in inner if "repack" in node.name]
+    repackers = [_parse_definition(helper)] if helper else [node for node in inner if "repack" in node.name]
     engine.require(len(repackers) == 1, f"{prepare.__name__} has no function that repacks, or several")
     (repacker,), weight = repackers, repackers[0].args.args[0].arg
-    calls = [
-        node for node in ast.walk(whole) if isinstance(node, ast.Call) and _source_text(node.func) == repacker.name
-    ]
+    calls = [node for node in ast.walk(whole) if isinstance(node, ast.Call) and _unparse(node.func) == repacker.name]
     calls.sort(key=lambda call: call.lineno)
-    repacked = [_source_text(call.args[0]) for call in calls if call.args]
+    repacked = [_unparse(call.args[0]) for call in calls if call.args]
     engine.require(repacked == [*_LOCALS], f"{prepare.__name__} repacks {', '.join(repacked) or 'nothing'}")
     inside = {node for function in inner for node in ast.walk(function)}
     for node in ast.walk(whole):
@@ -167,14 +165,14 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 reads = name in (*_LOCALS, *WEIGHTS) and not any(node is call.args[0] for call in calls)
             case ast.Call(func=function, args=arguments):
-                name = f"the layer by {_source_text(function)}"
-                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(_source_text, arguments)
+                name = f"the layer by {_unparse(function)}"
+                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(_unparse, arguments)
             case _:
                 continue
         late = node in inside or node.lineno >= calls[0].lineno
         engine.require(not (reads and late), f"{prepare.__name__} reads {name} again")
     read = [
-        _source_text(parent)
+        _unparse(parent)
         for parent in ast.walk(repacker)
         for child in ast.iter_child_nodes(parent)
         if isinstance(child, ast.Name) and child.id == weight
@@ -182,11 +180,11 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
     engine.require(sorted(read) == [f"{weight}.shape", f"{weight}[i]"], f"{repacker.name} reads {weight} otherwise")
 
 
-def _definition(function: Any) -> ast.FunctionDef:
-    (definition,) = ast.parse(engine.source(function)).body
+def _parse_definition(function: Any) -> ast.FunctionDef:
+    (definition,) = ast.parse(engine.read_source(function)).body
     engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
     return definition  # type: ignore[return-value]
 
 
-def _source_text(node: ast.AST) -> str:
+def _unparse(node: ast.AST) -> str:
     return ast.unparse(node)

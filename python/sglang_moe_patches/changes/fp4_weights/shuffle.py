@@ -177,12 +177,12 @@ class RowKernelConfig(NamedTuple):
     num_warps: int
 
 
-def _next_power_of_2(n: int) -> int:
+def _round_up_to_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _warps(program_bytes: int) -> int:
-    return min(32, max(4, _next_power_of_2(program_bytes // (THREAD_BYTES * 32))))
+def _choose_warps(program_bytes: int) -> int:
+    return min(32, max(4, _round_up_to_power_of_2(program_bytes // (THREAD_BYTES * 32))))
 
 
 def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
@@ -198,12 +198,12 @@ def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKerne
     tile_rows = TILE_ROWS if tiled else rows
     if row_bytes % 4 or rows % tile_rows:
         return None
-    block_rows = _next_power_of_2(tile_rows)
-    widest = max(16, _next_power_of_2(row_bytes))
+    block_rows = _round_up_to_power_of_2(tile_rows)
+    widest = max(16, _round_up_to_power_of_2(row_bytes))
     for strip in (256, 128, 64, 32, 16):
         strip = min(strip, widest)
         if block_rows * strip <= MAX_PROGRAM_BYTES:
-            return RowKernelConfig(tile_rows, strip, _warps(block_rows * strip))
+            return RowKernelConfig(tile_rows, strip, _choose_warps(block_rows * strip))
     return None
 
 
@@ -211,8 +211,8 @@ def choose_interleave_warps(row_bytes: int) -> int | None:
     """Return the number of warps of the interleave kernel for scale rows of `row_bytes`, or ``None`` if a program
     cannot keep a tile of scales in registers.
     """
-    program_bytes = TILE_ROWS * max(4, _next_power_of_2(row_bytes))
-    return None if row_bytes % 4 or program_bytes > MAX_PROGRAM_BYTES else _warps(program_bytes)
+    program_bytes = TILE_ROWS * max(4, _round_up_to_power_of_2(row_bytes))
+    return None if row_bytes % 4 or program_bytes > MAX_PROGRAM_BYTES else _choose_warps(program_bytes)
 
 
 if triton is not None:
@@ -285,7 +285,7 @@ if triton is not None:
         tl.store(target_ptr, words, mask=(k < ROW_WORDS)[:, None, None])
 
 
-def _on_device(tensor: torch.Tensor) -> Any:
+def _select_device(tensor: torch.Tensor) -> Any:
     # Triton launches on the current device, which need not be the tensor's.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -300,13 +300,13 @@ def permute_rows_triton(matrices: torch.Tensor, index: torch.Tensor, config: Row
     experts, rows, row_words = words.shape
     strip_words = config.strip_bytes // 4
     grid = (experts * (rows // config.tile_rows) * triton.cdiv(row_words, strip_words),)
-    with _on_device(matrices):
+    with _select_device(matrices):
         _permute_rows_kernel[grid](
             words,
             index,
             ROW_WORDS=row_words,
             TILE_ROWS=config.tile_rows,
-            BLOCK_ROWS=_next_power_of_2(config.tile_rows),
+            BLOCK_ROWS=_round_up_to_power_of_2(config.tile_rows),
             STRIP_WORDS=strip_words,
             num_warps=config.num_warps,
         )
@@ -321,12 +321,12 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
     """
     words = scales.view(torch.int32)
     experts, rows, row_words = words.shape
-    with _on_device(scales):
+    with _select_device(scales):
         _interleave_tiles_kernel[(experts * (rows // TILE_ROWS),)](
             words,
             words if index is None else index,
             ROW_WORDS=row_words,
-            BLOCK_WORDS=_next_power_of_2(row_words),
+            BLOCK_WORDS=_round_up_to_power_of_2(row_words),
             PERMUTE=index is not None,
             num_warps=num_warps,
         )

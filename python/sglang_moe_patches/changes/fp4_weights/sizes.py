@@ -89,10 +89,10 @@ def compute_loading(
         return Loading(kept, transient=int(packed * _MARLIN[patched]))
     if runner != runners.TRITON_KERNELS or "mxfp4" not in method.lower():
         return Loading()
-    w13 = experts * _padded(hidden // 2) * _padded(2 * intermediate)
-    w2 = experts * _padded(intermediate // 2) * _padded(hidden)
+    w13 = experts * _pad_size(hidden // 2) * _pad_size(2 * intermediate)
+    w2 = experts * _pad_size(intermediate // 2) * _pad_size(hidden)
     scales = packed // 16
-    rows_of_scales = _padded(2 * intermediate, _SCALE_ROWS) * hidden + _padded(hidden, _SCALE_ROWS) * intermediate
+    rows_of_scales = _pad_size(2 * intermediate, _SCALE_ROWS) * hidden + _pad_size(hidden, _SCALE_ROWS) * intermediate
     growth = layers * (w13 + w2 - packed + experts * rows_of_scales // 32 - scales)
     if patched:
         step = max(1, experts // PARTS)
@@ -101,5 +101,5 @@ def compute_loading(
     return Loading(kept, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13, growth)
 
 
-def _padded(size: int, multiple: int = _PADDED_TO) -> int:
+def _pad_size(size: int, multiple: int = _PADDED_TO) -> int:
     return -(-size // multiple) * multiple

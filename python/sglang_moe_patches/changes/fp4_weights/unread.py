@@ -122,7 +122,7 @@ def find_attributes_read(method: Any, layer: Any) -> set[str]:
     :raises engine.Unsupported: the source code does not show which attributes ``apply`` reads.
     """
     apply = engine.require_unpatched(type(method), "apply")
-    names = engine.parameters(apply)
+    names = engine.list_parameters(apply)
     engine.require(names[:2] == ["self", "layer"], "apply takes no layer")
     return _Reader(apply, {"self": method, "layer": layer}, "layer", frozenset()).read()
 
@@ -209,7 +209,7 @@ class _Reader:
         self.attributes: set[str] = set()
         engine.require(not hasattr(function, "__wrapped__"), f"{function.__name__} is wrapped")
         engine.require(not function.__code__.co_freevars, f"{function.__name__} reads variables of another function")
-        (definition,) = ast.parse(engine.source(function)).body
+        (definition,) = ast.parse(engine.read_source(function)).body
         engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
         self.definition: Any = definition
         # A local name of this function hides a global of the same name. Its value is known only after its assignment or
@@ -227,7 +227,7 @@ class _Reader:
         for statement in statements:
             match statement:
                 case ast.If(test=test, body=body, orelse=orelse):
-                    if self._if(test, body, orelse):
+                    if self._follow_if(test, body, orelse):
                         return True
                 case ast.ImportFrom(module=name, names=names, level=0) if name:
                     for alias in names:
@@ -240,7 +240,7 @@ class _Reader:
                         return True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._record_reads(statement)
-                    self.known[name] = self._value(value)
+                    self.known[name] = self._evaluate(value)
                 case ast.Return() | ast.Raise():
                     self._record_reads(statement)
                     return True
@@ -248,9 +248,9 @@ class _Reader:
                     self._record_reads(statement)
         return False
 
-    def _if(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> bool:
+    def _follow_if(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> bool:
         self._record_reads(test)
-        decided = self._truth(test)
+        decided = self._evaluate_condition(test)
         if decided is not _UNKNOWN:
             return self._follow_statements(body if decided else orelse)
         before = dict(self.known)
@@ -262,18 +262,18 @@ class _Reader:
                 self.known[name] = _UNKNOWN
         return first_ends and second_ends
 
-    def _lookup(self, name: str) -> Any:
+    def _look_up(self, name: str) -> Any:
         if name in self.known:
             return self.known[name]
         if name in self.hidden:
             return _UNKNOWN
         return self.function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
 
-    def _truth(self, condition: ast.expr) -> Any:
-        value = self._value(condition)
+    def _evaluate_condition(self, condition: ast.expr) -> Any:
+        value = self._evaluate(condition)
         return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
 
-    def _value(self, expression: ast.expr) -> Any:
+    def _evaluate(self, expression: ast.expr) -> Any:
         """Return the value of an expression, or ``_UNKNOWN``. The expression is not run.
 
         Only constants, names, attributes with a known value, ``not``, ``and``, ``or``, comparisons and a few calls are
@@ -283,30 +283,30 @@ class _Reader:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                return self._lookup(name)
+                return self._look_up(name)
             case ast.Attribute(value=owner, attr=name):
-                return self._attribute(self._value(owner), name)
+                return self._read_attribute(self._evaluate(owner), name)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                truth = self._truth(operand)
+                truth = self._evaluate_condition(operand)
                 return _UNKNOWN if truth is _UNKNOWN else not truth
             case ast.BoolOp(op=op, values=values):
-                decisive, truths = isinstance(op, ast.Or), [self._truth(value) for value in values]
+                decisive, truths = isinstance(op, ast.Or), [self._evaluate_condition(value) for value in values]
                 if decisive in truths:
                     return decisive
                 return _UNKNOWN if _UNKNOWN in truths else not decisive
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return self._comparison(op, self._value(left), self._value(right))
+                return self._compare(op, self._evaluate(left), self._evaluate(right))
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[], keywords=[]) if name.startswith("is_"):
-                member = self._value(owner)
+                member = self._evaluate(owner)
                 return getattr(member, name)() if hasattr(type(member), "__members__") else _UNKNOWN
             case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str() as name), default]):
-                return self._attribute(self._value(owner), name, self._value(default))
+                return self._read_attribute(self._evaluate(owner), name, self._evaluate(default))
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-                return self._call_value(self._lookup(name), [self._value(argument) for argument in arguments])
+                return self._evaluate_call(self._look_up(name), [self._evaluate(argument) for argument in arguments])
         return _UNKNOWN
 
     @staticmethod
-    def _comparison(op: ast.cmpop, left: Any, right: Any) -> Any:
+    def _compare(op: ast.cmpop, left: Any, right: Any) -> Any:
         if left is _UNKNOWN or right is _UNKNOWN:
             return _UNKNOWN
         match op:
@@ -323,7 +323,7 @@ class _Reader:
         return _UNKNOWN
 
     @staticmethod
-    def _attribute(owner: Any, name: str, default: Any = _UNKNOWN) -> Any:
+    def _read_attribute(owner: Any, name: str, default: Any = _UNKNOWN) -> Any:
         kind: Any = type(owner)
         if owner is _UNKNOWN or name in _find_changing_attributes(kind):
             return _UNKNOWN
@@ -331,11 +331,11 @@ class _Reader:
             return _UNKNOWN  # the getter of a property runs code
         return getattr(owner, name, default)
 
-    def _call_value(self, function: Any, arguments: list[Any]) -> Any:
+    def _evaluate_call(self, function: Any, arguments: list[Any]) -> Any:
         """Return the value of a call, or ``_UNKNOWN`` if the called function is more than one ``return`` statement."""
         if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
             return _UNKNOWN
-        names = engine.parameters(function)
+        names = engine.list_parameters(function)
         if len(names) != len(arguments):
             return _UNKNOWN
         try:
@@ -344,7 +344,7 @@ class _Reader:
             return _UNKNOWN
         match reader.definition.body:
             case [ast.Return(value=ast.expr() as value)]:
-                return reader._value(value)
+                return reader._evaluate(value)
         return _UNKNOWN
 
     def _record_reads(self, tree: ast.AST) -> None:
@@ -359,29 +359,31 @@ class _Reader:
                     called = inspect.getattr_static(type(layer), attribute, None)
                     engine.require(
                         not isinstance(called, FunctionType | property),
-                        f"{self._name()} calls {attribute} of its layer",
+                        f"{self._get_name()} calls {attribute} of its layer",
                     )
                     engine.require(
                         not (attribute.startswith("__") or isinstance(vars(layer).get(attribute), dict)),
-                        f"{self._name()} reads its layer's {attribute}",
+                        f"{self._get_name()} reads its layer's {attribute}",
                     )
                     self.attributes.add(attribute)
                     harmless.add(use)
                 case ast.Call(
                     func=ast.Name(id="getattr" | "hasattr"), args=[ast.Name(id=self.subject) as use, name, *_]
                 ):
-                    engine.require(isinstance(name, ast.Constant), f"{self._name()} reads attributes by computed names")
+                    engine.require(
+                        isinstance(name, ast.Constant), f"{self._get_name()} reads attributes by computed names"
+                    )
                     self.attributes.add(str(name.value))  # type: ignore[attr-defined]
                     harmless.add(use)
                 case ast.Call():
                     harmless |= self._follow_call(node)
         for node in ast.walk(tree):
             kept = isinstance(node, ast.Name) and node.id == self.subject and node not in harmless
-            engine.require(not kept, f"{self._name()} may keep its layer")
+            engine.require(not kept, f"{self._get_name()} may keep its layer")
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self.known[node.id] = _UNKNOWN
 
-    def _name(self) -> str:
+    def _get_name(self) -> str:
         return str(self.function.__qualname__)
 
     def _follow_call(self, call: ast.Call) -> set[ast.AST]:
@@ -398,14 +400,14 @@ class _Reader:
                 receiver = {"self": self.known["self"]}
                 function = engine.require_unpatched(type(receiver["self"]), name)
             case ast.Name(id=name):
-                function, receiver = self._lookup(name), {}
+                function, receiver = self._look_up(name), {}
             case _:
-                raise engine.Unsupported(f"{self._name()} may keep its layer")
-        engine.require(isinstance(function, FunctionType), f"{self._name()} passes its layer to {name}")
+                raise engine.Unsupported(f"{self._get_name()} may keep its layer")
+        engine.require(isinstance(function, FunctionType), f"{self._get_name()} passes its layer to {name}")
         engine.require(function not in self.callers, f"{name} calls itself")
-        taken = engine.parameters(function)[len(receiver) :]
+        taken = engine.list_parameters(function)[len(receiver) :]
         subjects = [*(taken[place] for place in positions), *keywords]
-        engine.require(len(subjects) == 1, f"{self._name()} passes its layer to {name} twice")
+        engine.require(len(subjects) == 1, f"{self._get_name()} passes its layer to {name} twice")
         known = receiver | {subjects[0]: self.known[self.subject]}
         self.attributes |= _Reader(function, known, subjects[0], self.callers).read()
         return {value for value in (*call.args, *(word.value for word in call.keywords)) if self._is_subject(value)}

@@ -59,7 +59,7 @@ from sglang_moe_patches.core.patch import (
 from sglang_moe_patches.core.variables import STRICT
 
 
-def _skip(server_args: Any) -> Skip | None:
+def _find_skip(server_args: Any) -> Skip | None:
     """Return why this server never runs column slices, or ``None`` if it may run them.
 
     The value of ``--moe-runner-backend`` does not matter: if the selected runner has no kernel for some experts, these
@@ -168,8 +168,8 @@ def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) 
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {
-        "Triton": column_slices.min_tensor_bytes(max_bytes),
-        "Marlin": column_slices.min_packed_tensor_bytes(max_bytes),
+        "Triton": column_slices.compute_min_tensor_bytes(max_bytes),
+        "Marlin": column_slices.compute_min_packed_tensor_bytes(max_bytes),
     }
     too_small = [runner for runner, size in thresholds.items() if tensor_bytes < size]
     largest = f"the largest [tokens, top-k, hidden] tensor had {tensor_bytes / 1e6:,.1f} MB"
@@ -203,7 +203,7 @@ CHANGE = Change(
     name="moe-workspace",
     summary="Triton and Marlin compute large MoE layers in column slices, with as little as a fifth of the memory",
     plan=_plan,
-    skip=_skip,
+    skip=_find_skip,
     variables=(MOE_WORKSPACE_MB,),
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH),
     decide=decide,

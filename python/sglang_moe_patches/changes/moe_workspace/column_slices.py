@@ -1,8 +1,8 @@
 """Decide whether the expert outputs [tokens, top-k, hidden] are cut into column slices, and how wide the slices are.
 
-All functions are pure functions of sizes. :func:`slice_width` decides for the Triton runner, :func:`packed_slice_width`
-for Marlin. Both return ``hidden`` if the tensor is not cut. The constants for times are fitted to the results in
-benchmark/results/moe-workspace, measured on an H200.
+All functions are pure functions of sizes. :func:`choose_slice_width` decides for the Triton runner,
+:func:`choose_packed_slice_width` for Marlin. Both return ``hidden`` if the tensor is not cut. The constants for times
+are fitted to the results in benchmark/results/moe-workspace, measured on an H200.
 """
 
 from __future__ import annotations
@@ -188,7 +188,9 @@ class TritonGemm(NamedTuple):
     def estimate_slicing_us(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices in microseconds, compared with a tensor that is not cut."""
         staging_us = 2 * layer.output_bytes / BYTES_PER_US if self.uses_staging else 0
-        return SLICING_US + staging_us + (slices - 1) * _cost_of_slice_us(SLICE_US[self.input_itemsize], layer.rows)
+        return (
+            SLICING_US + staging_us + (slices - 1) * _compute_slice_cost_us(SLICE_US[self.input_itemsize], layer.rows)
+        )
 
     def estimate_slowdown(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices as a fraction of the layer's time."""
@@ -203,9 +205,10 @@ class TritonGemm(NamedTuple):
         """Return the bytes of the second GEMM's input, without its scales."""
         return layer.rows * layer.intermediate if self.quantized else self.activation_output_bytes(layer)
 
-    def memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return how much memory the Triton runner allocates in a layer with these sizes. :func:`slice_width` uses the
-        result.
+    def compute_memory(self, layer: LayerShape) -> RunnerMemory:
+        """Return how much memory the Triton runner allocates in a layer with these sizes.
+
+        :func:`choose_slice_width` uses the result.
         """
         activation_output_bytes, input_bytes = self.activation_output_bytes(layer), self.input_bytes(layer)
         # The scales of the quantized input have at most four bytes for each group of 128 elements.
@@ -233,15 +236,16 @@ class MarlinGemm(NamedTuple):
     def estimate_slicing_us(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices in microseconds. It includes the copies of weights and scales."""
         copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
-        return MARLIN_SLICING_US + copies_us + (slices - 1) * _cost_of_slice_us(MARLIN_SLICE_US, layer.rows)
+        return MARLIN_SLICING_US + copies_us + (slices - 1) * _compute_slice_cost_us(MARLIN_SLICE_US, layer.rows)
 
     def estimate_slowdown(self, layer: LayerShape, slices: int) -> float:
         """Return the extra time of ``slices`` slices as a fraction of the layer's time."""
         return self.estimate_slicing_us(layer, slices) / layer.estimate_layer_us(MARLIN_OPERATIONS_PER_US)
 
-    def memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return how much memory the Marlin runner allocates in a layer with these sizes. :func:`packed_slice_width`
-        uses the result.
+    def compute_memory(self, layer: LayerShape) -> RunnerMemory:
+        """Return how much memory the Marlin runner allocates in a layer with these sizes.
+
+        :func:`choose_packed_slice_width` uses the result.
         """
         activation_output_bytes = layer.rows * layer.intermediate * layer.itemsize
         return RunnerMemory(
@@ -253,7 +257,9 @@ class MarlinGemm(NamedTuple):
         )
 
 
-def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None, *, is_free: bool = False) -> int:
+def choose_slice_width(
+    layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None, *, is_free: bool = False
+) -> int:
     """Return how many columns of the second GEMM's output the Triton runner computes and sums at a time.
 
     The result is ``hidden`` if the tensor is not cut. Narrower slices save memory, and more slices cost time. Three
@@ -278,38 +284,38 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
-    memory = gemm.memory(layer)
+    memory = gemm.compute_memory(layer)
     if max_bytes is not None:
-        return _fewest_slices_width(memory, max_bytes, layer.hidden, gemm.alignment_columns)
+        return _find_fewest_slices_width(memory, max_bytes, layer.hidden, gemm.alignment_columns)
     slices = min(
         -(-layer.tensor_bytes // (memory.at_activation - gemm.input_bytes(layer))),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
     if gemm.tiles is not None and not is_free:
         slices = min(slices, find_max_affordable_slices(layer, gemm))
-    return _even_width(layer.hidden, slices, gemm.alignment_columns)
+    return _compute_even_width(layer.hidden, slices, gemm.alignment_columns)
 
 
-def packed_slice_width(
+def choose_packed_slice_width(
     layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None, *, is_free: bool = False
 ) -> int:
     """Return how many columns of the second GEMM's output Marlin computes and sums at a time.
 
-    The limits are those of :func:`slice_width`. Marlin's weights are packed, so the weights and scales of each slice
-    are copied before its GEMM. While a slice runs, the runner has the activation's output, the layer's output, and the
-    slice's values, weights and scales. If the first GEMM's output is at least as wide as the layer's output, slices
-    save nothing.
+    The limits are those of :func:`choose_slice_width`. Marlin's weights are packed, so the weights and scales of each
+    slice are copied before its GEMM. While a slice runs, the runner has the activation's output, the layer's output,
+    and the slice's values, weights and scales. If the first GEMM's output is at least as wide as the layer's output,
+    slices save nothing.
 
-    :param max_bytes: memory limit of the runner in bytes, as for :func:`slice_width`.
+    :param max_bytes: memory limit of the runner in bytes, as for :func:`choose_slice_width`.
     :param is_free: whether to ignore the time that slices cost.
     """
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
-    memory = gemm.memory(layer)
+    memory = gemm.compute_memory(layer)
     if max_bytes is not None:
-        return _fewest_slices_width(memory, max_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
+        return _find_fewest_slices_width(memory, max_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
     slices = min(
         -(-layer.hidden // max(1, (memory.at_activation - memory.beside_slice) // memory.slice_column)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
@@ -319,7 +325,7 @@ def packed_slice_width(
             MARLIN_OPERATIONS_PER_US
         ) - gemm.estimate_slicing_us(layer, 1)
         slices = min(slices, _count_affordable_slices(budget_us, MARLIN_SLICE_US, layer.rows))
-    return _even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
+    return _compute_even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
 
 
 def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Callable[..., int]) -> str:
@@ -330,9 +336,9 @@ def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Calla
     The limit is a value for ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``. It is the peak memory with the slices that the
     default rule would choose if slices cost no time. If such slices save no memory, the result is empty.
 
-    :param choose_width: :func:`slice_width` or :func:`packed_slice_width`.
+    :param choose_width: :func:`choose_slice_width` or :func:`choose_packed_slice_width`.
     """
-    memory = gemm.memory(layer)
+    memory = gemm.compute_memory(layer)
     free_width = choose_width(layer, gemm, is_free=True)
     megabytes = ceil(memory.peak_bytes(free_width) / 1e6)
     width = choose_width(layer, gemm, megabytes * 10**6)
@@ -376,10 +382,10 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
 
     :param slice_us: cost of each further slice in microseconds: a constant, and an amount for each row.
     """
-    return max(1, 1 + int(min(budget_us / _cost_of_slice_us(slice_us, rows), rows)))
+    return max(1, 1 + int(min(budget_us / _compute_slice_cost_us(slice_us, rows), rows)))
 
 
-def _cost_of_slice_us(slice_us: tuple[float, float], rows: int) -> float:
+def _compute_slice_cost_us(slice_us: tuple[float, float], rows: int) -> float:
     """Return the time that each slice after the first costs, in microseconds. The first slice costs nothing.
 
     :param slice_us: the cost as two numbers: a constant, and an amount for each row.
@@ -388,7 +394,7 @@ def _cost_of_slice_us(slice_us: tuple[float, float], rows: int) -> float:
     return constant + rows * for_each_row
 
 
-def _fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
+def _find_fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
     """Return the width of the fewest slices with which the runner's memory is at most ``max_bytes``.
 
     If even the narrowest slices need more memory, the result is their width, ``step``.
@@ -397,10 +403,10 @@ def _fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step
     if memory.uncut <= limit:
         return hidden
     max_columns = (limit - memory.beside_slice) // memory.slice_column
-    return _even_width(hidden, max(2, -(-hidden // max(step, max_columns // step * step))), step)
+    return _compute_even_width(hidden, max(2, -(-hidden // max(step, max_columns // step * step))), step)
 
 
-def _even_width(hidden: int, slices: int, step: int) -> int:
+def _compute_even_width(hidden: int, slices: int, step: int) -> int:
     """Return the width of each slice if ``hidden`` columns are cut into ``slices`` slices. It is a multiple of
     ``step``.
 
@@ -415,7 +421,7 @@ def read_max_bytes() -> int | None:
     return None if megabytes is None else megabytes * 10**6
 
 
-def min_tensor_bytes(max_bytes: int | None) -> int:
+def compute_min_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the Triton runner's expert outputs are never cut.
 
     Each forward pass compares this size first, because the comparison is cheap. With a limit of ``max_bytes``, the size
@@ -427,7 +433,7 @@ def min_tensor_bytes(max_bytes: int | None) -> int:
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
 
-def min_packed_tensor_bytes(max_bytes: int | None) -> int:
+def compute_min_packed_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which Marlin's expert outputs are never cut.
 
     With a limit of ``max_bytes``, the size is a third of the limit. The runner holds three tensors: the expert outputs,

@@ -59,7 +59,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     config, max_bytes = experts.moe_runner_config, column_slices.read_max_bytes()
     tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, second.shape[1]
     itemsize = torch.bfloat16.itemsize
-    if top_k * tokens * hidden * itemsize < column_slices.min_tensor_bytes(max_bytes):
+    if top_k * tokens * hidden * itemsize < column_slices.compute_min_tensor_bytes(max_bytes):
         return Decision(reason=_describe_size(tokens, top_k, hidden) + ", too small to cut")
     if not triton.can_run_in_columns(tokens, top_k, hooks=None, defer_sum=False):
         return Decision(reason=f"a top-k of {top_k} has no sum to cut")
@@ -79,7 +79,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     call = FusedMoeCall(
         first.shape[1],
         first.nbytes + second.nbytes,
-        triton.local_row_fraction(experts.num_experts != experts.num_local_experts),
+        triton.estimate_local_row_fraction(experts.num_experts != experts.num_local_experts),
         inplace,
         inplace and streams.may_read_concurrently(built.model.modules(), type(experts)),
         max_bytes,
@@ -91,7 +91,7 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     finally:
         deferred_tensor.current_call.reset(token)
     used = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
-    return _decide_width(sizes, column_slices.slice_width, max_bytes, cut=used, uncut=used)
+    return _decide_width(sizes, column_slices.choose_slice_width, max_bytes, cut=used, uncut=used)
 
 
 def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
@@ -108,7 +108,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     config, max_bytes = experts.moe_runner_config, column_slices.read_max_bytes()
     tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, config.hidden_size
     inner = config.intermediate_size_per_partition
-    if 2 * tokens * top_k * hidden < column_slices.min_packed_tensor_bytes(max_bytes):
+    if 2 * tokens * top_k * hidden < column_slices.compute_min_packed_tensor_bytes(max_bytes):
         return Decision(reason=_describe_size(tokens, top_k, hidden) + ", too small to cut")
     second = {name: each for name, each in experts.named_parameters() if name.startswith("w2_")}
     weights = next(each for name, each in second.items() if name in ("w2_weight", "w2_qweight", "w2_weight_packed"))
@@ -121,7 +121,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     by_config = getattr(getattr(experts.quant_method, "quant_config", None), "desc_act", False)
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
-    def packed(rows: int, columns: int) -> tuple[Any, Any]:
+    def make_packed_tensors(rows: int, columns: int) -> tuple[Any, Any]:
         """Return the weights and the scales of a matrix [rows, columns], with the shapes that Marlin packs them into,
         as ``meta`` tensors.
         """
@@ -129,7 +129,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
         groups = max(1, scales.numel() // (local * hidden))
         return words, _make_meta_tensor(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
 
-    (w1, w1_scale), (w2, w2_scale) = packed(hidden, 2 * inner), packed(inner, hidden)
+    (w1, w1_scale), (w2, w2_scale) = make_packed_tensors(hidden, 2 * inner), make_packed_tensors(inner, hidden)
     hidden_states = _make_meta_tensor(tokens, hidden)
     arguments = {
         **{"hidden_states": hidden_states, "w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
@@ -146,7 +146,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
         sizes = marlin.describe(arguments)
     # If the tensor is not cut, the engine's own function runs, which does not use the dead input.
     used = OUTPUT_IN_DEAD_INPUT if offered else ""
-    return _decide_width(sizes, column_slices.packed_slice_width, max_bytes, cut=used, uncut="")
+    return _decide_width(sizes, column_slices.choose_packed_slice_width, max_bytes, cut=used, uncut="")
 
 
 def _decide_width(
@@ -161,7 +161,7 @@ def _decide_width(
     ``choose_width`` returns a slice width below the hidden size.
 
     :param sizes: the layer's shape and its second GEMM, or the reason why the expert outputs cannot be cut into slices.
-    :param choose_width: :func:`.column_slices.slice_width` or :func:`.column_slices.packed_slice_width`.
+    :param choose_width: :func:`.column_slices.choose_slice_width` or :func:`.column_slices.choose_packed_slice_width`.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
     :param cut: use of the dead input if the expert outputs are cut, such as :data:`OUTPUT_IN_DEAD_INPUT`; empty if the
         dead input is not used.
@@ -175,7 +175,7 @@ def _decide_width(
     if width < layer.hidden:
         return Decision((COLUMNS, cut) if cut else (COLUMNS,), width=width)
     size = _describe_size(layer.tokens, layer.top_k, layer.hidden)
-    if max_bytes is not None and gemm.memory(layer).uncut <= max_bytes:
+    if max_bytes is not None and gemm.compute_memory(layer).uncut <= max_bytes:
         return Decision(effects, f"{size}, which {column_slices.MOE_WORKSPACE_MB.name} allows")
     if advice := column_slices.advise(layer, gemm, choose_width):
         return Decision(effects, f"{size}, and cutting them costs more than 2 % of the layer's time; {advice}")

@@ -61,7 +61,7 @@ class SecondGemm(NamedTuple):
         weights, bias, scale = self.weights, self.bias, self.weights_scale
         if columns is not None:
             start, stop = columns
-            shared_columns = columns_per_scale(scale, weights.shape[1], self.kwargs.get("block_shape"))
+            shared_columns = find_columns_per_scale(scale, weights.shape[1], self.kwargs.get("block_shape"))
             weights, bias = weights[:, start:stop], None if bias is None else bias[:, start:stop]
             scale = scale[:, start // shared_columns : -(-stop // shared_columns)] if shared_columns else scale
         operands = (self.activations, weights, bias, output, self.activations_scale, scale, self.zero_points)
@@ -167,7 +167,7 @@ current_call: ContextVar[FusedMoeCall] = ContextVar("moe_workspace_call")
 # --- Running slices --------------------------------------------------------------------------------------------------
 
 
-def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
+def find_columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
     """Return how many columns of the weights share a scale.
 
     :param scale: scales of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns,
@@ -190,7 +190,7 @@ def find_column_skip_reason(
 ) -> str | None:
     """Return why the second GEMM cannot be computed and summed in column slices, or ``None`` if it can.
 
-    :param shared_columns: the result of :func:`columns_per_scale`.
+    :param shared_columns: the result of :func:`find_columns_per_scale`.
     """
     tokens, _, hidden = deferred.shape
     if gemm.weights.ndim != 3 or gemm.weights.shape[1] != hidden:
@@ -216,7 +216,7 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
         message = log.format_line("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.log_once(logging.INFO, f"columns {sizes}", message, sizes)
         return [(0, hidden)]
-    return column_slices.split_columns(hidden, column_slices.slice_width(*sizes, current_call.get().max_bytes))
+    return column_slices.split_columns(hidden, column_slices.choose_slice_width(*sizes, current_call.get().max_bytes))
 
 
 def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonGemm] | str:
@@ -227,7 +227,7 @@ def describe(deferred: DeferredTensor, output: Any) -> tuple[LayerShape, TritonG
     gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
     assert gemm is not None
     scale, call = gemm.weights_scale, current_call.get()
-    shared_columns = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
+    shared_columns = find_columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
     if (reason := find_column_skip_reason(gemm, deferred, output, shared_columns)) is not None:
         return reason
     layer = LayerShape(

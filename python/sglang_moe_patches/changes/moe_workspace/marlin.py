@@ -204,7 +204,7 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
         message = log.format_line("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.log_once(logging.INFO, f"marlin {sizes}", message, sizes)
         return [(0, hidden)]
-    return column_slices.split_columns(hidden, column_slices.packed_slice_width(*sizes, max_bytes))
+    return column_slices.split_columns(hidden, column_slices.choose_packed_slice_width(*sizes, max_bytes))
 
 
 def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
@@ -222,9 +222,9 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
     second_bytes = w2.nbytes + scale.nbytes
     layer = LayerShape(
         *(tokens, arguments["topk_ids"].shape[1], hidden, 16 * w2.shape[1], hidden_states.itemsize),
-        gate_columns=_gate_columns(w1, arguments),
+        gate_columns=_compute_gate_columns(w1, arguments),
         weight_bytes=w1.nbytes + arguments["w1_scale"].nbytes + second_bytes,
-        local_row_fraction=triton.local_row_fraction(arguments["expert_map"] is not None),
+        local_row_fraction=triton.estimate_local_row_fraction(arguments["expert_map"] is not None),
     )
     buffer = channel.get_offered_buffer()
     output_fits = buffer is not None and channel.fits(
@@ -259,7 +259,7 @@ def _has_elements(tensor: Any) -> bool:
     return tensor is not None and tensor.numel() > 0
 
 
-def _gate_columns(w1: Any, arguments: dict[str, Any]) -> int:
+def _compute_gate_columns(w1: Any, arguments: dict[str, Any]) -> int:
     return int(w1.shape[2]) // (arguments["num_bits"] // 2)
 
 
@@ -341,11 +341,11 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
 
     stand_in = _MarlinTorch(torch, runners.probe_symmetric_memory(), sum_slices)
     by_columns = replace_globals(function, module, patcher, torch=stand_in, **{GEMM: gemm, SUM: sum_slices})
-    names, defaults = engine.parameters(function), function.__defaults__ or ()
+    names, defaults = engine.list_parameters(function), function.__defaults__ or ()
     default_arguments = dict(zip(names[-len(defaults) :], defaults, strict=True))
     is_compiling = torch.compiler.is_compiling
     max_bytes = column_slices.read_max_bytes()
-    min_bytes, topk_index = column_slices.min_packed_tensor_bytes(max_bytes), _PARAMETERS.index("topk_ids")
+    min_bytes, topk_index = column_slices.compute_min_packed_tensor_bytes(max_bytes), _PARAMETERS.index("topk_ids")
 
     def wrap_operator(original: Callable[..., Any]) -> Callable[..., Any]:
         # The wrapper has no named parameters, because Python would pack them again in every call.
@@ -363,7 +363,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
             if len(slices) < 2:
                 return original(*args, **kwargs)
             column_slices.report_slices("Marlin", top_k * hidden_states.nbytes, len(slices))
-            call = MarlinCall(hidden_states.shape[0] * top_k, _gate_columns(arguments["w1"], arguments), slices)
+            call = MarlinCall(hidden_states.shape[0] * top_k, _compute_gate_columns(arguments["w1"], arguments), slices)
             token = _current_call.set(call)
             try:
                 return by_columns(**arguments)
@@ -407,7 +407,7 @@ def plan() -> Plan:
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """
-    module = engine.module(MODULE)
+    module = engine.import_module(MODULE)
     if not getattr(module, "_is_cuda", True):
         return Plan.not_needed("Marlin runs only with CUDA")
     require(engine.has_module("triton"), "Triton is not installed")

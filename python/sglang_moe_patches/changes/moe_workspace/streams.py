@@ -51,9 +51,11 @@ def probe(check_model: Callable[[Any], None] = lambda model: None) -> Install:
     :param check_model: function that is called with each loaded model, before the model is inspected.
     """
     try:
-        runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+        runner = engine.require_unpatched(engine.import_module("sglang.srt.model_executor.model_runner"), "ModelRunner")
         engine.require_unpatched(runner, "load_model")
-        experts = engine.require_unpatched(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+        experts = engine.require_unpatched(
+            engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE"
+        )
         engine.require_mentions(engine.require_unpatched(experts, "__init__"), "num_fused_shared_experts")
     except engine.Unsupported:
         return _assume_concurrent_reader

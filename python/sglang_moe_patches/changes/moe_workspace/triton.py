@@ -98,7 +98,7 @@ def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> b
     return tokens > _MAX_COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
 
 
-def local_row_fraction(filter_expert: Any) -> float:
+def estimate_local_row_fraction(filter_expert: Any) -> float:
     """Return the fraction of the rows whose expert is on this rank, for evenly loaded experts.
 
     :param filter_expert: whether the call skips experts of other ranks (expert parallelism).
@@ -124,13 +124,13 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     symmetric_memory = runners.probe_symmetric_memory()
     by_columns = _build_fused_moe_in_columns(original, patcher, module, kernels, symmetric_memory)
     max_bytes = column_slices.read_max_bytes()
-    names = engine.parameters(original)
+    names = engine.list_parameters(original)
     config, down_config = names.index("config"), names.index("down_config")
 
     def run_in_columns(*args: Any, **kwargs: Any) -> Any:
         hidden_states, w1, w2 = args[:3]
         positional = args + tuple(kwargs[name] for name in names[len(args) : down_config + 1])
-        inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
+        inplace, row_fraction = kwargs["inplace"], estimate_local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
         # If the tensor is not cut, the engine's own function runs, except in three cases. In these cases by_columns
@@ -144,7 +144,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
             tiles = positional[down_config] or positional[config]
             gemm = TritonGemm(tiles, deferred_tensor.quantizes(kwargs), uses_staging=uses_staging)
-            if column_slices.slice_width(layer, gemm, max_bytes) == layer.hidden:
+            if column_slices.choose_slice_width(layer, gemm, max_bytes) == layer.hidden:
                 return original(*args, **kwargs)
         # The kernels still read the MoE input while they write the dead input. Both must not be the same memory.
         channel.withdraw_if_shared(hidden_states)
@@ -158,7 +158,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 
     def route(hidden_states: Any, topk_ids: Any, options: dict[str, Any]) -> Callable[..., Any] | None:
         tokens, top_k = topk_ids.shape
-        if top_k * hidden_states.nbytes < column_slices.min_tensor_bytes(max_bytes):
+        if top_k * hidden_states.nbytes < column_slices.compute_min_tensor_bytes(max_bytes):
             return None
         may_run = can_run_in_columns(tokens, top_k, options.get("hooks"), options.get("defer_sum"))
         return run_in_columns if may_run else None
@@ -175,7 +175,7 @@ def has_unwritten_sum(fused_moe: FunctionType) -> bool:
     This fault exists up to 0.5.17 at least, if the top-k is 1 and the routed scaling factor is not 1. The GEMM then
     writes the output itself, and the sum overwrites it with values that were never written.
     """
-    return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.source(fused_moe)
+    return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.read_source(fused_moe)
 
 
 def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
@@ -275,16 +275,16 @@ def plan() -> Plan:
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """
-    if getattr(engine.module(fused_moe_call.MODULE), "_is_hip", False):
+    if getattr(engine.import_module(fused_moe_call.MODULE), "_is_hip", False):
         return Plan.not_needed("AMD's sums over the top-k have not been tried")
     module, fused_moe = fused_moe_call.probe()
     require(engine.has_module("triton"), "Triton is not installed")
     gemm = engine.require_unpatched(module, INVOKE)
-    kernels = engine.module(gemm.__module__)
+    kernels = engine.import_module(gemm.__module__)
     require(engine.require_unpatched(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
     engine.require_parameters(gemm, deferred_tensor.GEMM_PARAMETERS)
     config = deferred_tensor.CONFIG
-    require(engine.parameters(gemm)[config] == "config", f"parameter {config} of {INVOKE} is not its config")
+    require(engine.list_parameters(gemm)[config] == "config", f"parameter {config} of {INVOKE} is not its config")
     quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
     require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
     _require_globals(gemm, *quantizers)
@@ -293,7 +293,7 @@ def plan() -> Plan:
     _require_globals(fused_moe, "torch", INVOKE, *([] if summing is fused_moe else [COMBINE]))
     _require_globals(summing, SUM)
     require(
-        {"config", "down_config"} <= set(engine.parameters(fused_moe)),
+        {"config", "down_config"} <= set(engine.list_parameters(fused_moe)),
         f"{FUSED_MOE} takes no config, or no down_config",
     )
     uses = engine.find_uses(fused_moe, "intermediate_cache3") | engine.find_uses(summing, "intermediate_cache3")

@@ -42,7 +42,7 @@ from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
 from sglang_moe_patches.core.patch import Change, Count, Skip
 
 
-def _skip(server_args: Any) -> Skip | None:
+def _find_skip(server_args: Any) -> Skip | None:
     """Return why this server's receive buffer need not be cut, or ``None`` if it must be cut.
 
     It need not be cut if the server uses another all-to-all backend, or if neither :data:`LIMIT` nor :data:`BOUND` is
@@ -69,7 +69,7 @@ CHANGE = Change(
     name="mori-input-truncation",
     summary="the MoE kernel computes only the rows of MoRI's receive buffer that can have arrived",
     plan=hooks.plan,
-    skip=_skip,
+    skip=_find_skip,
     variables=(LIMIT, BOUND),
     counts=(Count("cut", "cut the input", hooks.__name__, "truncate", _count_cut_rows, unit="rows"),),
 )

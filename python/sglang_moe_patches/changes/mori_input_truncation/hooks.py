@@ -198,7 +198,7 @@ def find_layer_class() -> type:
 
     :raises engine.Unsupported: the layer is missing, or another plugin has replaced it.
     """
-    module = engine.module("sglang.srt.layers.moe.ep_moe.layer")
+    module = engine.import_module("sglang.srt.layers.moe.ep_moe.layer")
     layer: type = engine.require_unpatched(module, "MoriEPMoE" if hasattr(module, "MoriEPMoE") else "FusedMoE")
     return layer
 
@@ -215,7 +215,7 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
         engine.require_mentions(engine.require_unpatched(layer, "__init__"), _ENGINE_LIMIT)
         return lambda patcher: None
     engine.require(engine.has_module(_RUNNER_MODULE), f"{layer.__name__}.run_moe_core does not use {_ENGINE_LIMIT}")
-    runner = engine.module(_RUNNER_MODULE)
+    runner = engine.import_module(_RUNNER_MODULE)
     function = engine.require_unpatched(runner, _RUNNER_FUNCTION)
     if _RECV_CAP in dispatched._fields:
         engine.require_mentions(function, _RECV_CAP)
@@ -241,7 +241,7 @@ def _require_layout(dp_attention: Any) -> None:
     names = ("get_attention_tp_size", "get_attention_cp_size", "get_attention_dp_rank")
     if all(hasattr(dp_attention, name) for name in names):
         return
-    parallel = engine.get(engine.module("sglang.srt.runtime_context"), "get_parallel")()
+    parallel = engine.get(engine.import_module("sglang.srt.runtime_context"), "get_parallel")()
     for name in ("attn_tp_size", "attn_cp_size", "attn_dp_rank"):
         try:
             getattr(parallel, name)
@@ -257,10 +257,10 @@ def plan() -> Plan:
 
     :raises engine.Unsupported: the engine's code is not what this module expects.
     """
-    environ = engine.module("sglang.srt.environ")
-    dp_attention = engine.module("sglang.srt.layers.dp_attention")
-    utils = engine.module("sglang.srt.layers.moe.utils")
-    moriep = engine.module("sglang.srt.layers.moe.token_dispatcher.moriep")
+    environ = engine.import_module("sglang.srt.environ")
+    dp_attention = engine.import_module("sglang.srt.layers.dp_attention")
+    utils = engine.import_module("sglang.srt.layers.moe.utils")
+    moriep = engine.import_module("sglang.srt.layers.moe.token_dispatcher.moriep")
 
     layer = find_layer_class()
     run_moe_core = engine.require_unpatched(layer, "run_moe_core")

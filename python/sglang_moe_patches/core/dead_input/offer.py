@@ -62,7 +62,7 @@ def has_hooks(layer: Any) -> bool:
     hooks = getattr(layer, _HOOKS, None)
     # Collected in the first forward pass, because adapters may replace modules after the model was built.
     if hooks is None:
-        hooks = _forward_hooks(layer)
+        hooks = _list_forward_hooks(layer)
         setattr(layer, _HOOKS, hooks)
     if not any(hooks):
         return False
@@ -72,7 +72,7 @@ def has_hooks(layer: Any) -> bool:
     return True
 
 
-def _forward_hooks(layer: Any) -> list[Any]:
+def _list_forward_hooks(layer: Any) -> list[Any]:
     from torch.nn.modules import module as torch_module
 
     modules = [module for part in (layer, *getattr(layer, _PRODUCER, ())) for module in part.modules()]

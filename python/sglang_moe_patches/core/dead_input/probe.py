@@ -74,23 +74,23 @@ class Offers:
         patcher.add(sys.modules[__name__], "_installed", self)
         if self.channel is not None:
             patcher.add(channel, "_channel", self.channel)
-            for module in _find_modules_exposing(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
+            for module in _find_modules_exposing(getattr(engine.import_module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
             # For every offered buffer, the engine's runner asks whether the buffer lies in the pool of NCCL symmetric
             # memory. The engine needs long for the answer. This package offers a buffer in more layers than the engine
             # does.
-            pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
+            pool = engine.import_module(runners.SYMMETRIC_MEMORY_MODULE)
             is_in_pool = runners.cache_pool_addresses(getattr(pool, runners.POOL_QUERY))
             for module in _find_pool_query_modules():
                 patcher.replace(module, runners.POOL_QUERY, is_in_pool)
         probe_new_model = functools.partial(probe_model, patcher=patcher, wrapped=set())
-        for module in _find_modules_exposing(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
+        for module in _find_modules_exposing(getattr(engine.import_module(LOADER), INITIALIZE), INITIALIZE):
             patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize_and_probe, probe_new_model)))
 
 
 def has_engine_offer() -> bool:
     """Return whether the engine itself offers layer inputs in some layers, through a channel of its own."""
-    return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
+    return hasattr(engine.import_module(ENGINE_MODULE), ENGINE_OFFER)
 
 
 def probe_offers() -> Offers:
@@ -104,9 +104,9 @@ def probe_offers() -> Offers:
     if _installed is not None:
         return _installed
     engine_channel = _find_engine_channel() if has_engine_offer() else None
-    engine.require_unpatched(engine.module(LOADER), INITIALIZE)
+    engine.require_unpatched(engine.import_module(LOADER), INITIALIZE)
     try:
-        module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
+        module = engine.import_module(f"{families.MODELS}.{DEEPSEEK}")
         probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
     except Exception as error:  # models of other families may still offer their inputs
@@ -191,7 +191,7 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     """
     from torch.nn import ModuleList
 
-    routed_experts = engine.get(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+    routed_experts = engine.get(engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
     for stack in list(model.modules()):
         if not isinstance(getattr(stack, "layers", None), ModuleList):
             continue
@@ -343,10 +343,10 @@ def require_unpatched_methods(kind: type) -> None:
     """
     for base in kind.__mro__:
         engine.require(
-            _package_of(base) in _PACKAGES,
+            _find_package(base) in _PACKAGES,
             f"{kind.__name__} has code of another package: {base.__module__}.{base.__qualname__}",
         )
-        for name, value in vars(base).items() if _package_of(base) == "sglang" else ():
+        for name, value in vars(base).items() if _find_package(base) == "sglang" else ():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod)
             if is_method and (name == "__call__" or not name.startswith("__")):
                 engine.require_unpatched(base, name)
@@ -356,7 +356,7 @@ def require_unpatched_methods(kind: type) -> None:
 _PACKAGES = ("sglang", "torch", "builtins", "abc", "typing")
 
 
-def _package_of(kind: type) -> str:
+def _find_package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
@@ -384,7 +384,7 @@ def _has_plain_sum(layer: Any) -> bool:
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:
         return offer.is_plain_norm(boundary.declaration.read)
-    communicators = engine.module("sglang.srt.layers.communicator")
+    communicators = engine.import_module("sglang.srt.layers.communicator")
     prepare = engine.require_unpatched(engine.require_unpatched(communicators, "LayerCommunicator"), "prepare_attn")
     return engine.require_unpatched(type(layer.layer_communicator), "prepare_attn") is prepare
 
@@ -402,7 +402,7 @@ def _choose_residual_of(layer: str, parameters: tuple[str, ...]) -> Callable[[An
 
 def _batches_carry_residual() -> bool:
     """Return whether this release keeps the residual in the batch, in attributes whose names this package knows."""
-    batches = engine.module("sglang.srt.model_executor.forward_batch_info")
+    batches = engine.import_module("sglang.srt.model_executor.forward_batch_info")
     try:
         from sglang.srt.layers.layer_boundary.residual.stream import Contribution, ResidualStream
     except ImportError:
@@ -437,13 +437,13 @@ def _find_engine_channel() -> Channel:
 
     :raises engine.Unsupported: the buffer is kept in neither place, or another plugin has patched the channel.
     """
-    base = engine.module(ENGINE_MODULE)
+    base = engine.import_module(ENGINE_MODULE)
     engine.require_unpatched(base, ENGINE_OFFER)
-    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_find_pool_query_modules()):
+    for module in (engine.import_module(runners.SYMMETRIC_MEMORY_MODULE), *_find_pool_query_modules()):
         engine.require_unpatched(module, runners.POOL_QUERY)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
-    flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
+    flags = engine.get(engine.import_module("sglang.srt.runtime_context"), "get_forward")
     engine.require(hasattr(flags(), "moe_output_buffer"), "the flags of the forward pass have no moe_output_buffer")
     engine.get(flags(), "set")
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))

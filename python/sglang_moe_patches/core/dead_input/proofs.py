@@ -234,13 +234,13 @@ def _find_attributes(statements: list[ast.stmt], method_of: MethodOf) -> frozens
     attributes: set[str] = set()
     trees: list[ast.AST] = list(statements)
     while trees:
-        new = {name for node in ast.walk(trees.pop()) if (name := _attribute_of_self(node))} - attributes
+        new = {name for node in ast.walk(trees.pop()) if (name := _find_attribute_of_self(node))} - attributes
         attributes |= new
         trees += [_parse_definition(method) for name in sorted(new) if (method := method_of(name)) is not None]
     return frozenset(attributes)
 
 
-def _attribute_of_self(node: ast.AST) -> str | None:
+def _find_attribute_of_self(node: ast.AST) -> str | None:
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name
@@ -374,7 +374,7 @@ def _find_called_attribute(node: ast.AST) -> str | None:
     """
     match node:
         case ast.Call(func=ast.Subscript(value=module)) | ast.Call(func=module):
-            return _attribute_of_self(module)
+            return _find_attribute_of_self(module)
     return None
 
 
@@ -620,7 +620,7 @@ def _join_branches(branches: list[set[str] | None]) -> set[str] | None:
 def _parse_definition(code: Code) -> ast.FunctionDef:
     if isinstance(code, ast.FunctionDef):
         return code
-    (definition,) = ast.parse(engine.source(code)).body
+    (definition,) = ast.parse(engine.read_source(code)).body
     assert isinstance(definition, ast.FunctionDef)
     return definition
 

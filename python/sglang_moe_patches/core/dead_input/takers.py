@@ -99,8 +99,8 @@ def probe_trtllm() -> Install:
     import torch
 
     symmetric_memory = runners.probe_symmetric_memory()
-    fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
-    runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+    fused_moe = engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    runner = engine.import_module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
     function = engine.require_unpatched(runner, TRTLLM_RUNNER)
     engine.require_parameters(function, ["dispatch_output", "quant_info", "runner_config"])

@@ -219,7 +219,7 @@ def _set_layers(runner: Any, module: Any, stage: int) -> None:
     if resolve := getattr(module, "resolve_layer_indices", None):
         built = SimpleNamespace(start_layer=start, end_layer=end)
         asked = {"model": built, "model_config": config, "is_draft_worker": False}
-        if "spec_algorithm" in engine.parameters(resolve):  # only some releases have this attribute
+        if "spec_algorithm" in engine.list_parameters(resolve):  # only some releases have this attribute
             asked["spec_algorithm"] = runner.spec_algorithm
         vars(runner)["layer_info"] = resolve(**asked)
         return

@@ -446,7 +446,7 @@ def _copied_fp8_outputs() -> list[str]:
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
-        getattr(engine.module(name), "fused_experts_none_to_flashinfer_trtllm_fp8", None)
+        getattr(engine.import_module(name), "fused_experts_none_to_flashinfer_trtllm_fp8", None)
         if engine.has_module(name)
         else None
     )
@@ -556,7 +556,7 @@ def _build_model(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if engine.has_module("deep_gemm"):
-        engine.module("deep_gemm").get_num_sms = lambda: gpu.processors  # type: ignore[attr-defined]
+        engine.import_module("deep_gemm").get_num_sms = lambda: gpu.processors  # type: ignore[attr-defined]
     _publish(server_args)
     config = ModelConfig.from_server_args(server_args)
     _leave_out_other_models(config.hf_config.architectures or [])
@@ -605,7 +605,7 @@ def _stand_in_for_missing_dispatchers() -> None:
 
     A dispatcher moves tokens between ranks and has no weights. A query moves no tokens.
     """
-    layer = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    layer = engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
     create = getattr(layer, "create_moe_dispatcher", None)
 
     def create_or_stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -742,7 +742,7 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
 
 def _call_with_known_arguments(function: Any, **arguments: Any) -> None:
     """Call a function of the engine. Arguments that this release's function does not have are left out."""
-    taken = engine.parameters(function)
+    taken = engine.list_parameters(function)
     function(**{name: value for name, value in arguments.items() if name in taken})
 
 
@@ -826,7 +826,7 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 def _has_float_logits() -> bool:
     """Return whether DeepSeek's router computes float32 logits in a prefill. The last branch of ``MoEGate.forward``
     runs in a prefill."""
-    gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
+    gate = engine.import_module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
     return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
@@ -838,7 +838,7 @@ def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
     The engine then builds the model with the installed changes, and ``decide`` inspects it. The other changes are only
     planned.
     """
-    selected = patch.selected_names(CHANGES)
+    selected = patch.read_selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {
         change.name: applied.get(change.name) or patch.plan_for(change, selected, server_args) for change in CHANGES

@@ -155,7 +155,7 @@ def agree_on_all_ranks(works: bool) -> bool:
     """Return whether ``works`` is True on all ranks of the server. Every rank must call this function."""
     import torch
 
-    world = engine.module("sglang.srt.distributed.parallel_state").get_world_group()
+    world = engine.import_module("sglang.srt.distributed.parallel_state").get_world_group()
     if world.world_size == 1:
         return works
     votes = torch.tensor([works], dtype=torch.int32, device="cpu")
@@ -204,9 +204,9 @@ def probe() -> Install:
     """
     import torch
 
-    scheduler = engine.require_unpatched(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    scheduler = engine.require_unpatched(engine.import_module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.require_unpatched(scheduler, "run_event_loop"), "dispatch_event_loop")
-    parallel = engine.module("sglang.srt.distributed.parallel_state")
+    parallel = engine.import_module("sglang.srt.distributed.parallel_state")
     engine.require_unpatched(parallel, "get_world_group")
     coordinator = engine.require_unpatched(parallel, "GroupCoordinator")
     engine.require_mentions(engine.require_unpatched(coordinator, "graph_capture"), "ca_comm", "capture")

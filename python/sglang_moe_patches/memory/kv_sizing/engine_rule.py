@@ -28,7 +28,7 @@ CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 def get_configurator(maker: Any) -> Any:
     """Return the engine's object that computes the number of KV cache tokens from a number of bytes."""
-    return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
+    return engine.import_module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
 
 
 def bytes_per_token(maker: Any) -> float:
@@ -99,7 +99,7 @@ def fraction_in_force(maker: Any) -> float:
     """Return the value of ``--mem-fraction-static`` that the engine uses. The user or the engine has chosen it."""
     if hasattr(maker, "mem_fraction_static"):
         return float(maker.mem_fraction_static)
-    return float(engine.module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
+    return float(engine.import_module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def use_fraction(maker: Any, fraction: float | None) -> Iterator[None]:
         if hasattr(maker, "mem_fraction_static"):
             maker.mem_fraction_static = maker.server_args.mem_fraction_static = value
         else:
-            context = engine.module("sglang.srt.runtime_context").get_context()
+            context = engine.import_module("sglang.srt.runtime_context").get_context()
             context.override("sglang-moe-patches: kv-sizing", mem_fraction_static=value)
 
     put(fraction)
@@ -148,9 +148,9 @@ def image_factor(model_config: Any) -> float:
     """Return the factor by which the engine's rule lowers the fraction for a model with images; 1 if the rule does not
     lower it."""
     if engine.has_module(IMAGE_RULE):
-        return float(engine.module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
+        return float(engine.import_module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
     arguments = SimpleNamespace(mem_fraction_static=1.0)
-    engine.module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(arguments, model_config)
+    engine.import_module("sglang.srt.server_args").ServerArgs.adjust_mem_fraction_for_vlm(arguments, model_config)
     return float(arguments.mem_fraction_static)
 
 
@@ -174,7 +174,7 @@ def reserved_by_configurator_gib(arguments: Mapping[str, Any]) -> float | None:
 
     :returns: ``None`` on releases whose rule leaves no memory for these caches, such as 0.5.12.post1.
     """
-    maker = engine.module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
+    maker = engine.import_module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
     reserved = getattr(maker, "mm_runtime_reservation_gb", None)
     if reserved is None:
         return None

@@ -33,10 +33,10 @@ def probe() -> Install:
 
     :raises engine.Unsupported: the engine is not as expected.
     """
-    maker = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    maker = engine.require_unpatched(engine.import_module("sglang.srt.model_executor.model_runner"), "ModelRunner")
     if not hasattr(maker, "_init_pools"):
         maker = engine.require_unpatched(
-            engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator"
+            engine.import_module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator"
         )
     profile = engine.require_unpatched(maker, "_profile_available_bytes")
     engine.require_mentions(profile, "mem_fraction_static", "pre_model_load_memory")
@@ -44,7 +44,7 @@ def probe() -> Install:
         engine.require_unpatched(maker, "_resolve_memory_pool_config"), ("self", "pre_model_load_memory")
     )
     engine.require_mentions(engine.require_unpatched(maker, "_init_pools"), "max_running_requests")
-    scheduler = engine.require_unpatched(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    scheduler = engine.require_unpatched(engine.import_module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.require_unpatched(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.require_unpatched(scheduler, "get_init_info"), "max_total_num_tokens")
     engine.require_parameters(engine.require_unpatched(scheduler, "get_num_allocatable_reqs"), ("self", "running_bs"))

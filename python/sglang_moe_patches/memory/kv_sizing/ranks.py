@@ -313,7 +313,7 @@ class Orders:
         if self._channels.recv_from_tokenizer is not None:  # this rank reads the socket
             if hasattr(scheduler, "ipc_channels"):
                 self._patcher.wrap(
-                    engine.module(RECEIVER).SchedulerRequestReceiver, "_pull_raw_reqs", around(self._pull)
+                    engine.import_module(RECEIVER).SchedulerRequestReceiver, "_pull_raw_reqs", around(self._pull)
                 )
             else:
                 self._inbox = _Inbox(scheduler, self._take_broadcasts)
@@ -443,7 +443,7 @@ def require_inbox(scheduler: type) -> None:
     """
     engine.require_unpatched(scheduler, "process_input_requests")
     if engine.has_module(RECEIVER):
-        receiver = engine.require_unpatched(engine.module(RECEIVER), "SchedulerRequestReceiver")
+        receiver = engine.require_unpatched(engine.import_module(RECEIVER), "SchedulerRequestReceiver")
         engine.require_mentions(engine.require_unpatched(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
     else:
         engine.require_mentions(

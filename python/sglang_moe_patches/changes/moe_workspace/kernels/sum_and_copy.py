@@ -80,7 +80,9 @@ if triton is not None:
             )
 
 
-def _as_words(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _view_as_words(
+    source: torch.Tensor, start: int, stop: int, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two views with rows of eight-byte words: ``source`` from column ``start`` on, and ``target``."""
     assert source.is_contiguous()
     assert target.is_contiguous()
@@ -115,7 +117,7 @@ def sum_and_copy(
     tokens, top_k, columns = moe_sum.check_shapes(expert_outputs, output)
     block = moe_sum.choose_block(columns)
     arguments, blocks, programs = [], [], []
-    for source, target in (_as_words(*one) for one in copies):
+    for source, target in (_view_as_words(*one) for one in copies):
         rows, words = target.shape
         blocks.append(min(block, triton.next_power_of_2(words)))
         programs.append(rows * triton.cdiv(words, blocks[-1]))
