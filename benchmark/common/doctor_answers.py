@@ -125,13 +125,13 @@ def _answer_all(gpu: str, function: str, servers: Iterable[dict[str, Any]], out:
         os.environ.update(before)
 
 
-def _run_query_in_fork(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run_query_in_fork(query: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run an engine query in a fork of this process. It replaces ``engine_query.run_query``, which starts a new
     interpreter.
     """
     with ExitStack() as opened:
         question, out, err = (opened.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
-        question.write(asked)
+        question.write(query)
         question.seek(0)
         if not (child := os.fork()):
             os.environ.clear()

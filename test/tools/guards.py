@@ -118,7 +118,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("not isinstance(called, FunctionType | property)", "True"),
             ("isinstance(vars(layer).get(attribute), dict)", "False"),
             ("return _UNKNOWN if _UNKNOWN in truths else not decisive", "return not decisive"),
-            ("engine.require(not kept,", "engine.require(True,"),
+            ("engine.require(not may_keep_layer,", "engine.require(True,"),
             ("self.attributes |= _Reader(function, known, subjects[0], self.callers).read()", ""),
             ('isinstance(name, ast.Constant), f"', 'True, f"'),
             ("                self.known[node.id] = _UNKNOWN", "                pass"),
@@ -184,17 +184,20 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "changes/fp4_weights/repack.py": {
         "test_experts_are_repacked_in_place_with_the_same_bits": [
             ("if function is torch.stack:", "if False:"),
-            ("self._written.append(memory.view(result.shape).copy_(result))", "self._written.append(result)"),
+            (
+                "self._written_experts.append(memory.view(result.shape).copy_(result))",
+                "self._written_experts.append(result)",
+            ),
         ],
         "test_weights_with_another_reference_are_not_repacked_in_place": [
             (" if _count_references(layer._parameters, name) != unshared", " if False"),
             ("sys.getrefcount(parameters[name])", "0"),
             ("torch._C._storage_Use_Count(memory._cdata)", "0"),
-            (", *self._kept)", ",)"),
+            (", *self._protected_storages)", ",)"),
         ],
         "test_experts_repacked_in_another_order_are_stacked_by_the_engine": [
-            (" and _lie_in_order(written)", ""),
-            ("_are_same_tensors(args[0], written)", "written"),
+            (" and _lie_in_order(experts)", ""),
+            ("_are_same_tensors(args[0], experts)", "experts"),
         ],
         "test_weights_that_a_newer_release_reads_again_are_not_overwritten": [
             ("engine.require(repacked == [*_LOCALS],", "engine.require(True,"),
@@ -324,7 +327,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ('if engine.mentions(apply, "runner") else ""', ""),
         ],
         "test_addresses_outside_the_pool_are_checked_again": [
-            ("        if found:\n            if", "        if True:\n            if")
+            ("        if is_inside:\n            if", "        if True:\n            if")
         ],
     },
     OURS + "changes/moe_workspace/decision.py": {
@@ -332,7 +335,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("not triton.can_run_in_columns(tokens, top_k, hooks=None, defer_sum=False)", "False")
         ],
         SAID + "[an activation that is too large for the dead input]": [(" and rows * inner <= tokens * hidden", "")],
-        SAID + "[Marlin, where a slice costs too much]": [('cut=used, uncut=""', "cut=used, uncut=used")],
+        SAID + "[Marlin, where a slice costs too much]": [('cut=effect, uncut=""', "cut=effect, uncut=effect")],
         SAID + "[Marlin, cut because it is asked for]": [
             ("_make_meta_tensor(tokens, hidden) if offered else None", "None")
         ],
@@ -520,9 +523,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("if failure in self._failures:", "if self._failures:"),
         ],
         "test_slots_of_streaming_sessions_are_never_freed": [
-            ("        return 2 * largest + held\n", "        return 2 * largest\n"),
-            ("needed = longest + round_up_to_pages(held.values(), page)", "needed = longest"),
-            ("max(tokens, held.get(session.session_id, 0))", "held.get(session.session_id, 0)"),
+            ("        return 2 * largest + session_tokens\n", "        return 2 * largest\n"),
+            ("needed = longest + round_up_to_pages(session_tokens.values(), page)", "needed = longest"),
+            ("max(tokens, session_tokens.get(session.session_id, 0))", "session_tokens.get(session.session_id, 0)"),
             ('getattr(record, "kv", record)', "record"),
         ],
         "test_fewer_requests_are_admitted_while_a_penalized_one_waits": [
@@ -611,13 +614,13 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     OURS + "memory/kv_sizing/rehearsal.py": {
         "test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little": [
-            ("return cost <= self._for_more_requests and left", "return left"),
+            ("return cost <= self._for_more_requests and free_bytes", "return free_bytes"),
             ("if self._reserved_by_others is None:", "if True:"),
-            ("+ taken_next - taken\n", "\n"),
-            ("left >= self._margin + MIN_FREE_BYTES", "True"),
+            ("+ taken_next - peak_bytes\n", "\n"),
+            ("free_bytes >= self._margin + MIN_FREE_BYTES", "True"),
             ("limits.cache_tokens * MORE_REQUESTS_FRACTION", "0"),
-            ("taken += graph_bytes(self.runner)", "pass"),
-            ("if left >= MIN_FREE_BYTES:", "if left >= 0:"),
+            ("peak_bytes += graph_bytes(self.runner)", "pass"),
+            ("if free_bytes >= MIN_FREE_BYTES:", "if free_bytes >= 0:"),
         ],
         "test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memory": [
             ("restart_requests=driver.restart_requests if driver else 0", "restart_requests=0")
@@ -676,7 +679,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "test_one_long_request_and_the_short_requests_fit_into_the_kv_cache_together": [
             ("min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))", "min(short.new_tokens, wanted)"),
-            ("limits.cache_tokens // 2, left)", "limits.cache_tokens // 2)"),
+            ("limits.cache_tokens // 2, room)", "limits.cache_tokens // 2)"),
         ],
         "test_missed_phases_are_tried_again_with_the_requests_that_fit_into_the_new_size": [
             (" or phase.kind in missed", "")
@@ -691,7 +694,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("self._memory.unmap(*self._extent(run))\n            raise", "pass\n            raise")
         ],
         "test_exactly_the_granules_of_the_first_rows_of_every_plane_are_mapped": [
-            ("before = max(before, found.stop)", "pass")
+            ("before = max(before, granules.stop)", "pass")
         ],
     },
     OURS + "memory/kv_sizing/token_count.py": {
@@ -703,7 +706,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     OURS + "memory/kv_sizing/eligibility.py": {
-        "test_nothing_is_hooked_without_the_variable": [(", can_be_enabled=not asked", "")],
+        "test_nothing_is_hooked_without_the_variable": [(", can_be_enabled=not mode", "")],
         "test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompts": [
             ('UnsizedKind("--enable-lmcache"', 'UnsizedKind("--enable-lm-cache"')
         ],

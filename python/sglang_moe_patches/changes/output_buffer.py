@@ -121,8 +121,8 @@ def decide(built: BuiltModel) -> Decision:
     runner_names = {
         runners.find_runner(experts) or "the method's own kernel" for experts in runners.find_layers(built.model)
     }
-    used = ", ".join(sorted(runner_names))
-    takes_none = f"{used} uses no output buffer here"
+    names = ", ".join(sorted(runner_names))
+    takes_none = f"{names} uses no output buffer here"
     reason = takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}"
     return Decision(tuple(effects), "" if taking else reason)
 

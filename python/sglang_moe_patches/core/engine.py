@@ -59,8 +59,8 @@ def is_plugin_left_out(environ: Mapping[str, str] = os.environ) -> bool:
 
     The engine then does not load the plugin.
     """
-    named = environ.get("SGLANG_PLUGINS", "")
-    return bool(named) and PLUGIN_NAME not in (name.strip() for name in named.split(","))
+    plugins = environ.get("SGLANG_PLUGINS", "")
+    return bool(plugins) and PLUGIN_NAME not in (name.strip() for name in plugins.split(","))
 
 
 def has_plugin_framework() -> bool:

@@ -241,19 +241,19 @@ def _define_selection(changes: Iterable[Change]) -> Variable[set[str]]:
     """Return the definition of the environment variable ``SGLANG_MOE_PATCHES``, which selects some of ``changes`` by
     their names.
     """
-    known = [change.name for change in changes]
+    change_names = [change.name for change in changes]
 
     def parse(text: str) -> set[str]:
         if text in ("all", "none"):
-            return set(known) if text == "all" else set()
+            return set(change_names) if text == "all" else set()
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
             raise ValueError(f"{text!r} names no change; none selects no change")
-        if unknown := [name for name in names if name not in known]:
+        if unknown := [name for name in names if name not in change_names]:
             renamed = "".join(f"; {name} is now {_NEW_NAMES[name]}" for name in unknown if name in _NEW_NAMES)
             raise ValueError(
                 f"unknown change {', '.join(map(repr, unknown))}{renamed}; "
-                f"valid: all, none, or a comma-separated list of {', '.join(known)}"
+                f"valid: all, none, or a comma-separated list of {', '.join(change_names)}"
             )
         return set(names)
 
@@ -307,11 +307,11 @@ def describe_unread_variables(changes: Iterable[Change], environ: Mapping[str, s
 
     Such a variable is usually a typing error.
     """
-    known = [variable.name for _, variable in list_variables(changes)]
+    variable_names = [variable.name for _, variable in list_variables(changes)]
     lines = []
     for name in sorted(environ):
-        if name.startswith(_VARIABLE_PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name.startswith(_VARIABLE_PREFIX) and name not in variable_names:
+            near = difflib.get_close_matches(name, variable_names, n=1, cutoff=0.8)
             lines.append(f"{name} is set, but no code reads it" + "".join(f"; did you mean {other}?" for other in near))
     return lines
 

@@ -234,12 +234,12 @@ def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callabl
         address = tensor.untyped_storage().data_ptr()
         if address in inside:
             return True
-        found = search_pool(tensor)
-        if found:
+        is_inside = search_pool(tensor)
+        if is_inside:
             if len(inside) == _MAX_ADDRESSES:
                 inside.clear()
             inside.add(address)
-        return found
+        return is_inside
 
     return is_tensor_in_symmetric_mempool
 

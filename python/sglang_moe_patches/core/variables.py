@@ -22,6 +22,7 @@ class WrongValue(ValueError):
 class Variable(Generic[T]):
     """An environment variable that a change or this package reads.
 
+    :param name: name of the variable in the environment.
     :param meaning: one line for ``doctor`` and the pages.
     :param parse: function that converts the variable's stripped text into its value. It raises a ``ValueError`` for
         invalid text; the message names the expected values and the text.

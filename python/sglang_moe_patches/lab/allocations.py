@@ -44,7 +44,14 @@ EMPTY_CACHE = Event(None)
 
 @dataclass(eq=False)
 class _Block:
-    """Contiguous part of a segment, either in use or free. A segment is one allocation from CUDA's driver."""
+    """Contiguous part of a segment, either in use or free. A segment is one allocation from CUDA's driver.
+
+    :param size: bytes of the block.
+    :param small: whether the block belongs to the allocator's pool for small allocations.
+    :param before: previous block of the same segment; ``None`` at the segment's start.
+    :param after: next block of the same segment; ``None`` at the segment's end.
+    :param order: number that rises with each new block. Of two free blocks of one size, the allocator takes the older.
+    """
 
     size: int
     small: bool

@@ -277,8 +277,8 @@ def _probe_shuffle() -> Install:
         ("_maybe_get_cached_w3_w1_permute_indices", {"num_elts_per_sf", "is_gated_act_gemm"}),
         ("get_w2_permute_indices_with_cache", {"num_elts_per_sf"}),
     ):
-        taken = set(engine.list_parameters(engine.require_unpatched(core, helper, "flashinfer")))
-        engine.require(keywords <= taken, f"flashinfer's {helper} takes other arguments")
+        parameters = set(engine.list_parameters(engine.require_unpatched(core, helper, "flashinfer")))
+        engine.require(keywords <= parameters, f"flashinfer's {helper} takes other arguments")
     ours = engine.list_parameters(shuffle.prepare_static_weights_for_trtllm_fp4_moe)
     engine.require_parameters(engine.require_unpatched(utils, _FUNCTION), ours, exactly=True)
 

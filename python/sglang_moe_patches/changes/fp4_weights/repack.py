@@ -56,24 +56,24 @@ class _Repack(TorchFunctionMode):
     The observer records from which memory the engine copied an expert. If the engine stacks the written experts, the
     observer returns the memory of the loaded weights instead of a new tensor.
 
-    :param kept: storages that must not be overwritten, as :func:`find_shared_storages` returns them.
+    :param protected_storages: storages that must not be overwritten, as :func:`find_shared_storages` returns them.
     """
 
-    def __init__(self, kept: list[int]) -> None:
+    def __init__(self, protected_storages: list[int]) -> None:
         super().__init__()
-        self._kept = kept
-        self._copied: tuple[Any, Any] = None, None
-        self._written: list[Any] = []
+        self._protected_storages = protected_storages
+        self._last_copy: tuple[Any, Any] = None, None
+        self._written_experts: list[Any] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.stack:
-            written, self._written = self._written, []
-            if not kwargs and len(args) == 1 and _are_same_tensors(args[0], written) and _lie_in_order(written):
-                first = written[0]
-                return first.as_strided((len(written), *first.shape), (first.numel(), *first.stride()))
+            experts, self._written_experts = self._written_experts, []
+            if not kwargs and len(args) == 1 and _are_same_tensors(args[0], experts) and _lie_in_order(experts):
+                first = experts[0]
+                return first.as_strided((len(experts), *first.shape), (first.numel(), *first.stride()))
         result = function(*args, **(kwargs or {}))
         if function is torch.Tensor.contiguous:
-            self._copied = result, args[0]
+            self._last_copy = result, args[0]
         return result
 
     def find_loaded_expert(self, copy: Any) -> Any:
@@ -86,11 +86,11 @@ class _Repack(TorchFunctionMode):
             is not the last result of ``contiguous()``, if it shares memory with the loaded weights, or if these weights
             must not be overwritten.
         """
-        (copied, source), self._copied = self._copied, (None, None)
-        if copied is not copy or copy is None:
+        (last_copy, source), self._last_copy = self._last_copy, (None, None)
+        if last_copy is not copy or copy is None:
             return None
         storage = source.untyped_storage()._cdata
-        return None if storage in (copy.untyped_storage()._cdata, *self._kept) else source.mT
+        return None if storage in (copy.untyped_storage()._cdata, *self._protected_storages) else source.mT
 
     def write_over(self, result: Any, memory: Any) -> Any:
         """Write a repacked expert over the loaded expert's ``memory``, and return the written tensor.
@@ -99,8 +99,8 @@ class _Repack(TorchFunctionMode):
         """
         if not memory.is_contiguous() or (memory.dtype, memory.numel()) != (result.dtype, result.numel()):
             return result
-        self._written.append(memory.view(result.shape).copy_(result))
-        return self._written[-1]
+        self._written_experts.append(memory.view(result.shape).copy_(result))
+        return self._written_experts[-1]
 
 
 def _are_same_tensors(tensors: Any, others: list[Any]) -> bool:

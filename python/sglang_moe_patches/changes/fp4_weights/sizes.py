@@ -84,9 +84,9 @@ def compute_loading(
     :param in_place: whether fp4-weights can write the layout for ``triton_kernels`` over the loaded experts.
     """
     packed = experts * 3 * intermediate * hidden // 2
-    kept = 0 if patched else unread * layers
+    kept_bytes = 0 if patched else unread * layers
     if runner in runners.MARLIN and ("mxfp4" in method.lower() or "nvfp4" in method.lower()):
-        return Loading(kept, transient=int(packed * _MARLIN[patched]))
+        return Loading(kept_bytes, transient=int(packed * _MARLIN[patched]))
     if runner != runners.TRITON_KERNELS or "mxfp4" not in method.lower():
         return Loading()
     w13 = experts * _pad_size(hidden // 2) * _pad_size(2 * intermediate)
@@ -98,7 +98,7 @@ def compute_loading(
         step = max(1, experts // PARTS)
         own = 0 if in_place else w13 + w2
         return Loading(0, _HOLES, own + _TEMPORARIES * w13 * step // experts + scales, growth)
-    return Loading(kept, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13, growth)
+    return Loading(kept_bytes, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13, growth)
 
 
 def _pad_size(size: int, multiple: int = _PADDED_TO) -> int:

@@ -89,12 +89,12 @@ def _read_attributes(owner: Any) -> dict[str, Any]:
 
 def _leads_to_layer(value: Any, layer: Any) -> bool:
     """Return whether a value is the layer, or a callable or collection through which code can reach the layer."""
-    todo, seen = [value], set[int]()
+    todo, visited_ids = [value], set[int]()
     while todo:
         if (value := todo.pop()) is layer:
             return True
-        if id(value) not in seen:
-            seen.add(id(value))
+        if id(value) not in visited_ids:
+            visited_ids.add(id(value))
             todo += _list_contents(value)
     return False
 
@@ -136,13 +136,13 @@ def _find_functions(owner: type) -> dict[str, FunctionType]:
 
     A wrapper is replaced by the function that it wraps.
     """
-    found = {}
+    functions = {}
     for name in dir(owner):
         value = inspect.getattr_static(owner, name, None)
         value = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(value, FunctionType) and isinstance(inner := inspect.unwrap(value), FunctionType):
-            found[name] = inner
-    return found
+            functions[name] = inner
+    return functions
 
 
 @functools.cache
@@ -155,24 +155,24 @@ def _find_names_and_strings(code: CodeType) -> frozenset[str]:
 
 def _find_reachable(owner: type, names: tuple[str, ...]) -> set[str]:
     """Return the names of the functions ``names`` of a class, and of all its functions that they may call."""
-    functions, found, todo = _find_functions(owner), set[str](), {*names}
-    while todo := todo & functions.keys() - found:
-        found |= todo
+    functions, reachable, todo = _find_functions(owner), set[str](), {*names}
+    while todo := todo & functions.keys() - reachable:
+        reachable |= todo
         todo = {word for name in todo for word in _find_names_and_strings(functions[name].__code__)}
-    return found
+    return reachable
 
 
 def _is_named_elsewhere(method: type, layer: type, name: str) -> bool:
     """Return whether another function than ``apply`` contains a scale's name and may run after the weights were
     processed.
     """
-    asked_of_method = _find_functions(method).keys() - _find_reachable(method, (*_SETUP, "apply"))
+    names_of_method = _find_functions(method).keys() - _find_reachable(method, (*_SETUP, "apply"))
     forwards = _find_reachable(layer, _FORWARDS)
-    asked_of_layer = forwards | _find_functions(layer).keys() - _find_reachable(layer, _LOADERS)
+    names_of_layer = forwards | _find_functions(layer).keys() - _find_reachable(layer, _LOADERS)
     return any(
         name in _find_names_and_strings(_find_functions(owner)[each].__code__)
-        for owner, asked in ((method, asked_of_method), (layer, asked_of_layer))
-        for each in asked
+        for owner, names in ((method, names_of_method), (layer, names_of_layer))
+        for each in names
     )
 
 
@@ -378,8 +378,8 @@ class _Reader:
                 case ast.Call():
                     harmless |= self._follow_call(node)
         for node in ast.walk(tree):
-            kept = isinstance(node, ast.Name) and node.id == self.subject and node not in harmless
-            engine.require(not kept, f"{self._get_name()} may keep its layer")
+            may_keep_layer = isinstance(node, ast.Name) and node.id == self.subject and node not in harmless
+            engine.require(not may_keep_layer, f"{self._get_name()} may keep its layer")
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self.known[node.id] = _UNKNOWN
 
@@ -405,8 +405,8 @@ class _Reader:
                 raise engine.Unsupported(f"{self._get_name()} may keep its layer")
         engine.require(isinstance(function, FunctionType), f"{self._get_name()} passes its layer to {name}")
         engine.require(function not in self.callers, f"{name} calls itself")
-        taken = engine.list_parameters(function)[len(receiver) :]
-        subjects = [*(taken[place] for place in positions), *keywords]
+        parameters = engine.list_parameters(function)[len(receiver) :]
+        subjects = [*(parameters[place] for place in positions), *keywords]
         engine.require(len(subjects) == 1, f"{self._get_name()} passes its layer to {name} twice")
         known = receiver | {subjects[0]: self.known[self.subject]}
         self.attributes |= _Reader(function, known, subjects[0], self.callers).read()

@@ -121,10 +121,10 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     :param unsupported: mapping from the name of an unsupported runner, as for ``--moe-runner-backend``, to the reason.
     :raises PatchError: a layer uses an unsupported runner, and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
-    used = set[str | None]()
+    model_runners = set[str | None]()
     with best_effort("moe-workspace: which runners a model has"):
-        used = {runners.find_runner(experts) for experts in runners.find_layers(model)}
-    for runner in sorted(unsupported.keys() & used):
+        model_runners = {runners.find_runner(experts) for experts in runners.find_layers(model)}
+    for runner in sorted(unsupported.keys() & model_runners):
         message = log.format_line(
             "moe-workspace",
             f"layers of this model run on {runner}, which cannot run column slices: {unsupported[runner]}",

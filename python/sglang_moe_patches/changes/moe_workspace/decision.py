@@ -90,8 +90,8 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
         sizes = deferred_tensor.describe(deferred, _make_meta_tensor(tokens, hidden))
     finally:
         deferred_tensor.current_call.reset(token)
-    used = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
-    return _decide_width(sizes, column_slices.choose_slice_width, max_bytes, cut=used, uncut=used)
+    effect = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
+    return _decide_width(sizes, column_slices.choose_slice_width, max_bytes, cut=effect, uncut=effect)
 
 
 def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
@@ -145,8 +145,8 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     with channel.moe_output_buffer_ctx(_make_meta_tensor(tokens, hidden) if offered else None):
         sizes = marlin.describe(arguments)
     # If the tensor is not cut, the engine's own function runs, which does not use the dead input.
-    used = OUTPUT_IN_DEAD_INPUT if offered else ""
-    return _decide_width(sizes, column_slices.choose_packed_slice_width, max_bytes, cut=used, uncut="")
+    effect = OUTPUT_IN_DEAD_INPUT if offered else ""
+    return _decide_width(sizes, column_slices.choose_packed_slice_width, max_bytes, cut=effect, uncut="")
 
 
 def _decide_width(

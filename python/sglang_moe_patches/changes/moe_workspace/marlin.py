@@ -90,6 +90,7 @@ class _BothOutputs:
     The engine takes two slices of the tensor. The first slice is the first GEMM's output, and the second slice is the
     second GEMM's output.
 
+    :param call: call of the engine's Marlin function to which the tensor belongs.
     :param allocate_elements: function that receives a number of elements, and allocates a one-dimensional tensor with
         so many elements.
     :param is_first_sliced: whether the engine has taken the first slice.
@@ -114,6 +115,9 @@ class _FirstOutput:
     """Stand-in for the output of the first GEMM until that GEMM runs.
 
     The tensor is allocated when the GEMM runs, and only the :class:`MarlinCall` refers to it.
+
+    :param call: call of the engine's Marlin function to which the output belongs.
+    :param allocate_elements: function that allocates the output, as for :class:`_BothOutputs`.
     """
 
     call: MarlinCall
@@ -135,6 +139,8 @@ class DeferredOutput:
 
     The sum over the top-k later computes this output in column slices.
 
+    :param call: call of the engine's Marlin function to which the output belongs.
+    :param allocate_elements: function that allocates the slices, as for :class:`_BothOutputs`.
     :cvar dtype: always ``None``, a dtype for which the engine has no special sum. The engine therefore calls the
         general sum.
     """
@@ -423,9 +429,9 @@ def plan() -> Plan:
         require(uses <= expected, f"{NAME} has another use for {name}: {', '.join(sorted(uses - expected))}")
     allocations = [call for name in ("empty", "zeros") for call in engine.find_calls(function, f"torch.{name}")]
     sizes = [ast.unparse(call.args[0]) for call in allocations]
-    both = [size for size in sizes if size.endswith(",)")]
+    joint_sizes = [size for size in sizes if size.endswith(",)")]
     require(
-        len(both) == 1 and all("max(" in size and size.endswith("K),)") for size in both),
+        len(joint_sizes) == 1 and all("max(" in size and size.endswith("K),)") for size in joint_sizes),
         f"{NAME} allocates {', '.join(sizes)}",
     )
     outputs = [ast.unparse(call.args[1]) for call in engine.find_calls(function, GEMM)]

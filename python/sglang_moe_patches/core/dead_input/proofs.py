@@ -342,8 +342,8 @@ def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasT
                 return if_true
             return _join_branches([if_true, _find_aliases_after_all(orelse, aliases, tracker)])
         case ast.With(items=items, body=body):
-            used = {node.id for item in items for node in ast.walk(item) if isinstance(node, ast.Name)}
-            return None if used & aliases else _find_aliases_after_all(body, aliases, tracker)
+            names_read = {node.id for item in items for node in ast.walk(item) if isinstance(node, ast.Name)}
+            return None if names_read & aliases else _find_aliases_after_all(body, aliases, tracker)
         case ast.Try(body=body, handlers=[], orelse=orelse, finalbody=finalbody):
             return _find_aliases_after_all([*body, *orelse, *finalbody], aliases, tracker)
         case ast.Return(value=value) if tracker.methods:

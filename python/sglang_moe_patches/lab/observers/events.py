@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 
 
 class ChangeStatus(NamedTuple):
-    """Status of a change in one process, with its reason; see :class:`sglang_moe_patches.core.patch.Plan`."""
+    """Status of a change in one process, with its reason; see :class:`sglang_moe_patches.core.patch.Plan`.
+
+    :param change: name of the change.
+    :param status: text of the :class:`~sglang_moe_patches.core.patch.Status`, such as ``applied``.
+    """
 
     change: str
     status: str
@@ -109,6 +113,7 @@ class Acts:
     """All acts of the changes in a process.
 
     :param layers: indices of the MoE layers that ran.
+    :param acts: records of the acts: one for each ``Count`` and layer. Acts during a capture have their own record.
     :param largest: sizes of the input with the largest [tokens, top-k, hidden] tensor.
     """
 

@@ -48,6 +48,7 @@ class NoConfig(ValueError):
 class ModelSizes:
     """Sizes of a model from its ``config.json``.
 
+    :param model: sizes of the language model.
     :param attention: reason why the memory of attention's tensors cannot be predicted; empty if it can be predicted.
     :param residual: reason why the memory of the [tokens, hidden] tensors between the layers cannot be predicted; empty
         if it can be predicted.

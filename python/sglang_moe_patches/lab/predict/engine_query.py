@@ -49,6 +49,8 @@ from sglang_moe_patches.registry import CHANGES
 class Gpu:
     """Kind of GPU, with the properties that PyTorch reports.
 
+    :param name: name that CUDA reports.
+    :param capability: compute capability, major and minor.
     :param memory: bytes of memory.
     :param processors: number of streaming multiprocessors.
     :param integrated: whether the GPU shares its memory with the host.
@@ -143,39 +145,39 @@ def ask(
     :raises Refused: the engine refuses these arguments, or this model.
     :raises CannotAsk: the engine cannot answer without a GPU.
     """
-    asked: dict[str, Any] = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
-    asked |= {"language_model": language_model, "top_k": top_k}
+    query: dict[str, Any] = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
+    query |= {"language_model": language_model, "top_k": top_k}
     try:
         try:
-            answer = _query_once(asked | {"leave_out_unused": True}, environ)
+            answer = _query_once(query | {"leave_out_unused": True}, environ)
             if answer["layer"]:
                 return answer
         # The query may need a package that was left out. Only a refusal of the arguments is final.
         except CannotAsk as error:
             if type(error) is Refused:
                 raise
-        return _query_once(asked | {"leave_out_unused": False}, environ)
+        return _query_once(query | {"leave_out_unused": False}, environ)
     except subprocess.TimeoutExpired:
         raise CannotAsk(f"it gave no answer in {QUERY_TIMEOUT_S} s") from None
 
 
-def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
-    done = run_query(json.dumps(asked), environ)
-    if done.returncode or not done.stdout:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+def _query_once(query: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    process = run_query(json.dumps(query), environ)
+    if process.returncode or not process.stdout:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
         raise CannotAsk(lines[-1] if lines else "it ended without a message")
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(process.stdout)
     for key, error in (("refused", Refused), ("model_refused", ModelRefused)):
         if key in answer:
             raise error(answer[key])
     return answer
 
 
-def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_query(query: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run one query in its own process, because the engine stores the resolved arguments in global variables."""
     # -P: the process imports no module from the user's current folder.
     command = [sys.executable, "-P", "-m", __name__]
-    return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
+    return subprocess.run(command, input=query, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
 
 
 # --- In the engine's process -----------------------------------------------------------------------------------------
@@ -185,11 +187,11 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the engine's own output
     gc.disable()  # thousands of modules are imported, and nothing is thrown away
-    asked = json.load(sys.stdin)
-    if asked["leave_out_unused"]:
+    query = json.load(sys.stdin)
+    if query["leave_out_unused"]:
         unused_imports.replace_packages()
     try:
-        answer = _answer_query(asked["arguments"], find_gpu(asked["gpu"]), asked["language_model"], asked["top_k"])
+        answer = _answer_query(query["arguments"], find_gpu(query["gpu"]), query["language_model"], query["top_k"])
     except ModelRefused as error:
         answer = {"model_refused": str(error)}
     except (Refused, WrongValue) as error:
@@ -229,13 +231,13 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
     ``--mem-fraction-static``."""
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    given: list[bool] = []
+    fraction_is_given: list[bool] = []
     from_cli_args = ServerArgs.from_cli_args
 
     def note_fraction(parsed: Any) -> Any:
         if problem := find_wrong_value(vars(parsed)):
             raise Refused(problem)
-        given.append(parsed.mem_fraction_static is not None)
+        fraction_is_given.append(parsed.mem_fraction_static is not None)
         return from_cli_args(parsed)
 
     words = io.StringIO()
@@ -252,7 +254,7 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
         if hasattr(server_args, "resolve_once"):  # the constructors of other releases resolve the arguments
             server_args.resolve_once()
         server_args.check_server_args()
-    return server_args, given[-1]
+    return server_args, fraction_is_given[-1]
 
 
 AT_LEAST_ONE = (
@@ -306,7 +308,7 @@ def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: i
     claim_gpu(gpu)
     from sglang_moe_patches.core.dead_input import probe
 
-    server_args, given = _resolve_arguments(arguments)
+    server_args, fraction_is_given = _resolve_arguments(arguments)
     view = engine.resolve_arguments(server_args)
     # Copy the arguments, because some releases resolve them into a read-only object.
     resolved = dict(vars(view))
@@ -334,7 +336,7 @@ def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: i
             gpu.memory - engine_pools.HELD_BYTES,
             weights,
             view.mem_fraction_static,
-            given,
+            fraction_is_given,
             beside,
             context=int(config.context_len),
             limited=view.max_total_tokens is not None,
@@ -365,8 +367,10 @@ def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: i
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
         if layer is not None:
             built = patch.BuiltModel(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
-            asked = [change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE]
-            decisions = {change.name: asdict(change.decide(built)) for change in asked if change.decide}
+            active_changes = [
+                change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE
+            ]
+            decisions = {change.name: asdict(change.decide(built)) for change in active_changes if change.decide}
             own = chunk_tokens(resolved)
             graphs = _prefill_graphs(resolved)
             traced = bool(graphs and graphs[0] == "piecewise" and own <= graphs[1] and _prefills_in_graphs(resolved))
@@ -389,7 +393,7 @@ def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: i
             for name, plan in plans.items()
         ],
         "kv_sizing": {
-            **{"mode": mode, "skip_reason": skip_reason, "given": given},
+            **{"mode": mode, "skip_reason": skip_reason, "given": fraction_is_given},
             "unknown": fit.unknown if fit else unknown,
         },
         "fit": fit and engine_pools.describe(fit),

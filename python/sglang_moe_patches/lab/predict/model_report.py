@@ -57,6 +57,8 @@ class Server:
     :param format: format of the routed experts' weights, in words.
     :param family: family of the layers, by the engine's module; empty if no layer of the model offers its input to the
         changes.
+    :param layout: number of ranks of each kind of parallelism.
+    :param tokens: tokens of the largest prefill chunk on one data-parallel rank.
     :param graphs: whether decodes run in captured graphs.
     :param engine_drops: whether the engine itself frees attention's inputs early, and has an output buffer for NVFP4.
     :param float_logits: whether the router computes float32 logits, as for :func:`.forward.predict`.
@@ -238,7 +240,7 @@ def predict(
         runner = replace(runner, input_bytes=INPUT_BYTES[key], copies_output=server.copies_output)
     flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
-        both = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
+        predictions = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
     except ValueError as error:
         return None, [f"not predicted: {error}"]
     unknown = []
@@ -246,13 +248,13 @@ def predict(
         unknown.append(f"{OWN_WORKSPACE} comes on top of the routed experts' sum")
     if sizes.attention:
         unknown.append(f"attention, which {sizes.attention}: the peak is {AT_LEAST}")
-        for one in both:
-            del one.elsewhere["attention"]
+        for prediction in predictions:
+            del prediction.elsewhere["attention"]
     if not model.family:
         unknown.append(f"{UNMEASURED}: the formulas are those of the measured families")
     if server.quantization == "rows":
         unknown.append("experts with one scale for each row were not measured")
-    return (both[0], both[1]), unknown
+    return (predictions[0], predictions[1]), unknown
 
 
 AT_LEAST = "at least what is shown"
@@ -332,8 +334,8 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
         arguments, missing_draft = _replace_missing_draft(arguments, language_model, Path(folder) / "draft")
         is_part = language_model is not content
         top_k = config.read_sizes(content, folder).model.top_k
-        asked = ask(folder, arguments, gpu, environ, top_k=top_k, language_model=is_part)
-    return asked | {"missing_draft": missing_draft, "is_part": is_part}
+        answer = ask(folder, arguments, gpu, environ, top_k=top_k, language_model=is_part)
+    return answer | {"missing_draft": missing_draft, "is_part": is_part}
 
 
 def query_environment() -> dict[str, str]:
@@ -367,115 +369,121 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="draft")
     try:
-        given, others = parser.parse_known_args(arguments)
+        options, others = parser.parse_known_args(arguments)
     except argparse.ArgumentError:  # the engine will report the same error
         return arguments, ""
-    if given.draft is None:
+    if options.draft is None:
         return arguments, ""
     try:
-        config.find(given.draft)
+        config.find(options.draft)
     except config.NoConfig:
         text = config.text_config(target)
-        kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-        sizes = {name: text[name] for name in (*kept, "max_position_embeddings") if name in text}
+        copied_names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        sizes = {name: text[name] for name in (*copied_names, "max_position_embeddings") if name in text}
         layer = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(layer | sizes), encoding="utf-8")
-        return [*others, "--speculative-draft-model-path", str(folder)], given.draft
+        return [*others, "--speculative-draft-model-path", str(folder)], options.draft
     return arguments, ""
 
 
-def derive_report(sizes: ModelSizes, asked: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
+def derive_report(sizes: ModelSizes, engine_answer: Mapping[str, Any], requests: int = 0) -> dict[str, Any]:
     """Derive the report from a model's sizes and the engine's answers, and return it.
 
-    :param asked: answers of the engine, as :func:`.engine_query.ask` returns them.
+    :param engine_answer: answers of the engine, as :func:`.engine_query.ask` returns them.
     :param requests: number of concurrent requests, as :func:`predict_rooms` takes it.
     """
     unknown = []
-    answers = asked["changes"]
-    if asked["layer"] is None:
-        unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
-    if draft := asked.get("missing_draft"):
+    answers = engine_answer["changes"]
+    if engine_answer["layer"] is None:
+        unknown.append(f"the runner: {engine_answer['unknown'] or 'the engine built no routed experts'}")
+    if draft := engine_answer.get("missing_draft"):
         unknown.append(f"the draft model {draft}: its config.json was not found")
-    if (fit := asked.get("fit")) and fit["beside"]:
+    if (fit := engine_answer.get("fit")) and fit["beside"]:
         unknown.append(f"{fit['beside']}: its weights are not counted")
     if fit and fit["tokens"] is None and fit["unknown"]:
         unknown.append(f"KV tokens ({fit['unknown']})")
-    server, model = _describe_server(sizes.model, asked)
+    server, model = _describe_server(sizes.model, engine_answer)
     published = sizes.model.moe_intermediate
     sizes = replace(sizes, model=model)
     decided = {answer["name"]: Decision(**answer["decision"]) for answer in answers if answer.get("decision")}
     if server.all_to_all:
-        both, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
+        predictions, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
     else:
         acts = derive_effects(server, bool(model.shared_experts), decided)
-        both, why = predict(sizes, server, acts)
-    graphs = asked.get("prefill_graphs")
-    if both and graphs and asked.get("prefills_in_graphs", True) and server.tokens <= graphs[1]:
+        predictions, why = predict(sizes, server, acts)
+    graphs = engine_answer.get("prefill_graphs")
+    if predictions and graphs and engine_answer.get("prefills_in_graphs", True) and server.tokens <= graphs[1]:
         kind, tokens = graphs
         why.append(
             f"the memory of {kind} prefill graphs, which run prefills of up to {tokens:,} tokens: the peak is that of "
             "an eager prefill"
         )
-    sizing = asked.get("kv_sizing")
+    sizing = engine_answer.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
     rows = []
     for answer in answers:
         if (name := answer["name"]) == "fp4-weights":
-            rows.append(describe_fp4_weights(server, answer, _read_fit(asked, "stock_fit"), _read_fit(asked, "fit")))
+            rows.append(
+                describe_fp4_weights(
+                    server, answer, _read_fit(engine_answer, "stock_fit"), _read_fit(engine_answer, "fit")
+                )
+            )
         elif sizing and name == "kv-sizing":
             rows.append(describe_kv_sizing(sizing, does_start=fit is None or fit["starts"]))
         else:
             rows.append(describe_change(changes[name], answer, decided.get(name)))
-    rooms = predict_rooms(sizes, server, asked, both, {row["name"] for row in rows if row["acts"]}, requests)
+    rooms = predict_rooms(
+        sizes, server, engine_answer, predictions, {row["name"] for row in rows if row["acts"]}, requests
+    )
     return {
         "sizes": asdict(model) | {"published_intermediate": published},
         "server": asdict(server),
         "changes": rows,
-        "fit": asked.get("fit"),
-        "stock_fit": asked.get("stock_fit") or asked.get("fit"),
+        "fit": engine_answer.get("fit"),
+        "stock_fit": engine_answer.get("stock_fit") or engine_answer.get("fit"),
         "room": {name: each.describe() for name, each in rooms.items()},
-        "stock": _to_plain(both[0]) if both else None,
-        "patched": _to_plain(both[1]) if both else None,
-        "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if both else ())],
+        "stock": _to_plain(predictions[0]) if predictions else None,
+        "patched": _to_plain(predictions[1]) if predictions else None,
+        "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if predictions else ())],
     }
 
 
 def predict_rooms(
     sizes: ModelSizes,
     server: Server,
-    asked: Mapping[str, Any],
-    both: tuple[Prediction, Prediction] | None,
+    engine_answer: Mapping[str, Any],
+    predictions: tuple[Prediction, Prediction] | None,
     acting: set[str],
     requests: int = 0,
 ) -> dict[str, Room]:
     """Predict the memory of the stock server and of the patched server. The dictionary is empty if the engine's KV
     cache size is not known.
 
-    :param both: predicted memory of a prefill chunk, stock and patched; ``None`` if it is not known.
+    :param predictions: predicted memory of a prefill chunk, stock and patched; ``None`` if it is not known.
     :param acting: names of the changes that act.
     :param requests: number of concurrent requests, if a measured server's number is known and no argument sets it; 0 to
         use the number that kv-sizing would admit.
     """
-    if not asked.get("fit"):
+    if not engine_answer.get("fit"):
         return {}
-    found = {}
-    for name, key, forward_pass in zip(("stock", "patched"), FIT_KEYS, both or (None, None), strict=True):
-        fit = _read_fit(asked, key)
+    rooms = {}
+    for name, key, forward_pass in zip(("stock", "patched"), FIT_KEYS, predictions or (None, None), strict=True):
+        fit = _read_fit(engine_answer, key)
         assert fit is not None
         patched = name == "patched"
         grows, segments = patched and "kv-sizing" in acting, patched and "activation-segments" in acting
         try:
             peak = forward_pass.peak if forward_pass else estimate_peak(sizes, server)
-            decodes, forwards = _sizes_of_need(sizes.model, server, asked, peak, segments=segments)
+            decodes, forwards = _sizes_of_need(sizes.model, server, engine_answer, peak, segments=segments)
         except ValueError as error:
-            found[name] = Room(fit, unknown=str(error), grows=grows)
+            rooms[name] = Room(fit, unknown=str(error), grows=grows)
             continue
-        if asked["resolved"].get("max_running_requests") is None:
+        if engine_answer["resolved"].get("max_running_requests") is None:
             default = room.with_default_requests(decodes, forwards, Room(fit).cache_bytes)
             decodes = replace(default, requests=requests or default.requests)
-        found[name] = Room(fit, room.predict_need(decodes, forwards), "", grows, decodes)
-    return found
+        rooms[name] = Room(fit, room.predict_need(decodes, forwards), "", grows, decodes)
+    return rooms
 
 
 FIT_KEYS = "stock_fit", "fit"
@@ -483,15 +491,15 @@ FIT_KEYS = "stock_fit", "fit"
 are descriptions of :class:`.engine_pools.Fit`."""
 
 
-def _read_fit(asked: Mapping[str, Any], key: str) -> Fit | None:
+def _read_fit(engine_answer: Mapping[str, Any], key: str) -> Fit | None:
     """Read the memory of the stock or the patched server from the engine's answers. Return ``None`` if they do not have
     it.
 
     :param key: a key of :data:`FIT_KEYS`.
     """
-    found = asked.get(key) or asked.get("fit")
+    description = engine_answer.get(key) or engine_answer.get("fit")
     names = {each.name for each in fields(Fit)}
-    return Fit(**{name: value for name, value in found.items() if name in names}) if found else None
+    return Fit(**{name: value for name, value in description.items() if name in names}) if description else None
 
 
 def estimate_peak(sizes: ModelSizes, server: Server) -> int:
@@ -514,7 +522,7 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
 
 
 def _sizes_of_need(
-    model: Model, server: Server, asked: Mapping[str, Any], peak: int, *, segments: bool
+    model: Model, server: Server, engine_answer: Mapping[str, Any], peak: int, *, segments: bool
 ) -> tuple[Decodes, Forwards]:
     """Return the sizes that decide a server's need (:class:`.room.Need`).
 
@@ -523,7 +531,7 @@ def _sizes_of_need(
     :raises ValueError: the engine's answer was made by an older version of this package, or the layers could not be
         built.
     """
-    resolved, sampling = asked["resolved"], asked.get("sampling")
+    resolved, sampling = engine_answer["resolved"], engine_answer.get("sampling")
     if not sampling:
         raise ValueError("the layers could not be built")
     layout = server.layout
@@ -541,7 +549,7 @@ def _sizes_of_need(
         ranks=layout.tp,
         split_bytes=4 * heads * room.DECODE_SPLITS * model.latent.kv_rank if latent else 0,
     )
-    graphs = asked.get("prefill_graphs")
+    graphs = engine_answer.get("prefill_graphs")
     forwards = Forwards(
         layers=sampling["layers"],
         peak=peak,
@@ -559,10 +567,10 @@ def _to_plain(prediction: Prediction) -> dict[str, Any]:
     return asdict(prediction) | {"peak": prediction.peak, "where": prediction.peak_place}
 
 
-def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Model]:
+def _describe_server(model: Model, engine_answer: Mapping[str, Any]) -> tuple[Server, Model]:
     """Return the facts about the server, and the model's sizes. The sizes of the experts are those that the engine
     runs, such as padded ones."""
-    resolved, layer = asked["resolved"], asked["layer"]
+    resolved, layer = engine_answer["resolved"], engine_answer["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)
     backend = resolved["moe_runner_backend"]
@@ -588,11 +596,11 @@ def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Mo
             Layout(tp, ep, dp),
             chunk_tokens(resolved),
             graphs=not resolved.get("disable_cuda_graph"),
-            engine_drops=asked.get("engine_drops", False),
-            float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
+            engine_drops=engine_answer.get("engine_drops", False),
+            float_logits=layer is not None and layer["family"] == DEEPSEEK and engine_answer.get("float_logits", False),
             all_to_all="" if (backend := resolved.get("moe_a2a_backend", "none")) == "none" else backend,
             in_place=layer is None or layer["in_place"],
-            copies_output=quantization in asked.get("copied_outputs", ()),
+            copies_output=quantization in engine_answer.get("copied_outputs", ()),
         ),
         model,
     )

@@ -274,13 +274,13 @@ def compare(
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
     if not 0 < max_drop < 100:
         raise ValueError(f"max_drop must be between 0 and 100, got {max_drop}")
-    asked = [[(answer.question, answer.label) for answer in run.answers] for run in (stock, patched)]
-    if asked[0] != asked[1]:
+    questions = [[(answer.question, answer.label) for answer in run.answers] for run in (stock, patched)]
+    if questions[0] != questions[1]:
         raise ValueError(
-            f"the runs did not answer the same questions: {stock.name} has {len(asked[0])}, {patched.name} "
-            f"{len(asked[1])}, or they differ in order or label"
+            f"the runs did not answer the same questions: {stock.name} has {len(questions[0])}, {patched.name} "
+            f"{len(questions[1])}, or they differ in order or label"
         )
-    if not asked[0]:
+    if not questions[0]:
         raise ValueError(
             "no question was answered, so nothing can be compared; check the number of questions and the servers' logs"
         )

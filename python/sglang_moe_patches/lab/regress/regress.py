@@ -46,7 +46,11 @@ class PatchedFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Addresses:
-    """URLs of two servers that are already running."""
+    """URLs of two servers that are already running.
+
+    :param stock: URL of the server without this package's changes.
+    :param patched: URL of the server with the changes.
+    """
 
     stock: str
     patched: str
@@ -54,7 +58,12 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Criterion:
-    """Thresholds for the verdicts "worse" and "no worse". :func:`compare.compare` explains them."""
+    """Thresholds for the verdicts "worse" and "no worse". :func:`compare.compare` explains them.
+
+    :param require_identical: whether a single differing answer is enough for the verdict "worse".
+    :param alpha: significance level of the one-sided tests.
+    :param max_drop: allowed drop in accuracy, in percentage points.
+    """
 
     require_identical: bool
     alpha: float
@@ -199,6 +208,7 @@ def evaluate_url(name: str, url: str, environment: dict[str, str], evaluation: E
 class _Evaluator:
     """Object that sends the same questions to several servers, with the same settings.
 
+    :param evaluation: questions and settings of the evaluation.
     :param environment: environment of the servers to start. The client's environment is derived from it.
     :param interrupt: function that is called several times a second while the evaluator waits. The function can raise
         an exception to end the run.

@@ -23,7 +23,12 @@ STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONC
 
 
 class Row(NamedTuple):
-    """Row of the table of figures. If ``patched`` is empty, ``stock`` is a figure about both servers together."""
+    """Row of the table of figures. If ``patched`` is empty, ``stock`` is a figure about both servers together.
+
+    :param label: first cell of the row, which names the figure.
+    :param stock: figure of the stock server, with its unit.
+    :param patched: figure of the patched server, with its unit.
+    """
 
     label: str
     stock: str
@@ -370,6 +375,7 @@ class Bar(NamedTuple):
     """One bar of a chart.
 
     :param width: length in per cent of the chart's width. The longest bar has 70 %, so that its text fits beside it.
+    :param text: figure beside the bar, with its unit.
     """
 
     width: float

@@ -15,6 +15,7 @@ from pathlib import Path
 class Scratch:
     """Temporary folder for the length of a ``with`` block.
 
+    :param folder: path of the temporary folder.
     :param keep_in: folder to which the logs and answers are copied if this process is killed; ``None`` if they need not
         be kept.
     """

@@ -161,15 +161,15 @@ def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str
 def find_family(root: psutil.Process) -> list[psutil.Process]:
     """Return the processes of a family: ``root``, its descendants, and its session. This process and zombies are left
     out."""
-    found = {}
+    processes = {}
     if root.is_running():  # False if the process has ended and another process has its number
         with suppress(psutil.NoSuchProcess):
-            found = {process.pid: process for process in [root, *root.children(recursive=True)]}
+            processes = {process.pid: process for process in [root, *root.children(recursive=True)]}
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == root.pid:
-                found[process.pid] = process
-    return [process for pid, process in found.items() if pid != os.getpid() and _is_alive(process)]
+                processes[process.pid] = process
+    return [process for pid, process in processes.items() if pid != os.getpid() and _is_alive(process)]
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -242,13 +242,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def _shared_files() -> dict[Path, int]:
     """Return the shared memory files of this user. Each file's inode is the value."""
-    found = {}
+    files = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
             status = path.stat()
             if status.st_uid == os.getuid():
-                found[path] = status.st_ino
-    return found
+                files[path] = status.st_ino
+    return files
 
 
 def _mapped_inodes(pids: Iterable[int]) -> set[int]:
@@ -256,13 +256,13 @@ def _mapped_inodes(pids: Iterable[int]) -> set[int]:
 
     The path of a mapping may differ, because a semaphore is mapped before it has its final name.
     """
-    found = set()
+    inodes = set()
     for pid in pids:
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
                 if f" {SHARED_MEMORY}/" in line:
-                    found.add(int(line.split()[4]))
-    return found
+                    inodes.add(int(line.split()[4]))
+    return inodes
 
 
 def _remove_shared_files(files: dict[Path, int]) -> None:

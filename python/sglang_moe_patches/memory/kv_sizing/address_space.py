@@ -129,13 +129,13 @@ class ElasticBuffer:
         :raises OutOfMemory: there is not enough memory. All mappings are as before.
         """
         missing = [number for granules in self._granules(rows) for number in granules if number not in self._mapped]
-        done: list[range] = []
+        mapped_runs: list[range] = []
         try:
             for run in _group_consecutive(missing):
                 self._memory.map(*self._extent(run))
-                done.append(run)
+                mapped_runs.append(run)
         except Exception:
-            for run in done:
+            for run in mapped_runs:
                 self._memory.unmap(*self._extent(run))
             raise
         self._mapped.update(missing)
@@ -168,9 +168,9 @@ class ElasticBuffer:
         for plane in range(self._plane_count if rows else 0):
             start = plane * self.rows * self._row_bytes
             end = _round_up(start + min(rows, self.rows) * self._row_bytes, self._memory.granularity)
-            found = range(max(before, start // self._memory.granularity), end // self._memory.granularity)
-            before = max(before, found.stop)
-            yield found
+            granules = range(max(before, start // self._memory.granularity), end // self._memory.granularity)
+            before = max(before, granules.stop)
+            yield granules
 
     def _extent(self, run: range) -> tuple[int, int]:
         """Return the first address and the number of bytes of a run of neighbouring granules."""

@@ -248,15 +248,15 @@ def arguments_of(server_args: Any) -> dict[str, Any]:
     return dict(vars(engine.resolve_arguments(server_args)))
 
 
-def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+def skip_reason(mode: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
     """Return the reason why a server keeps the KV cache size of the engine's rule. The text can follow "because".
 
-    :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
+    :param mode: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     :param arguments: the server's resolved arguments.
     :param environ: the server's environment.
     :returns: ``None`` if the server is measured, provided that :mod:`.pools` supports its KV cache.
     """
-    if not asked:
+    if not mode:
         return f"{KV_SIZING.name} is off; auto turns it on"
     if str(arguments.get("device")) != "cuda":
         return f"--device is {arguments.get('device')}"
@@ -264,13 +264,13 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
     return f"of {kind.name}: {kind.reason}" if kind else None
 
 
-def kept_fraction_reason(asked: object) -> str:
+def kept_fraction_reason(mode: object) -> str:
     """Return the reason why kv-sizing keeps the ``--mem-fraction-static`` that the user gave; empty if kv-sizing does
     not keep it. The text can follow "because".
 
-    :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
+    :param mode: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
-    return "" if asked == ALWAYS else f"it was given; {KV_SIZING.name}={ALWAYS} measures all the same"
+    return "" if mode == ALWAYS else f"it was given; {KV_SIZING.name}={ALWAYS} measures all the same"
 
 
 def is_on(name: str, environ: Mapping[str, str]) -> bool:
@@ -281,9 +281,9 @@ def is_on(name: str, environ: Mapping[str, str]) -> bool:
 def skip(server_args: Any) -> Skip | None:
     """Return the reason why this process's server keeps the KV cache size of the engine's rule; see
     :func:`skip_reason`."""
-    asked = KV_SIZING.read()
-    reason = skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
-    return Skip(reason, can_be_enabled=not asked) if reason else None
+    mode = KV_SIZING.read()
+    reason = skip_reason(mode, arguments_of(server_args) if mode else {}, os.environ)
+    return Skip(reason, can_be_enabled=not mode) if reason else None
 
 
 # --- Whether the fraction was given ----------------------------------------------------------------------------------

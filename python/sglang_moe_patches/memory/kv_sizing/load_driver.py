@@ -139,15 +139,15 @@ class LoadDriver:
 
     def _run(self) -> Iterator[list[Any]]:
         """Yield the requests of each turn, phase by phase."""
-        left, began_kinds = list(self.phases), set[PhaseKind]()
-        while left:
-            phase = left.pop(0)
+        next_phases, began_kinds = list(self.phases), set[PhaseKind]()
+        while next_phases:
+            phase = next_phases.pop(0)
             began_kinds.add(phase.kind)
             if phase.estimate is not None and not self._fits(phase.estimate):
                 if phase.estimate.fewer_requests:
                     self.fewer_requests = phase.estimate.fewer_requests * self.limits.stages
                     self.limits = self.limits.with_requests(self.fewer_requests)
-                    left = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
+                    next_phases = [later for later in self._derive(self.limits) if later.kind not in began_kinds]
                     continue
                 self.end()
             has_extra = phase.kind is PhaseKind.EAGER_DECODE and phase.bound.requests > self.limits.penalized
@@ -167,7 +167,7 @@ class LoadDriver:
                 yield from self._replace_last_decode(phase)
             not_reached = [] if self._is_reached else [phase]
             if self._is_stopping():
-                not_reached, left = not_reached + left, []
+                not_reached, next_phases = not_reached + next_phases, []
             self.missed |= {missed.name: missed.kind for missed in not_reached}
         self._phase = None
 

@@ -105,6 +105,7 @@ class Sizes:
     """Sizes of one forward pass. A size is 0 if it is not known, or if it need not be reached.
 
     :param tokens: rows of the input.
+    :param requests: requests in the batch.
     :param prefix: cached tokens of all requests together.
     :param longest_prefix: largest number of cached tokens of one request.
     :param longest: tokens of the longest request, if the engine stores this number in CPU memory.
@@ -193,19 +194,23 @@ class Limits:
     captured: int
     """Number of requests in the largest captured decode; 0 if decodes run without graphs."""
     page: int = 1
+    """``--page-size``: tokens of a KV cache page."""
     stages: int = 1
     """Number of pipeline stages. With several stages, several batches run at the same time."""
     micro_batch: int = 0
     """``--pp-max-micro-batch-size``: limit of requests in a stage's batch; 0 if the stages share the concurrent
     requests."""
     mixed: bool = False
+    """Whether a prefill chunk and a decode may share a forward pass (``--enable-mixed-chunk``)."""
     radix_cache: bool = True
+    """Whether the server caches prefixes (no ``--disable-radix-cache``)."""
     plants: bool = False
     """Whether a prefix can be planted, which means to put it into the radix cache without computing it
     (:mod:`.planted_prefix`)."""
     gathered: int = 1
     """Number of ranks of data-parallel attention. The experts compute the tokens of all these ranks together."""
     vocabulary: int = 1000
+    """Number of tokens in the model's vocabulary."""
     prefill_tokens: int | None = None
     """``--max-prefill-tokens``: limit of the tokens in one forward pass with several requests."""
     prefill_requests: int = 0
@@ -673,11 +678,11 @@ def _link_estimates(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
 def _estimate_from(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
     """Return a copy of ``phase`` with an estimate of its memory. The estimate is derived from ``smaller``, a phase with
     fewer requests."""
-    fewer, is_eager = smaller.bound.requests, phase.kind is PhaseKind.EAGER_DECODE
-    may_go = limits.has_default_requests and is_eager and fewer >= limits.penalized
-    times = max(1.0, phase.bound.requests / fewer)
+    smaller_requests, is_eager = smaller.bound.requests, phase.kind is PhaseKind.EAGER_DECODE
+    may_go = limits.has_default_requests and is_eager and smaller_requests >= limits.penalized
+    times = max(1.0, phase.bound.requests / smaller_requests)
     graphs = is_eager and smaller.kind is PhaseKind.CAPTURED_DECODE
-    return replace(phase, estimate=Estimate(smaller.name, times, graphs, fewer if may_go else 0))
+    return replace(phase, estimate=Estimate(smaller.name, times, graphs, smaller_requests if may_go else 0))
 
 
 def _may_be_left_out(phase: Phase) -> bool:
@@ -695,12 +700,12 @@ def _make_long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     wanted = LONG_PROMPT_NEW_TOKENS + _count_decoded_meanwhile(limits.requests, limits)
     new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
     beside = limits.tokens_beside_prompt(new)
-    left = (
+    room = (
         int(0.9 * limits.cache_tokens)
         - 2 * limits.largest_prefill_tokens
         - limits.requests * (SHORT_PROMPT_TOKENS + beside)
     )
-    longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - beside
+    longest = min(limits.input_tokens, limits.cache_tokens // 2, room) - beside
     longest -= longest % limits.short_prompt_tokens
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
         return []

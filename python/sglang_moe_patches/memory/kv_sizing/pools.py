@@ -249,10 +249,10 @@ class ElasticPools:
             for part, top in self.top._asdict().items():
                 for unit in {1, self.page} if top else ():
                     if top // unit <= size <= top // unit + (2 * self.page if unit == 1 else 2):
-                        made = _Buffer(ElasticBuffer(shape, dtype, axis, self._memory), part, unit)
-                        self._buffers.append(made)
-                        made.memory.map_rows(self._rows(made, self.counts))
-                        return made.memory.tensor
+                        buffer = _Buffer(ElasticBuffer(shape, dtype, axis, self._memory), part, unit)
+                        self._buffers.append(buffer)
+                        buffer.memory.map_rows(self._rows(buffer, self.counts))
+                        return buffer.memory.tensor
         return None
 
 
@@ -271,12 +271,14 @@ def substitute_counts(
     """
     sizes = arguments.get("sizes")
     owner = maker if sizes is None else sizes
-    wanted, found = {}, {}
+    wanted, original_counts = {}, {}
     for name, part in COUNTS.items():
-        found[name] = getattr(owner, name, None)
-        if found[name] and getattr(top, part):
-            if found[name] != getattr(first, part):
-                raise Unknown(f"the draft model's KV cache has {found[name]:,} tokens, which differs from the model's")
+        original_counts[name] = getattr(owner, name, None)
+        if original_counts[name] and getattr(top, part):
+            if original_counts[name] != getattr(first, part):
+                raise Unknown(
+                    f"the draft model's KV cache has {original_counts[name]:,} tokens, which differs from the model's"
+                )
             wanted[name] = getattr(top, part)
     if sizes is not None:
         names = [item.name for item in fields(sizes)] if is_dataclass(sizes) else sizes.__struct_fields__
@@ -289,7 +291,7 @@ def substitute_counts(
         yield arguments
     finally:
         for name in wanted:
-            setattr(owner, name, found[name])
+            setattr(owner, name, original_counts[name])
 
 
 def _make_substitution(pools: ElasticPools, device: str) -> Any:
@@ -338,17 +340,17 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 def _pools_in(pool: Any) -> list[Any]:
     """Return a pool and the KV pools within it. A pool of states (``MambaPool``) is left out, because its size depends
     on the number of requests."""
-    found: list[Any] = []
+    known_pools: list[Any] = []
     queue = [pool]
     while queue:
         part = queue.pop()
-        if part is None or any(part is known for known in found):
+        if part is None or any(part is known for known in known_pools):
             continue
-        found.append(part)
+        known_pools.append(part)
         for value in vars(part).values():
             if "KVPool" in type(value).__name__ and hasattr(value, "__dict__"):
                 queue.append(value)
-    return found
+    return known_pools
 
 
 def _tensors_of(owner: Any) -> Iterator[Any]:

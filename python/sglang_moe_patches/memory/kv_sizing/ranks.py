@@ -109,9 +109,9 @@ def _gather_bytes(payload: bytes, ranks: int, group: Any) -> list[bytes]:
     length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
     torch.distributed.all_gather(lengths, length, group=group)
     padded = bytearray(payload.ljust(max(map(int, lengths)), b"\0"))
-    found = [torch.zeros(len(padded), dtype=torch.uint8, device="cpu") for _ in range(ranks)]
-    torch.distributed.all_gather(found, torch.frombuffer(padded, dtype=torch.uint8), group=group)
-    return [each.numpy().tobytes()[: int(size)] for each, size in zip(found, lengths, strict=True)]
+    payloads = [torch.zeros(len(padded), dtype=torch.uint8, device="cpu") for _ in range(ranks)]
+    torch.distributed.all_gather(payloads, torch.frombuffer(padded, dtype=torch.uint8), group=group)
+    return [each.numpy().tobytes()[: int(size)] for each, size in zip(payloads, lengths, strict=True)]
 
 
 def share_secret() -> bytes:
@@ -259,8 +259,8 @@ class Board:
             return self._own.get(topic)
         # `get` would block if the key is deleted meanwhile. `compare_set` with a text that no rank writes only reads
         # the key.
-        found = bytes(self._store.compare_set(self._key(topic, rank), _ABSENT, _ABSENT))
-        digest, payload = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        value = bytes(self._store.compare_set(self._key(topic, rank), _ABSENT, _ABSENT))
+        digest, payload = value[:DIGEST_BYTES], value[DIGEST_BYTES:]
         try:
             text = payload.decode()
         except UnicodeDecodeError:
@@ -282,7 +282,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Message of rank 0 to all ranks: the engine's requests, and orders, in the sequence in which ranks handle them."""
+    """Message of rank 0 to all ranks.
+
+    :param items: the engine's requests, and orders (:class:`Order`), in the sequence in which ranks handle them.
+    """
 
     items: tuple[Any, ...]
 

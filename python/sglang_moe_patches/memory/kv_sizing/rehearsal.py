@@ -301,26 +301,26 @@ class Rehearsal:
         The estimate counts only tensors, as if the allocator could use all of its memory for them.
         """
         self._read_memory()  # the last reading was before the last forward pass's sampling
-        taken = self._phases.get(estimate.name) or self._peaks.get(estimate.name)
-        if taken is None:
+        peak_bytes = self._phases.get(estimate.name) or self._peaks.get(estimate.name)
+        if peak_bytes is None:
             return True
         if estimate.with_graphs:
-            taken += graph_bytes(self.runner)
+            peak_bytes += graph_bytes(self.runner)
         now, is_required = gpu_memory.read(self.gpu), not estimate.fewer_requests
-        taken_next = int(estimate.times * taken)
-        left = now.free + now.reserved - self._at_start.allocated - taken_next
+        taken_next = int(estimate.times * peak_bytes)
+        free_bytes = now.free + now.reserved - self._at_start.allocated - taken_next
         if is_required:
-            if left >= MIN_FREE_BYTES:
+            if free_bytes >= MIN_FREE_BYTES:
                 return True
-            self._stopped, self._expected = True, min(self._expected, left)
+            self._stopped, self._expected = True, min(self._expected, free_bytes)
             return False
         if self._reserved_by_others is None:
             self._reserved_by_others = self._peak_reserved
         # The allocator often reserves new memory for a larger decode, even if an earlier forward pass had more tensors.
         # So count the memory that it has reserved since the first decode of more requests than the user asked for.
-        cost = self._peak_reserved - self._reserved_by_others + taken_next - taken
+        cost = self._peak_reserved - self._reserved_by_others + taken_next - peak_bytes
         # The margin must stay free, too, so that more requests never make the KV cache smaller than the engine's own.
-        return cost <= self._for_more_requests and left >= self._margin + MIN_FREE_BYTES
+        return cost <= self._for_more_requests and free_bytes >= self._margin + MIN_FREE_BYTES
 
     @property
     def is_running(self) -> bool:

@@ -265,14 +265,14 @@ class Serving:
         The tokens of streaming sessions are included, because a session keeps the tokens of its request after the
         request has ended.
         """
-        held, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
+        session_tokens, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
         for request in requests_of(self._scheduler):
             session, tokens = getattr(request, "session", None), tokens_of(request)
             if session is not None and session.streaming:
-                held[session.session_id] = max(tokens, held.get(session.session_id, 0))
+                session_tokens[session.session_id] = max(tokens, session_tokens.get(session.session_id, 0))
             else:
                 longest = max(longest, tokens)
-        needed = longest + round_up_to_pages(held.values(), page)
+        needed = longest + round_up_to_pages(session_tokens.values(), page)
         return needed + self._extra_tokens_per_request if needed else 0
 
     def _counts_in_whole_pages(self, tokens: int) -> TokenCounts:
@@ -394,11 +394,13 @@ def floor_tokens(scheduler: Any, pools: ElasticPools) -> int:
     sliding window have room for one window, one prefill, some pages, and the sessions.
     """
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
-    held = round_up_to_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
+    session_tokens = round_up_to_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
     if not pools.top.window:
-        return 2 * largest + held
+        return 2 * largest + session_tokens
     window = int(scheduler.tp_worker.model_runner.sliding_window_size or 0)
-    return max(2 * largest + held, pools.tokens_with_window(largest + window + 3 * pools.page + held))
+    return max(
+        2 * largest + session_tokens, pools.tokens_with_window(largest + window + 3 * pools.page + session_tokens)
+    )
 
 
 def spare_tokens(scheduler: Any) -> float:
@@ -420,12 +422,12 @@ def spare_tokens(scheduler: Any) -> float:
     available = int(allocator.available_size()) + int(evictable)
     holders = (chunked, getattr(chunked, "kv", None))  # from 0.5.18 on, `kv` has the number
     computed = max(int(getattr(holder, "kv_committed_len", 0) or 0) for holder in holders)
-    left, page = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed, int(allocator.page_size)
+    needed_tokens, page = len(chunked.origin_input_ids) + len(chunked.output_ids) - computed, int(allocator.page_size)
     if getattr(scheduler, "is_mixed_chunk", False):  # a mixed chunk also has one token of each decoding request
         rows = len(scheduler.running_batch.reqs)
         chunk = max(1, int(scheduler.chunked_prefill_size or 1) - rows)
-        left += rows * (-(-left // chunk) + 1 + page)
-    return max(0, available - left - 2 * page)
+        needed_tokens += rows * (-(-needed_tokens // chunk) + 1 + page)
+    return max(0, available - needed_tokens - 2 * page)
 
 
 def evict_prefixes(prefixes: Any, tokens: int) -> None:

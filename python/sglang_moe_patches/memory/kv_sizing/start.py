@@ -85,8 +85,12 @@ rehearsal's result, or with ``None`` if rank 0 did not wait for this rank any lo
 class Reservation:
     """KV cache of one rank over reserved addresses, and the facts from which its first size was computed.
 
+    :param pools: the rank's KV cache.
+    :param launch: the rank's memory before the engine made its pools.
+    :param gpu: index of the rank's GPU.
     :param leads: whether this is rank 0.
     :param margin: bytes that stay free.
+    :param bytes_per_token: KV cache bytes of one token on this rank.
     :param raised_tokens: tokens that the KV cache has in addition to the engine's rule, because the rehearsal begins
         with a larger fraction.
     :param max_tokens: ``--max-total-tokens``; 0: not given.
@@ -385,8 +389,8 @@ class ServerStart:
         """
         if self.leads:
             limits = self._limits.with_requests(requests) if requests else replace(self._limits, limits_penalized=True)
-            fewer = f"{limits.batch:,}" if requests else f"{limits.penalized:,} penalized ones of {limits.batch:,}"
-            self.log(f"rehearses again with {fewer} requests at once: with more, too little memory was left")
+            number = f"{limits.batch:,}" if requests else f"{limits.penalized:,} penalized ones of {limits.batch:,}"
+            self.log(f"rehearses again with {number} requests at once: with more, too little memory was left")
         self._has_started_over, self._limits_penalized = True, not requests
         self._fewer_requests = requests
         self._need = self._bytes_before = self._slack_bytes = 0
