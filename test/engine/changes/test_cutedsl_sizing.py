@@ -120,11 +120,11 @@ def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, mo
     """The change keeps FlashInfer from allocating its output buffer. The stock engine allocates this buffer when the KV
     cache already occupies the rest of the GPU. With data-parallel ranks the output buffer is the largest buffer.
     """
-    made, empty = [], torch.empty
+    shapes, empty = [], torch.empty
 
     def recording(*size, **how):
         tensor = empty(*size, **how)
-        made.append((tuple(tensor.shape), tensor.device.type))
+        shapes.append((tuple(tensor.shape), tensor.device.type))
         return tensor
 
     monkeypatch.setattr(wrapper, "_shared", WeakValueDictionary())  # the wrapper of another test may still be alive
@@ -134,8 +134,8 @@ def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, mo
             patch.setattr(torch, "empty", recording)
             layer.quant_method.apply(layer, make_dispatch_output(layer, 0))
     shape = (layer._cutedsl_wrapper.max_num_tokens, layer.hidden_size)
-    assert (shape, "meta") in made
-    assert (shape, "cpu") not in made
+    assert (shape, "meta") in shapes
+    assert (shape, "cpu") not in shapes
 
 
 def make_dispatch_output(layer, seed, tokens=4):
@@ -213,10 +213,10 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, st
         patched = run(engine, path, *CHANGES, **small_buffers())
     assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
     assert same_answers(stock(dense_layers=0), patched)
-    told = [record.message for record in caplog.records if "cutedsl-sizing" in record.message]
-    assert len(told) == 1
-    assert f"{TOKENS} tokens" in told[0]
-    assert f"--max-prefill-tokens {TOKENS}" in told[0]
+    messages = [record.message for record in caplog.records if "cutedsl-sizing" in record.message]
+    assert len(messages) == 1
+    assert f"{TOKENS} tokens" in messages[0]
+    assert f"--max-prefill-tokens {TOKENS}" in messages[0]
 
 
 def test_a_graph_that_does_not_fit_is_refused_before_its_capture(engine, checkpoint, monkeypatch):

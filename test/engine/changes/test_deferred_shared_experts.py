@@ -25,20 +25,20 @@ def run_order(monkeypatch):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
 
-    seen = []
+    order = []
 
     def watch(cls, name, label):
         original = getattr(cls, name)
 
         def forward(self, *args, **kwargs):
-            seen.append(label)
+            order.append(label)
             return original(self, *args, **kwargs)
 
         monkeypatch.setattr(cls, name, forward)
 
     watch(FusedMoE, "forward", "routed")
     watch(DeepseekV2MLP, "forward", "shared")
-    return seen
+    return order
 
 
 @pytest.mark.compatibility

@@ -117,10 +117,10 @@ def test_experts_are_repacked_in_place_with_the_same_bits(name, earlier_results,
         return
     assert_same(stock, ours)
     assert earlier_results == [0] * 2 * shape[0]
-    made = [ours[each] for each in repack.WEIGHTS]
-    padded = sizes != [value.nbytes for value in made]
-    assert padded or places == [value.data_ptr() for value in made]
-    for value in made:
+    repacked = [ours[each] for each in repack.WEIGHTS]
+    padded = sizes != [value.nbytes for value in repacked]
+    assert padded or places == [value.data_ptr() for value in repacked]
+    for value in repacked:
         assert type(value) is torch.Tensor
         assert value.untyped_storage().nbytes() == value.nbytes
 
@@ -183,9 +183,9 @@ def compile_replacement(function, tmp_path, source):
     path = tmp_path / f"{function.__name__}.py"
     path.write_text(source)
     linecache.checkcache(str(path))
-    found: dict[str, FunctionType] = {}
-    exec(compile(source, str(path), "exec"), function.__globals__, found)
-    return found[function.__name__]
+    functions: dict[str, FunctionType] = {}
+    exec(compile(source, str(path), "exec"), function.__globals__, functions)
+    return functions[function.__name__]
 
 
 def repacking_functions():

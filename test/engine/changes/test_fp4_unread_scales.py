@@ -367,9 +367,9 @@ def set_switch(self):
     bases = type(layer.quant_method).__mro__[1:2]  # leaves out the functions that the engine's apply calls
     for owner, base, functions in ((layer.quant_method, bases, of_method), (layer, (type(layer),), of_layer)):
         owner.__class__ = type("Newer", base, {"__module__": "sglang.newer"} | functions)
-    found = find_unread_scales(layer)
-    assert found.bytes_of.keys() & {*freeing_kind.names} == (set() if NEWER[change] else {*freeing_kind.names})
-    assert found.bytes_of or NEWER[change] in found.reason
+    unread = find_unread_scales(layer)
+    assert unread.bytes_of.keys() & {*freeing_kind.names} == (set() if NEWER[change] else {*freeing_kind.names})
+    assert unread.bytes_of or NEWER[change] in unread.reason
 
 
 def test_a_scale_whose_memory_is_read_is_not_counted(freeing_kind):

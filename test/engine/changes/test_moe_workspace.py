@@ -91,8 +91,8 @@ def test_unknown_loading_code_assumes_a_concurrent_reader(engine, monkeypatch):
 def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_triton(engine, checkpoint, backend):
     with engine.override_arguments(quantization=None, moe_runner_backend=backend):
         assert runners.find_runner(find_experts(engine.load(checkpoint(quantized=False)))) == "triton"
-    asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
-    assert moe_workspace.CHANGE.skip(asked) is None
+    server_args = SimpleNamespace(device="cuda", moe_runner_backend=backend)
+    assert moe_workspace.CHANGE.skip(server_args) is None
 
 
 @pytest.mark.every_release

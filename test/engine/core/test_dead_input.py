@@ -409,7 +409,7 @@ def taken_buffers(monkeypatch):
     """List with one entry for each buffer that a runner took: "output" or "scratch". The fixture fills each such buffer
     with NaN.
     """
-    found = []
+    buffers = []
 
     def record(name, label):
         original = getattr(channel, name)
@@ -417,7 +417,7 @@ def taken_buffers(monkeypatch):
         def poisoned(*args, **kwargs):
             memory = original(*args, **kwargs)
             if memory is not None:
-                found.append(label)
+                buffers.append(label)
                 memory.fill_(float("nan"))
             return memory
 
@@ -425,7 +425,7 @@ def taken_buffers(monkeypatch):
 
     record("take_output", "output")
     record("take_scratch", "scratch")
-    return found
+    return buffers
 
 
 TRITON_CHANGES = {
@@ -513,16 +513,16 @@ def expert_outputs(monkeypatch):
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    found, original = [], FusedMoE.run_moe_core
+    outputs, original = [], FusedMoE.run_moe_core
 
     def run_moe_core(self, dispatch_output):
         given = dispatch_output.hidden_states
         combined = original(self, dispatch_output)
-        found.append((combined.hidden_states, channel.shares_storage(combined.hidden_states, given)))
+        outputs.append((combined.hidden_states, channel.shares_storage(combined.hidden_states, given)))
         return combined
 
     monkeypatch.setattr(FusedMoE, "run_moe_core", run_moe_core)
-    return found
+    return outputs
 
 
 @pytest.mark.usefixtures("require_package_pool", "use_triton")

@@ -202,12 +202,16 @@ def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_
             patcher.undo()
             if outcome.install is not None and (offering := {owner.__name__, name} & OFFERING):
                 # The other plugin's hook patches the defining module. The same function may be imported elsewhere.
-                left = any(word in outcome.reason for word in offering) and dotted(owner, name) not in patcher.touched
+                is_left_alone = (
+                    any(word in outcome.reason for word in offering) and dotted(owner, name) not in patcher.touched
+                )
             else:
-                left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and outcome.install is None
+                is_left_alone = (
+                    outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and outcome.install is None
+                )
             if dotted(owner, name).endswith((IMPORTED_FUNCTION, LOADING)):
-                left = left or dotted(owner, name) not in patcher.touched
-            if not left:
+                is_left_alone = is_left_alone or dotted(owner, name) not in patcher.touched
+            if not is_left_alone:
                 taken.append(f"{dotted(owner, name)}: {outcome}; touched {patcher.touched}")
     assert patch.probe(change).install is not None  # the other plugin's patches were undone
     assert taken == []
@@ -240,11 +244,11 @@ def test_a_family_that_another_plugin_patches_is_left_out_and_the_changes_apply(
 def test_without_deepseeks_layer_columns_apply_and_shared_experts_are_not_deferred(foreign_patch):
     layer = layer_of("deepseek_v2")
     with another_plugin(foreign_patch, (layer, "forward")):
-        found = probe_changes("output-buffer", "deferred-shared-experts", "moe-workspace")
-        assert found["deferred-shared-experts"].status is Status.UNSUPPORTED
-        assert found["output-buffer"].install is not None
-        assert found["moe-workspace"].status is Status.APPLIED
-        assert all("DeepseekV2DecoderLayer" in plan.reason for plan in found.values())
+        plans = probe_changes("output-buffer", "deferred-shared-experts", "moe-workspace")
+        assert plans["deferred-shared-experts"].status is Status.UNSUPPORTED
+        assert plans["output-buffer"].install is not None
+        assert plans["moe-workspace"].status is Status.APPLIED
+        assert all("DeepseekV2DecoderLayer" in plan.reason for plan in plans.values())
 
 
 def find_layer_end(layer: Any) -> HookPoint:

@@ -278,17 +278,17 @@ def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_o
 
     The saved bytes and the extra time must be equal to those in the advice.
     """
-    found = re.search(
+    match = re.search(
         rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", column_slices.advise(layer, gemm, choose_width)
     )
-    if found:
-        asked, saved, times = (float(number.replace(",", "")) for number in found.groups())
-        width = choose_width(layer, gemm, int(asked) * 10**6)
-        held, whole = (max(predict_bytes(layer, gemm, columns)) for columns in (width, layer.hidden))
+    if match:
+        limit_mb, saved, times = (float(number.replace(",", "")) for number in match.groups())
+        width = choose_width(layer, gemm, int(limit_mb) * 10**6)
+        peak_bytes, uncut_bytes = (max(predict_bytes(layer, gemm, columns)) for columns in (width, layer.hidden))
         assert width < layer.hidden
-        assert held <= asked * 1e6
+        assert peak_bytes <= limit_mb * 1e6
         scales = layer.tokens * layer.top_k * layer.intermediate / 32
-        assert saved * 1e6 == pytest.approx(whole - held, abs=0.51e6 + scales)
+        assert saved * 1e6 == pytest.approx(uncut_bytes - peak_bytes, abs=0.51e6 + scales)
         cost_us, layer_us = predict_us(layer, gemm, len(split_columns(layer.hidden, width)))
         assert times == pytest.approx(1 + max(cost_us / layer_us, 0.07 if slow_order else 0), abs=0.006)
 
@@ -534,8 +534,8 @@ def test_slices_are_computed_on_views_of_the_columns(run_narrow_slices, scale, c
     ],
 )
 def test_only_servers_without_cuda_are_skipped(device, runner, reason):
-    found = moe_workspace.CHANGE.skip(SimpleNamespace(device=device, moe_runner_backend=runner))
-    assert (found and found.reason) == reason
+    skip = moe_workspace.CHANGE.skip(SimpleNamespace(device=device, moe_runner_backend=runner))
+    assert (skip and skip.reason) == reason
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
@@ -674,5 +674,5 @@ def test_gpu_tests_of_both_runners_pass_in_the_interpreter(marks: str, passed: i
     pytest.importorskip("triton")
     some = metadata.version("sglang") != DEFAULT and marks == "not product"
     tests = ["test_moe_workspace_cuda.py", "test_moe_workspace_marlin_cuda.py"]
-    ran, said = interpreted.run_tests(tests, ["-m", marks, *some * ["-k", BITS]], timeout=1700)
-    assert ran >= (59 if some else passed), said  # otherwise some tests were skipped
+    ran, output = interpreted.run_tests(tests, ["-m", marks, *some * ["-k", BITS]], timeout=1700)
+    assert ran >= (59 if some else passed), output  # otherwise some tests were skipped

@@ -273,15 +273,15 @@ class Case:
 
 
 def test_no_more_rows_arrive_than_the_bound_in_random_layouts():
-    seen: Counter[str] = Counter()
+    cases: Counter[str] = Counter()
     for seed in range(CASES):
         case = Case(seed)
         for rank, arrived in enumerate(case.arrived):
             bound = case.bound(rank)
             assert bound is None or arrived <= bound, (seed, rank)
-            seen["not provable" if bound is None else "reached" if arrived == bound > 0 else "below"] += 1
-    assert min(seen["not provable"], seen["below"]) > CASES
-    assert seen["reached"] > CASES // 10
+            cases["not provable" if bound is None else "reached" if arrived == bound > 0 else "below"] += 1
+    assert min(cases["not provable"], cases["below"]) > CASES
+    assert cases["reached"] > CASES // 10
 
 
 # --- The wiring ------------------------------------------------------------------------------------------------------
@@ -334,9 +334,9 @@ def test_rows_that_may_be_needed_are_not_cut(caplog, policy, counts, sent, rows,
 
 def test_nothing_is_cut_with_internode_kernels(caplog):
     state = dp_buffer([4], 4, 4)
-    given = buffers(received=5)
-    assert truncate(given, Policy(Layout(4), 5, True), state) is not given
-    assert truncate(given, Policy(Layout(4), 5, True, has_unproven_layout=True), state) is given
+    received = buffers(received=5)
+    assert truncate(received, Policy(Layout(4), 5, True), state) is not received
+    assert truncate(received, Policy(Layout(4), 5, True, has_unproven_layout=True), state) is received
     assert caplog.text.count("with MoRI's InterNode kernels, received rows") == 1
 
 

@@ -97,11 +97,13 @@ def test_random_shapes_are_shuffled_bit_for_bit_as_by_the_engine(engine, chunk):
         padded += aligned != intermediate
         layer = (w13, w2, s13, s2)
         expected = engine.prepare(*clone(layer), hidden, aligned, experts, is_gated=is_gated)
-        got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, aligned, experts, is_gated=is_gated)
-        assert differences(got, expected) == [], (experts, hidden, intermediate, is_gated)
-        for result, given in zip(got, (layer[0], layer[2], layer[1], layer[3]), strict=True):
-            assert result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-            assert result.data_ptr() == given.data_ptr()
+        shuffled = shuffle.prepare_static_weights_for_trtllm_fp4_moe(
+            *layer, hidden, aligned, experts, is_gated=is_gated
+        )
+        assert differences(shuffled, expected) == [], (experts, hidden, intermediate, is_gated)
+        for result, tensor in zip(shuffled, (layer[0], layer[2], layer[1], layer[3]), strict=True):
+            assert result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            assert result.data_ptr() == tensor.data_ptr()
     assert 0 < padded < 40
 
 
@@ -115,8 +117,8 @@ def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
     rows[[3, 5]] = rows[[5, 3]]
     permutations[which] = shuffle.RowPermutation(rows, shuffle.find_repeating_tile(rows))
     monkeypatch.setattr(shuffle, "compute_row_permutations", lambda *_: permutations)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
-    assert differences(got, expected) == [RESULTS[which]]
+    shuffled = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
+    assert differences(shuffled, expected) == [RESULTS[which]]
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 40_000, 1 << 20])
@@ -129,8 +131,8 @@ def test_any_scratch_size_gives_the_same_result_without_a_second_copy(engine, mo
     sizes, real_empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: sizes.append(a[0]) or real_empty(*a, **k))
     monkeypatch.setattr(shuffle, "SCRATCH_BYTES", scratch_bytes)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, is_gated)
-    assert differences(got, expected) == []
+    shuffled = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, is_gated)
+    assert differences(shuffled, expected) == []
     assert 0 < max(sizes) <= max(scratch_bytes, 128 * hidden // 16)  # the scratch holds at least one tile
 
 
@@ -148,10 +150,13 @@ def test_dtypes_and_kinds_of_input_give_plain_tensors_of_bytes_and_scales(engine
     w13, w2, s13, s2 = random_layer(2, 128, 64, scale_dtype=scale_dtype)
     layer = (w13.view(weight_dtype), w2.view(weight_dtype), s13, s2)
     expected = engine.prepare(*clone(layer), 128, 64, 2)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*map(given, layer), 128, 64, 2)
-    assert differences(got, expected) == []
-    assert [(type(t), t.dtype) for t in got] == [(torch.Tensor, torch.uint8), (torch.Tensor, torch.float8_e4m3fn)] * 2
-    assert not any(t.requires_grad for t in got)
+    shuffled = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*map(given, layer), 128, 64, 2)
+    assert differences(shuffled, expected) == []
+    assert [(type(t), t.dtype) for t in shuffled] == [
+        (torch.Tensor, torch.uint8),
+        (torch.Tensor, torch.float8_e4m3fn),
+    ] * 2
+    assert not any(t.requires_grad for t in shuffled)
 
 
 def _wrong_inputs():
@@ -207,10 +212,10 @@ def test_views_are_left_to_the_engines_own_function(kind, index):
     }
     layer[index] = views[kind]()
     before = clone(layer)
-    given = []
-    wrapped = fp4_weights._wrap_prepare(lambda *arguments: given.append(arguments) or "the engine's")
+    calls = []
+    wrapped = fp4_weights._wrap_prepare(lambda *arguments: calls.append(arguments) or "the engine's")
     assert wrapped(*layer, 256, 128, 2) == "the engine's"
-    assert [one is other for one, other in zip(given[0], layer, strict=False)] == [True] * 4
+    assert [one is other for one, other in zip(calls[0], layer, strict=False)] == [True] * 4
     for one, copy in zip(layer, before, strict=True):
         assert torch.equal(one.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
@@ -250,8 +255,8 @@ def test_a_kernel_that_cannot_run_falls_back(engine, monkeypatch, caplog):
     shuffle._warn_no_kernel.cache_clear()
     layer = random_layer(2, 256, 128)
     expected = engine.prepare(*clone(layer), 256, 128, 2)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 256, 128, 2)
-    assert differences(got, expected) == []
+    shuffled = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 256, 128, 2)
+    assert differences(shuffled, expected) == []
     assert "no Triton kernel for the row permutation" in caplog.text
     assert "no Triton kernel for the interleave" in caplog.text
 
@@ -477,8 +482,8 @@ def test_placeholders_have_one_byte_per_expert_and_the_same_dtype():
     layer.w2_weight_scale = other = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
     assert fp4_weights.drop_swizzled_scales(layer) == 3 * 128 * 4 - 3
     # The placeholder is a parameter, because the engine's weight offloader looks it up by name.
-    kept = dict(layer.named_parameters())["w13_blockscale_swizzled"]
-    assert (kept.shape, kept.dtype, kept.requires_grad) == ((3, 1, 1), torch.float8_e4m3fn, False)
+    placeholder = dict(layer.named_parameters())["w13_blockscale_swizzled"]
+    assert (placeholder.shape, placeholder.dtype, placeholder.requires_grad) == ((3, 1, 1), torch.float8_e4m3fn, False)
     assert layer.w2_blockscale_swizzled is None
     assert layer.w2_weight_scale is other
     assert fp4_weights.drop_swizzled_scales(layer) == 0

@@ -160,11 +160,11 @@ def test_offers_stay_in_their_own_context():
     """An offered buffer is visible only to the forward pass that offers it. Another forward pass may run at the same
     time, in another thread or in another context of the same thread.
     """
-    seen: list[Any] = []
+    offers: list[Any] = []
 
     def elsewhere():
-        seen.append(channel.get_offered_buffer())
-        seen.append(channel.take_output((2, 3), torch.float32, CPU))
+        offers.append(channel.get_offered_buffer())
+        offers.append(channel.take_output((2, 3), torch.float32, CPU))
 
     empty_context, mine = copy_context(), torch.empty(2, 3)
     with moe_output_buffer_ctx(mine):
@@ -173,7 +173,7 @@ def test_offers_stay_in_their_own_context():
         thread.join()
         empty_context.run(elsewhere)
         assert channel.get_offered_buffer() is mine
-    assert seen == [None] * 4
+    assert offers == [None] * 4
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):

@@ -32,10 +32,10 @@ def wrap_by(name, function):
 
 @pytest.fixture
 def module():
-    made: Any = types.ModuleType("sglang.srt.made_up")
-    made.run = copy_into_module(template, "sglang.srt.made_up")
-    made.Layer = type("Layer", (), {"__module__": "sglang.srt.made_up", "forward": made.run})
-    return made
+    new_module: Any = types.ModuleType("sglang.srt.made_up")
+    new_module.run = copy_into_module(template, "sglang.srt.made_up")
+    new_module.Layer = type("Layer", (), {"__module__": "sglang.srt.made_up", "forward": new_module.run})
+    return new_module
 
 
 def test_a_missing_module_or_attribute_is_named(module):

@@ -80,11 +80,11 @@ def test_undoing_changes_in_another_order_leaves_no_wrapper(module):
 def test_arguments_may_be_keywords(module, by_place):
     fused_moe_call.add_route(Patcher(), IN_PLACE)
     names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "config")
-    given = dict(zip(names, (*CALL, 7), strict=True))
-    call = [given.pop(name) for name in names[:by_place]]
+    arguments = dict(zip(names, (*CALL, 7), strict=True))
+    call = [arguments.pop(name) for name in names[:by_place]]
     run = getattr(module, fused_moe_call.NAME)
-    assert run(*call, **given, inplace=True) == ("in place", *CALL, 7, True, None)
-    assert run(*call, **given, inplace=False) == ("the engine's", *CALL, 7, False, None)
+    assert run(*call, **arguments, inplace=True) == ("in place", *CALL, 7, True, None)
+    assert run(*call, **arguments, inplace=False) == ("the engine's", *CALL, 7, False, None)
 
 
 def test_no_route_is_called_while_tracing():

@@ -177,8 +177,8 @@ def test_every_variable_named_in_the_code_is_listed():
     ],
 )
 def test_an_unread_variable_with_our_prefix_is_reported(name, words):
-    said = [f"{name} is set, but no code reads it{hint}" for hint in words or ()]
-    assert patch.describe_unread_variables(CHANGES, {name: "1"}) == said
+    warnings = [f"{name} is set, but no code reads it{hint}" for hint in words or ()]
+    assert patch.describe_unread_variables(CHANGES, {name: "1"}) == warnings
 
 
 # --- The patcher -----------------------------------------------------------------------------------------------------
@@ -228,6 +228,6 @@ def test_undo_restores_attributes_in_reverse_order_and_removes_added_ones():
     ],
 )
 def test_a_change_is_needed_if_the_model_or_its_draft_model_uses_its_runner(server, needed):
-    found = runners.skip_unless_runner(*runners.TRTLLM)(SimpleNamespace(**server))
-    assert (found is None) == needed
-    assert needed or "triton" in found.reason
+    skip = runners.skip_unless_runner(*runners.TRTLLM)(SimpleNamespace(**server))
+    assert (skip is None) == needed
+    assert needed or "triton" in skip.reason
