@@ -337,8 +337,8 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 @pytest.mark.every_release
 def test_the_page_states_the_installed_engines_default_budget():
     """The page of cutedsl-sizing states the installed engine's default number of tokens per rank for FlashInfer's
-    dispatcher: 1024 up to 0.5.12.post1, at least 4096 in later releases. The later releases also compute the number of
-    tokens for CuteDSL's buffers themselves.
+    dispatcher: 1,024 up to 0.5.12.post1, at least 4,096 in later releases. The later releases also compute the number
+    of tokens for CuteDSL's buffers themselves.
     """
     page = (Path(__file__).parents[3] / "docs/changes/cutedsl-sizing.md").read_text()
     dispatcher = engine_code.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
@@ -349,7 +349,7 @@ def test_the_page_states_the_installed_engines_default_budget():
     earlier, later = f'get_int_env_var("{BUDGET.name}", 1024)' in code, re.search(r"max\(.*, 4096\)", code)
     assert bool(earlier) != bool(later)
     assert is_sized_by_engine(engine_code.import_module("sglang.srt.server_args").ServerArgs) == bool(later)
-    assert ("1024 up to" if earlier else "at least 4096") in page
+    assert ("1,024 tokens up to" if earlier else "at least 4,096 tokens") in page
     assert BUDGET.read({}) == 1024 or later
     assert BUDGET.default == ""
 
