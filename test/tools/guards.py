@@ -386,7 +386,6 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("self._begin_next(phases.derive_phases)", "self._begin_next(lambda limits: [])"),
             ("(is_smaller or ended_early)", "ended_early"),
             ("(is_smaller or ended_early)", "is_smaller"),
-            ("need is None or need.failure for need", "need is None for need"),
         ],
         "test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes": [
             (
@@ -395,7 +394,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ),
             ("        self._phases.clear()\n", ""),
             ("self._has_started_over, self._limits_penalized = True,", "self._limits_penalized ="),
-            ("if self._pass > 1 or rank_0", "if rank_0"),
+            ("        if self._pass > 1:\n            return None\n", ""),
             ("        self._fewer_requests = requests\n", ""),
         ],
         "test_a_server_of_unchanged_size_has_the_stock_request_limit_unless_it_started_over": [

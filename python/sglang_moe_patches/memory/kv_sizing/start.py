@@ -183,7 +183,7 @@ class ServerStart:
             needs = yield Exchange(f"measured {self._pass}", self._need_to_publish(measured))
             before, rank_0 = self.pools.counts.tokens, needs[0]
             tokens, reason, ended_early = self._decide(needs)
-            requests = self._requests_to_start_over(needs, tokens < before, ended_early)
+            requests = self._requests_to_start_over(rank_0, tokens < before, ended_early)
             # If an object of the engine refuses its own size, the start goes on instead of starting over.
             if requests is not None and not self._set_cache_size(before):
                 failure = self._start_over(requests)
@@ -367,16 +367,18 @@ class ServerStart:
             return min(tokens, first), reason, False
         return tokens, reason, any(need.stopped for need in known)
 
-    def _requests_to_start_over(self, needs: list[RankNeed | None], is_smaller: bool, ended_early: bool) -> int | None:
+    def _requests_to_start_over(self, rank_0: RankNeed, is_smaller: bool, ended_early: bool) -> int | None:
         """Return the number of requests with which the first rehearsal starts over; ``None``: it does not start over.
 
         By default the rehearsal tries more concurrent requests than the user asked for. If these would make the KV
         cache smaller than the engine's own, the rehearsal starts over with fewer requests.
 
         The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
+
+        :param is_smaller: whether the KV cache becomes smaller. It does not if a rank is silent or has failed.
+        :param ended_early: whether the rehearsal of any rank ended early, and none failed.
         """
-        rank_0 = needs[0]
-        if self._pass > 1 or rank_0 is None or any(need is None or need.failure for need in needs):
+        if self._pass > 1:
             return None
         if rank_0.restart_requests and (is_smaller or ended_early):
             return rank_0.restart_requests
