@@ -104,7 +104,7 @@ def table(load: Load) -> str:
     """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
     results = first_starts(load)
     rows = [(readme_label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
-    note = f"{BOLD} [Settings](#settings)."
+    note = f"{BOLD} *An H100's free memory*: {H100_FREE_MIB:,} MiB. [Settings](#settings)."
     return f"\n{output.table((f'server, {README_GPU}', *FIGURES), rows, left=4)}\n{note}\n"
 
 
@@ -120,16 +120,15 @@ def make_readme_settings(load: Load) -> str:
     paragraph = (
         f"All servers ran SGLang {list_conditions(first_starts(load), 'engine')} once, with random weights and Triton "
         "attention (not FA3, SGLang's default on Hopper). 200 requests (gpt-oss: 100) were sent at once. *One rank of "
-        "TP=4* means that one GPU ran its share of `--tp 4`. *With an H100's free memory* means that another process "
-        "took the rest of the H200's memory. The commands of these two servers have `--mem-fraction-static "
-        f"{H100_FRACTION}`, SGLang's own value on an H100, so the variable is `always`. More: "
+        "TP=4* means that one GPU ran its share of `--tp 4`. The two servers with an H100's free memory have "
+        f"`--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100, so the variable is `always`. More: "
         "[settings](docs/benchmarks/README.md#settings)."
     )
     return f"\n{_wrap(paragraph)}\n"
 
 
 FIGURES = ("KV tokens", "tokens/s", "ms per token")
-BOLD = "Bold tokens/s: stock starts, but the load does not fit its KV cache."
+BOLD = "**Bold tokens/s**: stock starts, but its KV cache is smaller than the load."
 """Explanation of the bold cells of throughput, for the notes of tables."""
 
 
