@@ -38,16 +38,19 @@ MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re
 
 @dataclass(frozen=True)
 class Section:
-    """Generated part of a page.
+    """Generated part of a page. It has a text of its own (``make_text``), or the commands, conditions and tables of
+    stored results.
 
-    :param results: names of files in ``benchmark/results/``; empty if the tables are computed without results.
-    :param tables: makes the tables from these results.
-    :param headlines: makes the whole text instead, without commands. It loads the results that it needs.
+    :param results: names of files in ``benchmark/results/`` for ``tables``; empty if ``tables`` needs none. With
+        ``make_text``, the names only tell a test that the section shows these results.
+    :param tables: function that makes the tables from ``results``.
+    :param make_text: function that makes the whole section, and loads the results that it needs; ``None``: the section
+        has commands, conditions and ``tables``.
     """
 
     results: tuple[str, ...] = ()
     tables: Callable[[list[output.Result]], str] = lambda results: ""
-    headlines: Callable[[Load], str] | None = None
+    make_text: Callable[[Load], str] | None = None
 
 
 def section_of_one(name: str, tables: Callable[[output.Result], str]) -> Section:
@@ -114,64 +117,66 @@ def added_host_time(load: Load) -> str:
 
 
 SECTIONS = {
-    "launched-chart": Section(headlines=overview.make_readme_chart),
-    "launched": Section(full_names("serving", *headlines.LAUNCHED), headlines=overview.make_launched),
-    "launched-settings": Section(headlines=overview.make_readme_settings),
-    "older-table": Section(headlines=overview.make_older_table),
-    "gains": Section(headlines=overview.make_gains),
-    "charts": Section(headlines=overview.make_charts),
-    "index": Section(headlines=overview.make_index),
+    "launched-chart": Section(make_text=overview.make_readme_chart),
+    "launched": Section(full_names("serving", *headlines.LAUNCHED), make_text=overview.make_launched),
+    "launched-settings": Section(make_text=overview.make_readme_settings),
+    "older-table": Section(make_text=overview.make_older_table),
+    "gains": Section(make_text=overview.make_gains),
+    "charts": Section(make_text=overview.make_charts),
+    "index": Section(make_text=overview.make_index),
     "weight-shuffle": section_of_one(
-        "weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))
+        "weight-shuffle/h200", lambda result: weight_shuffle.make_tables(result, shards=("tp4", "ep8"))
     ),
     "marlin-repack": Section(
         full_names("marlin-repack", "h100", "h100-0.5.17"),
-        lambda results: "\n\n".join(map(marlin_repack.tables, results)),
+        lambda results: "\n\n".join(map(marlin_repack.make_tables, results)),
     ),
     "nvfp4-hopper": section_of_one("nvfp4-hopper/h200-0.5.17", raw_table),
-    "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
-    "mutations": Section((mutations.RESULT,), headlines=mutations.make_table),
+    "regress-verdicts": Section(make_text=lambda load: verdicts.make_tables()),
+    "mutations": Section((mutations.RESULT,), make_text=mutations.make_table),
     "regress-tiny": section_of_one("regress/tiny-h200", raw_table),
     "residual-hole": section_of_one("residual-hole/h200", raw_table),
-    "segments": Section(SEGMENTS, segments.tables),
-    "segments-variable": Section(full_names("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
-    "segments-long": Section(("segments/kimi-k2.5-long",), segments.tables),
+    "segments": Section(SEGMENTS, segments.make_tables),
+    "segments-variable": Section(full_names("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.make_tables),
+    "segments-long": Section(("segments/kimi-k2.5-long",), segments.make_tables),
     "segments-times": Section(
         full_names(
             "triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode", "kimi-k2.5-segments-common-pool"
         ),
-        triton_server.tables,
+        triton_server.make_tables,
     ),
-    "soak": section_of_one("soak/qwen3-30b", soak.tables),
-    "engine-suite": section_of_one("engine-suite/h200-0.5.17", engine_suite.tables),
+    "soak": section_of_one("soak/qwen3-30b", soak.make_tables),
+    "engine-suite": section_of_one("engine-suite/h200-0.5.17", engine_suite.make_tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.runs_table),
     "peak-memory-marlin": section_of_one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.setting_tables),
-    "models": section_of_one("models/0.5.23", models.tables),
-    "recipes": Section(RECIPES, recipes.tables),
-    "room": Section(full_names("room", "0.5.12.post1", "0.5.17"), room.tables),
-    "recipes-on-hopper": Section(RECIPES, headlines=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
+    "models": section_of_one("models/0.5.23", models.make_tables),
+    "recipes": Section(RECIPES, recipes.make_tables),
+    "room": Section(full_names("room", "0.5.12.post1", "0.5.17"), room.make_tables),
+    "recipes-on-hopper": Section(RECIPES, make_text=lambda load: recipes.on_hopper([load(name) for name in RECIPES])),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "triton-servers": Section(TRITON_SERVERS, triton_server.runs_table),
     "triton-decode": section_of_one("triton-server/kimi-k2.5-decode", triton_server.decode_table),
     "overhead-servers": section_of_one("overhead/servers-h200", raw_table),
     "overhead-servers-tp4": section_of_one("overhead/servers-4xh200", raw_table),
     "overhead-host": Section(HOSTS, overhead.host_tables),
-    "scheduler-turn": section_of_one("overhead/scheduler-turn-cpu", scheduler_turn.tables),
-    **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
-    "serving": Section(SERVING, serving.tables),
-    "serving-earlier": Section(SERVING_EARLIER, serving.tables),
+    "scheduler-turn": section_of_one("overhead/scheduler-turn-cpu", scheduler_turn.make_tables),
+    **{f"host-time-{change}": Section(make_text=added_host_time) for change in HOST_TIME},
+    "serving": Section(SERVING, serving.make_tables),
+    "serving-earlier": Section(SERVING_EARLIER, serving.make_tables),
     "loading": Section(
-        full_names("loading", "gpt-oss-120b", "gpt-oss-120b-as-h100", "gpt-oss-120b-tp2"), loading.tables
+        full_names("loading", "gpt-oss-120b", "gpt-oss-120b-as-h100", "gpt-oss-120b-tp2"), loading.make_tables
     ),
-    "serving-recipes": Section(SERVING_RECIPES, serving.tables),
+    "serving-recipes": Section(SERVING_RECIPES, serving.make_tables),
     "penalties": section_of_one("serving/qwen3-30b-penalties", serving.peak_table),
-    "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
+    "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.make_tables),
     "mori-rows": section_of_one(
-        "mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))
+        "mori-rows/rows", lambda result: mori_rows.make_tables(result, eps=(8, 32), batches=(32, 512))
     ),
-    "launcher-cost": section_of_one("launcher-cost/cpu", launcher_cost.tables),
-    "cutedsl-memory": section_of_one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
+    "launcher-cost": section_of_one("launcher-cost/cpu", launcher_cost.make_tables),
+    "cutedsl-memory": section_of_one(
+        "cutedsl-memory/layouts", lambda result: cutedsl_memory.make_tables(result, tps=(4,))
+    ),
     "moe-workspace": Section(full_names("moe-workspace", "h200", "h200-more", "h100"), moe_tables.layers_table),
     "moe-workspace-slices": section_of_one("moe-workspace/h200-slices", moe_tables.slices_table),
     "moe-workspace-default": section_of_one("moe-workspace/h200-default", moe_tables.rule_tables),
@@ -198,9 +203,9 @@ def images() -> list[str]:
 
 def section(name: str, load: Load = output.load) -> str:
     """Make the text of a section, for the place between the section's two comments."""
-    names, tables, headlines_of = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
-    if headlines_of is not None:
-        return f"{headlines_of(load)}\n"
+    names, tables, make_text = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].make_text
+    if make_text is not None:
+        return f"{make_text(load)}\n"
     results = [{**load(result), "name": result} for result in names]
     if not results:
         return f"\n{tables(results)}\n"

@@ -156,7 +156,7 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
     }
 
 
-def tables(result: output.Result, tps: Collection[int] = ()) -> str:
+def make_tables(result: output.Result, tps: Collection[int] = ()) -> str:
     """Make a table of the buffers of all layers, "upstream" and "ours". It has a row per layout and a column per model.
 
     :param tps: tensor-parallel sizes to show; empty: all sizes.
@@ -219,4 +219,4 @@ def main() -> None:
     disable_streams()
     sizes = (options.tokens, options.chunked_prefill_size, options.cuda_graph_max_bs)
     rows = [row(name, layout, *sizes) for name in options.models for layout in LAYOUTS]
-    output.finish(options, output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows}), tables)
+    output.finish(options, output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows}), make_tables)

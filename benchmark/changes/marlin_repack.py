@@ -174,7 +174,7 @@ def packed_bytes(layer: Layer) -> int:
     return layer.experts * layer.hidden * layer.rows * (3 if layer.gated else 2) // 2
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     def cells(layer: dict[str, Any]) -> list[str]:
         kinds = [layer[kind] for kind in ("stock", "patched", timing.CONTROL)]
         beyond = [f"{kind['allocated'] / MB:,.0f} ({kind['allocated'] / layer['packed']:.2f})" for kind in kinds[:2]]
@@ -210,4 +210,4 @@ def main() -> None:
         "small": {name: compare(name, layer) for name, layer in known.items() if name in SMALL},
         "layers": {name: compare(name, layer) for name, layer in known.items() if name in options.layers},
     }
-    output.finish(options, output.result("marlin_repack", figures), tables)
+    output.finish(options, output.result("marlin_repack", figures), make_tables)

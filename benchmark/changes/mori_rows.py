@@ -101,7 +101,7 @@ def make_cases(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
     return cases
 
 
-def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
+def make_tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
     """Make a table of the received rows and of the rows that the kernel computes in each mode.
 
     :param eps: numbers of expert-parallel ranks to show; empty: all.
@@ -154,4 +154,4 @@ def main() -> None:
     options = output.parse(parser)
     sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK, "limit_batch": LIMIT_BATCH}
     figures = {**sizes, "cases": [asdict(case) for case in make_cases(options.eps, options.batches)]}
-    output.finish(options, output.result("mori_rows", figures), tables, plot)
+    output.finish(options, output.result("mori_rows", figures), make_tables, plot)

@@ -204,7 +204,7 @@ def measure_fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, 
 # --- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def tables(result: output.Result, shards: Collection[str] = tuple(SHARDS)) -> str:
+def make_tables(result: output.Result, shards: Collection[str] = tuple(SHARDS)) -> str:
     figures = result["figures"]
     rows = []
     for row in (case for case in figures["cases"] if case["shard"] in shards):
@@ -291,4 +291,4 @@ def main() -> None:
             "cases": rows,
             "fragmentation": measure_fragmentation(pool_case, engine, options.layers) if options.layers else None,
         }
-    output.finish(options, output.result("weight_shuffle", figures), tables, plot)
+    output.finish(options, output.result("weight_shuffle", figures), make_tables, plot)

@@ -57,15 +57,15 @@ def make_triton_tables(result: output.Result) -> str:
     return f"{rule_tables(result)}\n{graph_tables([result])}"
 
 
-def find_cells_by_width(
+def find_cells_of_chosen_width(
     cells: list[dict[str, Any]], setting: int | None = None
 ) -> dict[tuple[Any, ...], dict[str, Any] | None]:
     """Find the measurements with the slice widths that moe-workspace's rule chooses today.
 
     :param cells: measurements of several slice widths.
-    :param setting: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
-    :returns: one measurement for each combination of layer, tiles and number of tokens. ``None``: the rule does not cut
-        the tensor. An empty dictionary: the width that the rule chooses was not measured.
+    :param setting: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``; ``None``: unset.
+    :returns: the measurement for each combination of layer, tiles and number of tokens. A combination's value is
+        ``None`` if the rule does not cut the tensor, and ``{}`` if the chosen width was not measured.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for cell in cells:
@@ -103,7 +103,10 @@ def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int
         return format_sliced_cell(cell) if cell else "not measured"
 
     same_tokens = [cell for cell in cells if cell["tokens"] == tokens]
-    by_setting = [find_cells_by_width(cells), *(find_cells_by_width(same_tokens, setting) for setting in settings)]
+    by_setting = [
+        find_cells_of_chosen_width(cells),
+        *(find_cells_of_chosen_width(same_tokens, setting) for setting in settings),
+    ]
     lines = []
     for key, peak in stock.items():
         if key[4] == tokens:

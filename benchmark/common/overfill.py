@@ -112,12 +112,12 @@ def send_penalized(server: Server, info: Mapping[str, Any], vocabulary: int, req
     """
     load, tokens = _Load(Client(server.url), info, vocabulary, True), Tokens("penalized", vocabulary)
     prompts = [tokens.draw(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
-    never = threading.Event()
+    unset_stop = threading.Event()
     return _outcome(
         server,
         load,
         lambda log: load.send(
-            prompts, PENALIZED_NEW_TOKENS, never, sampling=PENALIZED_SAMPLING, timeout_s=END_TIMEOUT_S
+            prompts, PENALIZED_NEW_TOKENS, unset_stop, sampling=PENALIZED_SAMPLING, timeout_s=END_TIMEOUT_S
         ),
     )
 

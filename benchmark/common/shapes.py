@@ -22,9 +22,10 @@ def fuse(model: Model) -> Model:
 
 
 def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model:
-    """Call :func:`fuse` for a model whose shared experts the engine runs as routed experts on a GPU.
+    """Return a model with its shared experts as the engine runs them on a GPU: as routed experts (:func:`fuse`) for
+    some models with the Triton runner, otherwise unchanged.
 
-    :param fusion: ``False`` with ``--disable-shared-experts-fusion``.
+    :param fusion: ``False`` with ``--disable-shared-experts-fusion``. The model is then unchanged.
     """
     fusible = model.family == "glm4-moe" or (model.family == "deepseek-v3" and model.experts == 256)
     return fuse(model) if fusion and fusible and runner == "triton" else model

@@ -35,7 +35,7 @@ def worse_probability(questions: int, losses: float, gains: float) -> float:
     return total
 
 
-def tables() -> str:
+def make_tables() -> str:
     """Make a table of how often ``regress`` gives each verdict in 100 runs, by the true drop in accuracy.
 
     A run that is both "worse" and within ``--max-drop`` counts as "worse".

@@ -182,7 +182,7 @@ TOKENS = (
 )
 
 
-def tables(results: Sequence[output.Result]) -> str:
+def make_tables(results: Sequence[output.Result]) -> str:
     """Make two tables for each run: one of memory, and one of KV tokens and answers."""
     parts = []
     for result in results:
@@ -277,6 +277,6 @@ def main() -> None:
                         output.write(options.json, output.result("loading", figures))
         finally:
             output.keep_logs(options, work)
-    output.finish(options, output.result("loading", figures), lambda result: tables([result]))
+    output.finish(options, output.result("loading", figures), lambda result: make_tables([result]))
     if failed := [name for name in options.servers if "failed" in figures["servers"][name]]:
         print(f"loading: did not start: {', '.join(failed)}", file=sys.stderr)

@@ -160,7 +160,7 @@ def measure(make: Callable[[int], Any], size: int) -> dict[str, float]:
         }
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     """Make a table with a row for each figure. It has the medians, and the range of each version's ratio to stock."""
     figures = result["figures"]
     names = list(figures["samples"])
@@ -203,7 +203,7 @@ def main() -> None:
     versions = {name: partial(measure, make, size) for name, make in makers.items()}
     samples = timing.run_in_turn(versions, options.rounds)
     figures = {"gigabytes": options.gigabytes, "rounds": options.rounds, "samples": samples}
-    output.finish(options, output.result("mapped", figures), tables)
+    output.finish(options, output.result("mapped", figures), make_tables)
 
 
 if __name__ == "__main__":

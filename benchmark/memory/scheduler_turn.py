@@ -137,7 +137,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     figures = result["figures"]
     requests = f"{figures['running']} running and {figures['waiting']} waiting requests"
     header = (f"{requests}, us per turn", "stock", "added", "quartiles")
@@ -167,4 +167,4 @@ def main() -> None:
         get_global_server_args().pp_max_micro_batch_size = 4096  # the default with one pipeline stage
         rows = measure(options)
     figures = {"running": options.running, "waiting": options.waiting, "rounds": options.rounds, "rows": rows}
-    output.finish(options, output.result("scheduler-turn", figures), tables)
+    output.finish(options, output.result("scheduler-turn", figures), make_tables)

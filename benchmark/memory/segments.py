@@ -249,7 +249,7 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables(results: Sequence[output.Result]) -> str:
+def make_tables(results: Sequence[output.Result]) -> str:
     """Two tables with a row for each server: memory, and times with answers."""
     memory: list[tuple[str, ...]] = []
     times: list[tuple[str, ...]] = []
@@ -309,4 +309,4 @@ def main() -> None:
         serve_all(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("segments: no server was measured")
-    output.finish(options, output.result("segments", figures), lambda result: tables([result]))
+    output.finish(options, output.result("segments", figures), lambda result: make_tables([result]))

@@ -564,7 +564,7 @@ def describe_run(result: output.Result) -> tuple[str, str, str, str]:
     )
 
 
-def tables(results: Sequence[output.Result]) -> str:
+def make_tables(results: Sequence[output.Result]) -> str:
     """Make the tables of several results: runs, speed, memory, starts with answers, further loads, freed KV cache."""
     runs = [(_link_to_result(result), *describe_run(result)) for result in results]
     speed: list[tuple[str, ...]] = []
@@ -782,6 +782,6 @@ def main() -> None:
         finally:
             output.keep_logs(options, work)
     if figures["servers"]:
-        output.finish(options, output.result("serving", figures), lambda result: tables([result]))
+        output.finish(options, output.result("serving", figures), lambda result: make_tables([result]))
     if failed:
         raise SystemExit(f"serving: not measured, or did not survive: {', '.join(failed)}")

@@ -194,7 +194,7 @@ def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
     )
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     figures = result["figures"]
     questions = figures["questions"]
     header = ("", "accuracy", "lost, gained (points lost, at most)", "answers that differ", "by accuracy")
@@ -211,7 +211,7 @@ def make_table(load: Callable[[str], output.Result]) -> str:
     result = load(RESULT)
     conditions, typed = result["conditions"], " (typed in)" if result.get("transcribed") else ""
     data = f"[{RESULT.split('/')[1]}.json](../../benchmark/results/{RESULT}.json){typed}"
-    return f"\n{conditions['date']}, {conditions['machine']}. Data: {data}.\n\n{tables(result)}"
+    return f"\n{conditions['date']}, {conditions['machine']}. Data: {data}.\n\n{make_tables(result)}"
 
 
 def main() -> None:
@@ -249,4 +249,4 @@ def main() -> None:
                 print(", ".join(cells(rows[-1], options.questions)), flush=True)
     assert stock is not None
     figures = {"questions": options.questions, "shots": SHOTS, "backend": options.backend}
-    output.finish(options, output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows}), tables)
+    output.finish(options, output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows}), make_tables)

@@ -200,7 +200,7 @@ def failure_messages(side: dict[str, Any]) -> dict[str, str]:
     return messages | ({"": side["errors"][0]} if side["errors"] else {})
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     """Make a table of the files that ran. Below it, list tests that fail stock, differences, and files without a
     result.
     """
@@ -276,7 +276,7 @@ def main() -> int:
             f"engine_suite: warning: the tests belong to {tag}, but the installed engine is {engine}", file=sys.stderr
         )
     figures = run_suite(files, options)
-    output.finish(options, output.result("engine_suite", figures), tables)
+    output.finish(options, output.result("engine_suite", figures), make_tables)
     return int(any(find_broken_tests(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
 
 

@@ -92,7 +92,7 @@ def measure(runs: int) -> dict[str, Any]:
     }
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     figures = result["figures"]
     rows = []
     for key, (label, digits) in FIGURES.items():
@@ -116,4 +116,4 @@ def main() -> None:
         help="number of counted runs with and without the package, after one warm-up (%(default)s)",
     )
     options = output.parse(parser)
-    output.finish(options, output.result("launcher_cost", measure(options.runs)), tables)
+    output.finish(options, output.result("launcher_cost", measure(options.runs)), make_tables)

@@ -118,7 +118,7 @@ def in_mb(*sizes: float) -> str:
     return " -> ".join(f"{size / MB:,.0f}" for size in sizes)
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     """Make a table with a row for each model: its runner, the predicted and measured peak, and what is not known."""
     rows = []
     wholes, alone = load_measured_peaks()
@@ -190,4 +190,4 @@ def main() -> None:
         print(f"{model['model']} {model['format']}: {summary}", flush=True)
         if options.json:
             output.write(options.json, result)
-    output.finish(options, result, tables)
+    output.finish(options, result, make_tables)

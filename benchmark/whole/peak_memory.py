@@ -222,7 +222,7 @@ def peak_cells(result: output.Result) -> list[str]:
     return cells
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     """Make the tables of one run: predicted and measured memory, and differences of answers."""
     figures = result["figures"]
     rows = []
@@ -327,5 +327,5 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    output.finish(options, result, tables)
+    output.finish(options, result, make_tables)
     return 0

@@ -138,7 +138,7 @@ def on_hopper(results: list[output.Result]) -> str:
     )
 
 
-def tables(results: list[output.Result]) -> str:
+def make_tables(results: list[output.Result]) -> str:
     """Make a table with a row for each recipe. The row shows the report of :func:`first_answer`."""
     wholes, alone = link_measurements()
     rows, absent = [], set()
@@ -204,4 +204,4 @@ def main() -> None:
     options = output.parse(output.parser(__doc__))
     conditions = {"machine": "no GPU", "engine": engine.version()}
     result = output.result("recipes", {"recipes": list(answer_recipes())}, conditions)
-    output.finish(options, result, lambda result: f"{counts([result])}\n{tables([result])}")
+    output.finish(options, result, lambda result: f"{counts([result])}\n{make_tables([result])}")

@@ -102,7 +102,7 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
     return room, room["need"]["total"] / growth["need_bytes"] - 1, room["grown_tokens"] / growth["tokens"] - 1
 
 
-def tables(results: list[output.Result]) -> str:
+def make_tables(results: list[output.Result]) -> str:
     """Make a table with a row for each measured server. Above it, a sentence says how many predictions have an error
     of at most :data:`NEED_ERROR`.
     """
@@ -170,4 +170,4 @@ def main() -> None:
         print(server["result"], asked.get("refused") or asked["unknown"], asked.get("fit"), flush=True)
         if options.json:
             output.write(options.json, found)
-    output.finish(options, found, lambda result: tables([result]))
+    output.finish(options, found, lambda result: make_tables([result]))

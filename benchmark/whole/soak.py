@@ -502,7 +502,7 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables(result: output.Result) -> str:
+def make_tables(result: output.Result) -> str:
     """Make a table with a column for each server. Below it are the verdict and the numbers of different answers."""
     figures = result["figures"]
     servers = figures["servers"]
@@ -588,5 +588,5 @@ def main() -> int:
         serve_both(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("soak: no server ran")
-    output.finish(options, output.result("soak", figures), tables)
+    output.finish(options, output.result("soak", figures), make_tables)
     return 1 if figures["reasons"] else 0

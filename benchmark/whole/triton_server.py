@@ -152,7 +152,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     return dict(zip(setups, [stock, *others], strict=True))
 
 
-def tables(results: list[output.Result]) -> str:
+def make_tables(results: list[output.Result]) -> str:
     """Make two tables with a row for each server of each run: one of memory, and one of times. The second table also
     has each time relative to the stock server.
     """
@@ -253,4 +253,4 @@ def main() -> None:
         machine.require_gpu("triton_server", "--quick runs without one")
     with output.work_folder(options) as work:
         figures = measure(options, work)
-    output.finish(options, output.result("triton_server", figures), lambda result: tables([result]))
+    output.finish(options, output.result("triton_server", figures), lambda result: make_tables([result]))

@@ -39,7 +39,7 @@ def same_answers(a: Any, b: Any) -> bool:
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
-class Keeper:
+class TensorRecorder:
     """Recorder of tensors, called from a hook. It keeps each tensor and a copy of the tensor's values."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Keeper:
         if isinstance(tensor, torch.Tensor):
             self.tensors.append((tensor, tensor.clone()))
 
-    def are_intact(self) -> list[bool]:
+    def list_intact(self) -> list[bool]:
         """Return a boolean for each kept tensor: whether its values are unchanged."""
         return [torch.equal(tensor, before) for tensor, before in self.tensors]
 

@@ -4,20 +4,20 @@ It reports the free memory before and after loading and in forward passes, less 
 cache. It shortens rehearsals, and makes kv-sizing treat the server as a server on a GPU. All other code is the
 engine's. The KV cache lies at reserved addresses, and code that touches an unmapped byte ends the process. Variables:
 
-``GAIN``       bytes by which the KV cache can grow; below 0 it must shrink
-``GIVEN``      value of ``--mem-fraction-static``, if the user set it
-``EACH``       bytes that sampling allocates for each request of a forward pass
-``LEAP``       additional bytes that sampling allocates for more than 256 requests
-``STEPS``      folder in which each rank writes a file of its rehearsed forward passes
-``FAILS``      rank whose driver does not answer in the rehearsal
-``MAP_FAILS``  rank that has no memory to grow
-``SHORT``      file with a number of bytes; once it exists, another process has allocated these bytes
-``TURN_S``     file with a number of seconds; once it exists, each turn of the event loop takes so much longer
-``MERGES``     file of the sizes of merged batches, if one of both has tensors for penalties
-``RAISES``     ``REQUESTS RANK``: a rehearsed forward pass of so many requests raises, on one rank or on ``all``
-``HOLDS``      if set, the second rehearsed forward pass lasts until the process ends
-``SLEEPS``     if set, the log has a line for each sleep of an idle scheduler
-``TUNES``      file with a line each time that memory is mapped, and each time that the engine tunes kernels
+``GAIN``                      bytes by which the KV cache can grow; below 0 it must shrink
+``GIVEN``                     value of ``--mem-fraction-static``, if the user set it
+``BYTES_PER_REQUEST``         bytes that sampling allocates for each request of a forward pass
+``BYTES_ABOVE_256_REQUESTS``  additional bytes that sampling allocates for more than 256 requests
+``STEPS``                     folder in which each rank writes a file of its rehearsed forward passes
+``FAILS``                     rank whose driver does not answer in the rehearsal
+``MAP_FAILS``                 rank that has no memory to grow
+``SHORT``                     file with a number of bytes; once it exists, another process has allocated these bytes
+``TURN_S``                    file with a number of seconds; once it exists, each turn takes that much longer
+``MERGES``                    file of the sizes of merged batches, if one of both has tensors for penalties
+``RAISES``                    ``REQUESTS RANK``: forward passes of so many requests raise on one rank or ``all``
+``HOLDS``                     if set, the second rehearsed forward pass lasts until the process ends
+``SLEEPS``                    if set, the log has a line for each sleep of an idle scheduler
+``TUNES``                     file with a line for each mapping of memory, and for each tuning of kernels by the engine
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def sample_often(serving):
 def prepare_rehearsal(rehearsal):
     rehearsal.REHEARSAL_TIMEOUT_S = 3600  # long enough for any machine
     rehearsal.MIN_FREE_BYTES = margin_bytes() // 2
-    if "EACH" in os.environ:
+    if "BYTES_PER_REQUEST" in os.environ:
         count_sampling_bytes(rehearsal)
     if "STEPS" in os.environ:
         record_forwards(rehearsal)
@@ -128,8 +128,8 @@ def count_sampling_bytes(rehearsal):
 
     def batch_facts(batch):
         facts = facts_of(batch)
-        leap = int(os.environ.get("LEAP", "0")) if facts.requests > 256 else 0
-        sampled["now"] = max(sampled["now"], int(os.environ["EACH"]) * facts.requests + leap)
+        extra_bytes = int(os.environ.get("BYTES_ABOVE_256_REQUESTS", "0")) if facts.requests > 256 else 0
+        sampled["now"] = max(sampled["now"], int(os.environ["BYTES_PER_REQUEST"]) * facts.requests + extra_bytes)
         sampled["most"] = max(sampled.values())
         return facts
 

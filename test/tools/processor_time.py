@@ -74,7 +74,7 @@ def measure_slowdown() -> float:
     return max(1.0, statistics.median(loop_s() for _ in range(5)) / LOOPS_S)
 
 
-class Limit:
+class ProcessorTimeLimit:
     """Pytest plugin that fails a test if its processor time exceeds the limit."""
 
     def __init__(self) -> None:
@@ -116,4 +116,4 @@ class Limit:
 def install_limit(config: pytest.Config) -> None:
     """Install the limit for all tests. With ``ALL_CASES``, there is no limit, because tests run more random cases."""
     if not os.environ.get(ALL_CASES) and not config.pluginmanager.has_plugin(NAME):
-        config.pluginmanager.register(Limit(), NAME)
+        config.pluginmanager.register(ProcessorTimeLimit(), NAME)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
-from harness import Keeper, Pool, make_norms_out_of_place, same_answers, watch_forwards
+from harness import Pool, TensorRecorder, make_norms_out_of_place, same_answers, watch_forwards
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
@@ -247,14 +247,14 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
         make_norms_out_of_place(monkeypatch)
 
     def intact(*changes):
-        keeper = Keeper()
+        keeper = TensorRecorder()
         with installed(*changes) if changes else without_buffer():
             model = engine.load(path)
             hook = keep(model, keeper)
             engine.generate(model, PROMPTS[:1], 0)
         if hook is not None:
             hook.remove()
-        return keeper.are_intact()
+        return keeper.list_intact()
 
     stock = intact()
     assert len(stock) in (3, 4)

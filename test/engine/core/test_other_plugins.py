@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed, without_buffer
-from harness import Keeper, make_norms_out_of_place
+from harness import TensorRecorder, make_norms_out_of_place
 from sglang_moe_patches import plugin
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import engine as engine_code
@@ -296,11 +296,11 @@ def test_a_tensor_that_another_plugin_keeps_is_not_overwritten(kept, engine, che
 
     answers, intact = [], []
     for change in (None, output_buffer.CHANGE):
-        keeper = Keeper()
+        keeper = TensorRecorder()
         foreign_patch = functools.partial(hook_with, keep)
         with another_plugin(foreign_patch, (owner, method)), installed(change) if change else without_buffer():
             answers.append(engine.generate(engine.load(path), PROMPTS, 1))
-        intact.append(keeper.are_intact())
+        intact.append(keeper.list_intact())
     assert any(intact[0])
     assert intact[0] == intact[1]
     assert torch.equal(answers[0][1], answers[1][1])

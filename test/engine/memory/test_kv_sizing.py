@@ -260,9 +260,9 @@ VARYING_NAMES = re.compile(
     r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
     r"|_cuda_graph_config_locked"
 )
-"""Pattern for the names of values that differ between two stock servers: ports, times and speeds (including the third
-and the fifth sum over decode steps), the free memory of the machine, the number of health checks during a start, and
-the order of a set."""
+"""Pattern for the names of values that differ between two stock servers: ports, times, speeds, the free memory of the
+machine, the number of health checks during a start, and the order of a set. The engine's ``decode_moments`` are sums
+over decode steps. Entry 2 (durations) and entry 4 (batch size times duration) also differ."""
 
 
 def plain_values(name: str, value: Any) -> Iterator[tuple[str, object]]:
@@ -541,7 +541,9 @@ def test_default_request_limit_is_what_sampling_memory_allows(place: Path, check
     # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
-    grown = sized_server("grown", checkpoint(), place, *flags, EACH="60000", CACHE="160000000", MERGES=str(merges))
+    grown = sized_server(
+        "grown", checkpoint(), place, *flags, BYTES_PER_REQUEST="60000", CACHE="160000000", MERGES=str(merges)
+    )
     remove_argument(grown, "--max-running-requests")
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
     with start_servers(grown):
@@ -565,8 +567,8 @@ def test_default_request_limit_is_what_sampling_memory_allows(place: Path, check
 
 @pytest.mark.ci
 def test_requests_that_take_more_memory_than_estimated_are_not_admitted(place: Path, checkpoint):
-    leap = {"EACH": "60000", "CACHE": "160000000", "LEAP": "2000000000"}
-    grown = sized_server("grown", checkpoint(), place, "--chunked-prefill-size", "256", **leap)
+    sampling_bytes = {"BYTES_PER_REQUEST": "60000", "CACHE": "160000000", "BYTES_ABOVE_256_REQUESTS": "2000000000"}
+    grown = sized_server("grown", checkpoint(), place, "--chunked-prefill-size", "256", **sampling_bytes)
     remove_argument(grown, "--max-running-requests")
     with start_servers(grown):
         logged_size, told = log_lines(grown)[-2:]

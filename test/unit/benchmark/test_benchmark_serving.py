@@ -233,7 +233,7 @@ def test_a_failed_server_is_named_and_the_figures_of_other_servers_are_kept(grow
 def table_of(requests: int = 0, **servers) -> str:
     figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
     figures["requests"] = requests
-    return serving.tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": servers}}])
+    return serving.make_tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": servers}}])
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_no_measured_layer_costs_more_than_two_per_cent():
     """No measured layer takes significantly more than 1.02 times the stock engine's time with column slices. The lower
     end of the 95 % confidence interval is compared. The layers have several batch sizes, and default or tuned tiles.
     """
-    cells = moe_tables.find_cells_by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    cells = moe_tables.find_cells_of_chosen_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())

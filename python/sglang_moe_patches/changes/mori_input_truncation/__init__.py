@@ -7,8 +7,9 @@ Why
 
 Hook points
     ``__init__`` and ``run_moe_core`` of the MoE layer that MoRI's dispatcher serves. In releases from 0.5.13 to 0.5.21
-    also the function with which the AITER runner reads the engine's limit (:mod:`.hooks`). Up to 0.5.21 the engine's
-    own cut reads a limit of 0 and does nothing. From 0.5.22 on it cuts to this change's number of rows.
+    also the function with which the AITER runner reads the engine's limit (:mod:`.hooks`). Up to 0.5.21 the hooks
+    switch off the engine's own cut, and this change cuts the buffer. From 0.5.22 on the engine cuts the buffer to the
+    number of rows that this change computes.
 
 Skipped
     Servers without ``--moe-a2a-backend mori``. The change is off if neither ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS`` nor

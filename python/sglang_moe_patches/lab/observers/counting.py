@@ -134,7 +134,9 @@ class Tally:
             self._add(name, captured, amount)
         self._pending = {}
         moe_input = read_input(dispatch_output)
-        if moe_input is not None and (self._largest is None or moe_input.bytes > self._largest.bytes):
+        if moe_input is not None and (
+            self._largest is None or moe_input.expert_rows_bytes > self._largest.expert_rows_bytes
+        ):
             self._largest = moe_input
 
     def _count_call(self, count: Count, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

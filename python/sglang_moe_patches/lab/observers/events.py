@@ -83,8 +83,8 @@ class MoeInput(NamedTuple):
     itemsize: int
 
     @property
-    def bytes(self) -> int:
-        """Bytes of a [tokens, top-k, hidden] tensor of the same dtype."""
+    def expert_rows_bytes(self) -> int:
+        """Bytes of a tensor [tokens, top-k, hidden] with the dtype of the layer's input."""
         return self.tokens * self.top_k * self.hidden * self.itemsize
 
 
@@ -186,4 +186,8 @@ def merge(records: Sequence[Acts]) -> Acts:
         acts[act[:3]] = Act(*act[:3], *map(max, act[3:], known[3:]))
     inputs = [record.largest for record in records if record.largest is not None]
     layers = sorted({layer for record in records for layer in record.layers})
-    return Acts(tuple(layers), tuple(acts.values()), max(inputs, key=lambda moe_input: moe_input.bytes, default=None))
+    return Acts(
+        tuple(layers),
+        tuple(acts.values()),
+        max(inputs, key=lambda moe_input: moe_input.expert_rows_bytes, default=None),
+    )

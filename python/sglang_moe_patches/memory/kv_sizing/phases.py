@@ -561,8 +561,6 @@ def derive_phases(limits: Limits) -> list[Phase]:
     # One request: with a radix cache, the cached prefix may have any length. Without a radix cache, a whole chunk
     # begins at a multiple of the chunk.
     room = min(limits.input_tokens, limits.cache_tokens - limits.tokens_beside_prompt())
-    # With a radix cache, the cached prefix may have any length. Without it, a whole chunk begins at a multiple of the
-    # chunk.
     keeps_states = limits.states and limits.radix_cache
     step = math.lcm(limits.page, min(STATE_INTERVAL_TOKENS, chunk)) if keeps_states else limits.page
     before = (room - chunk if limits.radix_cache else (room // chunk - 1) * chunk) // step * step

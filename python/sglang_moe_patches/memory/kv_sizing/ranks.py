@@ -413,10 +413,10 @@ class _Inbox:
         self._scheduler.recv_from_tokenizer, self.is_open, self._has_taken_broadcasts = self._socket, False, False
 
     def end_turn(self) -> None:
-        """Mark this turn as ended, so that the first read of the next turn takes new broadcasts.
+        """Mark this turn as ended, so that the first read of the next turn asks for that turn's broadcasts.
 
         With ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` the scheduler may stop before it has read all broadcasts of a turn.
-        The next turn then reads the remaining broadcasts first.
+        The unread broadcasts stay in the queue. The next turn reads them before its own broadcasts.
         """
         self._has_taken_broadcasts = False
 

@@ -558,7 +558,8 @@ class Retirement:
         return max(int(tail.held.sum()) * tail.page for tail in self._tails.values())
 
     def usable_counts(self) -> TokenCounts:
-        """Return the token counts that the engine may use at this time."""
+        """Return the KV cache size that the engine may use at this time: the slots before the tail, plus the number of
+        held slots in the tail."""
         return self._counts(_Tail.count_usable)
 
     def mapped_counts(self) -> TokenCounts:

@@ -117,7 +117,7 @@ def test_the_largest_input_of_all_layers_is_recorded(tally: counting.Tally) -> N
     FusedMoE(1).run_moe_core(dispatch_output=dispatch_output(8))  # the engine passes the argument by keyword
     FusedMoE(1).run_moe_core(SimpleNamespace(hidden_states=None))  # the output of another dispatcher has other fields
     assert tally.acted.largest == MoeInput(70, 8, 64, 2)
-    assert tally.acted.largest.bytes == 70 * 8 * 64 * 2
+    assert tally.acted.largest.expert_rows_bytes == 70 * 8 * 64 * 2
 
 
 def test_an_error_while_counting_ends_no_forward_pass(engine: None, patcher: Patcher) -> None:

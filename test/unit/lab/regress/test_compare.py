@@ -40,9 +40,9 @@ def run(name: str, right: list[bool], **changes) -> Run:
     return Run(name=name, answers=answers, **{**values, **changes})
 
 
-def compare_counts(losses: int, gains: int, both: int = 0, **settings) -> Comparison:
-    stock = [True] * losses + [False] * gains + [True] * both
-    patched = [False] * losses + [True] * gains + [True] * both
+def compare_counts(losses: int, gains: int, both_right: int = 0, **settings) -> Comparison:
+    stock = [True] * losses + [False] * gains + [True] * both_right
+    patched = [False] * losses + [True] * gains + [True] * both_right
     return compare(run("stock", stock), run("patched", patched), **{"require_identical": False, **settings})
 
 
@@ -133,8 +133,8 @@ def test_only_a_significant_drop_is_worse():
         assert not other.worse
         assert other.reasons == ()
     # A run without a drop is never worse, however large alpha is.
-    for losses, gains, both, alpha in ((5, 0, 15, 0.03), (3, 3, 0, 0.9), (2, 3, 0, 0.9)):
-        assert not compare_counts(losses, gains, both, alpha=alpha).worse
+    for losses, gains, both_right, alpha in ((5, 0, 15, 0.03), (3, 3, 0, 0.9), (2, 3, 0, 0.9)):
+        assert not compare_counts(losses, gains, both_right, alpha=alpha).worse
 
 
 def replace_answer(base: Run, index: int, **changes) -> Run:

@@ -38,7 +38,7 @@ class Server:
         fits=lambda estimate: True,
         **changed,
     ):
-        self.put, self.short, self.planted, self.aborts, self.small_phases, self.lost_phases = (
+        self.sent_requests, self.short, self.planted, self.aborts, self.small_phases, self.lost_phases = (
             [],
             [],
             [],
@@ -68,7 +68,7 @@ class Server:
             self.short += new
             self.answer(new)
             return self.step(idle, stuck)
-        self.put += new
+        self.sent_requests += new
         return new
 
     def run(self, between=lambda got: None):
@@ -79,8 +79,8 @@ class Server:
         for _ in range(5000):
             got = self.step(idle=True)
             if self.driver.is_over:
-                assert len({each.name for each in self.put}) == len(
-                    self.put
+                assert len({each.name for each in self.sent_requests}) == len(
+                    self.sent_requests
                 )  # otherwise a late answer could end another request
                 return self.driver
             between(got)
@@ -140,7 +140,7 @@ def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
     server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
     server.run()
     begins = []
-    for each in server.put:
+    for each in server.sent_requests:
         shared = phases.shared_prefix(len(each.prompt), replace(LIMITS, vocabulary=vocabulary))
         same = next((at for at, (one, other) in enumerate(zip(each.prompt, shared, strict=True)) if one != other), None)
         assert same == 0 or each.phase.shared
@@ -160,13 +160,14 @@ def test_a_prompt_for_the_cache_is_answered_before_the_next_prompt_is_sent():
 
 
 @pytest.mark.parametrize(
-    ("radix_cache", "taken_s", "put"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
+    ("radix_cache", "taken_s", "sent_count"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
-def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, put):
+def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, sent_count):
     """The engine finishes each prompt that it has begun. If this takes too long, the engine's warm-up request times
-    out, and the server ends. With a radix cache, a part of the prompt takes 80 s. The next part could take 320 s, but
-    only 280 s are left. Without a radix cache, the first prompt takes 30 s. The whole prompt could take 480 s, but only
-    330 s are left."""
+    out, and the server ends. The driver therefore predicts the time of the next prompt from the slowest earlier prompt:
+    at most 4 times as long with a radix cache, and 16 times as long without it. In the second case, a prompt has taken
+    80 s. The next prompt could take 320 s, but only 280 s are left. In the last case, without a radix cache, a prompt
+    has taken 30 s. The next prompt could take 480 s, but only 330 s are left."""
     left = [360.0 - GRACE_S]
 
     def pass_time(requests):
@@ -174,11 +175,11 @@ def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, put
 
     server = Server(only=PhaseKind.BEHIND_PREFIX, left_s=lambda: left[0], radix_cache=radix_cache)
     server.run(pass_time)
-    assert len(server.put) == put
+    assert len(server.sent_requests) == sent_count
 
 
-@pytest.mark.parametrize(("left_s", "put"), [(100, True), (39, False)])
-def test_an_uncached_long_prompt_is_sent_if_there_is_time_for_another(left_s, put):
+@pytest.mark.parametrize(("left_s", "is_sent"), [(100, True), (39, False)])
+def test_an_uncached_long_prompt_is_sent_if_there_is_time_for_another(left_s, is_sent):
     left = [1e9]
 
     def pass_time(requests):
@@ -189,7 +190,7 @@ def test_an_uncached_long_prompt_is_sent_if_there_is_time_for_another(left_s, pu
 
     server = Server(left_s=lambda: left[0], radix_cache=False)
     server.run(pass_time)
-    assert (PhaseKind.LONG_AMONG_SHORT in {each.phase.kind for each in server.put}) == put
+    assert (PhaseKind.LONG_AMONG_SHORT in {each.phase.kind for each in server.sent_requests}) == is_sent
 
 
 def test_all_prompts_of_many_lengths_are_answered_even_if_one_meets_the_bound():
@@ -206,7 +207,7 @@ def test_all_prompts_of_many_lengths_are_answered_even_if_one_meets_the_bound():
 def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
     server = Server(small_phases=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
-    assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
+    assert sum(len(each.prompt) == LIMITS.chunk for each in server.sent_requests) >= ATTEMPTS_PER_PHASE > 1
     assert Server(lost_phases=("prefill chunk",)).run().is_over  # the driver does not wait for lost answers
 
 
@@ -261,7 +262,7 @@ def test_a_prefix_is_planted_before_the_requests_that_begin_with_it(kind):
     assert (server.step(), len(server.planted)) == ([], 1)
     assert server.run().missed == {}
     assert len(server.planted) == 1
-    longest = max((each.prompt for each in server.put), key=len)
+    longest = max((each.prompt for each in server.sent_requests), key=len)
     assert tuple(longest[: len(server.planted[0])]) == server.planted[0]
 
 
@@ -272,7 +273,7 @@ def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
     become free."""
     server = Server(only=kind, plants=False)
     driver = server.run()
-    assert (server.put, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)
+    assert (server.sent_requests, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)
 
 
 @pytest.mark.parametrize("plants", [None, True])
@@ -354,5 +355,5 @@ def test_a_required_phase_without_memory_ends_the_rehearsal(kind, changed):
     driver = server.run()
     assert next(iter(driver.missed)) == too_large.name
     assert "prompts of many lengths" in driver.missed
-    assert too_large not in [each.phase for each in server.put]
+    assert too_large not in [each.phase for each in server.sent_requests]
     assert too_large.bound not in [each.phase.bound for each in server.short]

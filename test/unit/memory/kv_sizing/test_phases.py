@@ -364,13 +364,13 @@ def test_the_largest_captured_decode_is_read_from_each_releases_arguments(info, 
 
 
 def test_the_largest_decode_uses_every_sampling_parameter_that_takes_memory():
-    asked = find_phase(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
-    assert asked.output_logprobs
+    phase = find_phase(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
+    assert phase.output_logprobs
     penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
-    assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
+    assert phase.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end-of-sequence token, a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in find_phase(LIMITS, PhaseKind.PENALTIES).sampling
-    assert asked.sampling["logit_bias"] == {"1000": -1.0}
+    assert phase.sampling["logit_bias"] == {"1000": -1.0}
 
 
 @pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
@@ -383,8 +383,8 @@ def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_s
 
 
 def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
-    asked = find_phase(replace(LIMITS, vocabulary=500), PhaseKind.PENALTIES)
-    assert asked.sampling["logit_bias"] == {"499": -1.0}
+    phase = find_phase(replace(LIMITS, vocabulary=500), PhaseKind.PENALTIES)
+    assert phase.sampling["logit_bias"] == {"499": -1.0}
 
 
 def test_a_long_prompt_begins_with_the_cached_prefix():

@@ -253,16 +253,16 @@ class Loop:
 
 def test_orders_precede_requests_and_do_not_reach_the_engine():
     loop = Loop("a", "b")
-    obeyed: list[object] = []
+    obeyed_orders: list[object] = []
     before = loop.recv_from_tokenizer, loop.process_input_requests
-    orders = ranks.Orders(loop, obeyed.append)
+    orders = ranks.Orders(loop, obeyed_orders.append)
     orders.open()
     note = Note()
     orders.send(note, "c")
     assert loop.recv_from_tokenizer.fileno == 7
     loop.turn()
     loop.turn()
-    assert (obeyed, loop.turns) == ([note], [["c"], ["a", "b"]])
+    assert (obeyed_orders, loop.turns) == ([note], [["c"], ["a", "b"]])
     orders.close()
     assert (loop.recv_from_tokenizer, loop.process_input_requests) == before
 
@@ -270,8 +270,8 @@ def test_orders_precede_requests_and_do_not_reach_the_engine():
 def test_orders_precede_waiting_requests_if_a_turn_reads_few_requests():
     """If ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` is set, a turn may stop reading before the scheduler's socket is
     empty."""
-    loop, obeyed = Loop(*range(9)), list[object]()
-    orders = ranks.Orders(loop, obeyed.append)
+    loop, obeyed_orders = Loop(*range(9)), list[object]()
+    orders = ranks.Orders(loop, obeyed_orders.append)
     orders.open()
     for _ in range(2):
         loop.turn(limit=2)
@@ -281,7 +281,7 @@ def test_orders_precede_waiting_requests_if_a_turn_reads_few_requests():
     for _ in range(3):
         loop.turn(limit=2)
     assert loop.turns == [[0, 1], [2, 3], ["a", "b"], ["c"], [4, 5]]
-    assert len(obeyed) == 1
+    assert len(obeyed_orders) == 1
     orders.close()
 
 
