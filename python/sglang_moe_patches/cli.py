@@ -137,8 +137,8 @@ def doctor(
 
     Reads config.json alone: no weights, no GPU. The installed engine says
     which runner and format it would choose on such a GPU. The first line compares
-    the memory beside weights and KV cache with the memory that CUDA graphs and
-    forward passes need. The last lines are settings to copy.
+    the memory that is left in addition to weights and KV cache with the memory
+    that CUDA graphs and forward passes need. The last lines are settings to copy.
     docs/commands/models.md says how to read the rest.
 
     Exit code: 1 if the server does not start; 2 if there is no config.json, the

@@ -1,5 +1,5 @@
 """Example answers of an engine query for tests, and two results that ``doctor --model`` derives from such answers: the
-report, and the *room* (the memory that remains beside weights and KV cache)."""
+report, and the *room* (the memory that remains in addition to weights and KV cache)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def advise(**facts: Any) -> dict[str, Any]:
     return model_report.derive_report(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts))
 
 
-WHOLE = {"moe-workspace": Decision(reason="it costs too much; SGLANG_X=1 asks for it")}
+WHOLE = {"moe-workspace": Decision(reason="it costs too much; SGLANG_X=1 cuts it all the same")}
 
 GB = 10**9
 FIT = Fit(150 * GB, 90 * GB, 0.9, given=False, tokens=450_000, token_bytes=100_000.0, context=100_000)

@@ -92,7 +92,7 @@ def run_regress(tmp_path, model, data):
         ({"--num-questions": "6"}, ["5 questions", "6"]),
         (
             {"--port": "1"},
-            ["5 questions cannot show a drop", "below --max-drop 3", "at least 99", "--require-identical"],
+            ["5 questions are too few to show", "by less than --max-drop 3", "at least 99", "--require-identical"],
         ),
         ({"--port": "1", "--max-drop": "2"}, ["ask at least 149"]),
         # If 40 % of the answers get lost, ten questions lose none with probability 0.6 ** 10, which is below 0.01.

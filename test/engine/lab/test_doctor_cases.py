@@ -254,7 +254,10 @@ def is_not_sized_because(reason: str, *, given: bool = False) -> Callable[[Repor
 def fewer_tokens_than_a_request(report: Report) -> None:
     fit = report["fit"]
     assert 0 < fit["tokens"] < fit["context"] == 202_752
-    assert "fewer than the longest request (202,752)" in terminal.describe_short_cache(report)
+    assert (
+        "fewer than the longest request (202,752); to lower this limit, set --context-length"
+        in terminal.describe_short_cache(report)
+    )
 
 
 def says(acts: bool | None, change: str, words: str) -> Callable[[Report], None]:

@@ -160,5 +160,5 @@ def test_the_predicted_cost_of_slices_uses_the_tile_file_of_the_gpu(answers):
     found = answers["BF16"]
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")
-    assert "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB=604 asks for it: 134 MB less, about 1.0" in row["reason"]
+    assert "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB=604 cuts them all the same: 134 MB less, about 1.0" in row["reason"]
     assert found["fit"]["weights"] == pytest.approx(61e9, rel=0.01)

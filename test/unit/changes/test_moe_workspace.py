@@ -310,27 +310,27 @@ TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
 
 
 @pytest.mark.parametrize(
-    ("gemm", "choose_width", "said"),
+    ("gemm", "choose_width", "expected_message"),
     [
-        (TritonGemm(TUNED), choose_slice_width, "302 asks for it: 67 MB less, about 1.04"),
-        (TritonGemm(TUNED, quantized=True), choose_slice_width, "302 asks for it: 117 MB less, about 1.03"),
+        (TritonGemm(TUNED), choose_slice_width, "302 cuts them all the same: 67 MB less, about 1.04"),
+        (TritonGemm(TUNED, quantized=True), choose_slice_width, "302 cuts them all the same: 117 MB less, about 1.03"),
         (
             TritonGemm(TUNED | {"GROUP_SIZE_M": 1}, quantized=True),
             choose_slice_width,
-            "302 asks for it: 117 MB less, about 1.07",
+            "302 cuts them all the same: 117 MB less, about 1.07",
         ),
         (
             MarlinGemm(128 * 768 * 9 // 16, output_in_dead_input=True),
             choose_packed_slice_width,
-            "302 asks for it: 101 MB less",
+            "302 cuts them all the same: 101 MB less",
         ),
     ],
 )
-def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, said):
+def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, expected_message):
     """The layer has the sizes of Qwen3-30B-A3B and 8,192 tokens. By default its expert outputs are not cut."""
     layer = LayerShape(8192, 8, 2048, 768, weight_bytes=3 * 128 * 768 * 2048 * 2)
     assert choose_width(layer, gemm) == 2048
-    assert column_slices.advise(layer, gemm, choose_width).startswith(f"{MB}={said}")
+    assert column_slices.advise(layer, gemm, choose_width).startswith(f"{MB}={expected_message}")
 
 
 def test_nothing_is_advised_where_a_cut_saves_nothing():

@@ -347,8 +347,8 @@ def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Calla
         return ""
     slowdown = gemm.estimate_slowdown(layer, len(split_columns(layer.hidden, width)))
     return (
-        f"{MOE_WORKSPACE_MB.name}={megabytes} asks for it: {saved_bytes / 1e6:,.0f} MB less, "
-        f"about {1 + slowdown:.2f} of the layer's time"
+        f"{MOE_WORKSPACE_MB.name}={megabytes} cuts them all the same: {saved_bytes / 1e6:,.0f} MB less, "
+        f"about {1 + slowdown:.2f} times the layer's time"
     )
 
 

@@ -262,7 +262,7 @@ OWN_WORKSPACE = "the workspace of the vendor's kernel"
 UNMEASURED = "this family was not measured"
 ALWAYS_UNKNOWN = (
     "chunks behind a prefix, mixed batches, images, prompt log-probabilities, LoRA",
-    "memory that the allocator keeps beside tensors, graph pools, weights and KV cache",
+    "memory that the allocator keeps in addition to tensors, graph pools, weights and KV cache",
 )
 """Descriptions of the memory that no prediction contains."""
 

@@ -114,7 +114,7 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
         ]
         return f"{sizes[0]} GB" if sizes[0] == sizes[1] else f"{sizes[0]} GB stock, {sizes[1]} GB patched"
 
-    numbers = f"Room beside weights and KV cache: {both('free')}"
+    numbers = f"Room in addition to weights and KV cache: {both('free')}"
     if all(rooms[name]["need"] for name in SERVERS):
         numbers += f"; need: about {both('need')}"
     return f"{verdict}. {numbers}."
@@ -127,7 +127,10 @@ def describe_short_cache(report: Mapping[str, Any]) -> str:
     tokens = rooms["patched"]["tokens"] if rooms else None
     if not tokens or tokens >= fit["context"]:
         return ""
-    return f"The KV cache has {tokens:,} tokens, fewer than the longest request ({fit['context']:,}): --context-length"
+    return (
+        f"The KV cache has {tokens:,} tokens, fewer than the longest request ({fit['context']:,}); to lower this "
+        "limit, set --context-length"
+    )
 
 
 def _describe_start(report: Mapping[str, Any], name: str) -> str:
@@ -160,8 +163,8 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
     if found["short_of"]:
         room_left, graphs = format_gigabytes(found["free"]), format_gigabytes(found["need"]["graphs"])
         return (
-            f"does not start: the {source} --mem-fraction-static {fit['fraction']:.3f} leaves {room_left} GB beside "
-            f"weights and KV cache, and {places} takes about {graphs} GB"
+            f"does not start: the {source} --mem-fraction-static {fit['fraction']:.3f} leaves {room_left} GB in "
+            f"addition to weights and KV cache, and {places} takes about {graphs} GB"
         )
     if fit["starts"]:
         return f"does not start: beside {weights} there is no room for the need and a KV cache"

@@ -121,8 +121,8 @@ def check(
         raise CannotRun(str(error)) from None
     if not criterion.require_identical and evaluation.questions < criterion.min_questions:
         raise CannotRun(
-            f"{evaluation.questions} questions cannot show a drop in accuracy below --max-drop "
-            f"{criterion.max_drop:g} at --alpha {criterion.alpha:g}, even if all answers are equal; ask at least "
+            f"{evaluation.questions} questions are too few to show that accuracy drops by less than --max-drop "
+            f"{criterion.max_drop:g} (at --alpha {criterion.alpha:g}), even if all answers are equal; ask at least "
             f"{criterion.min_questions} (--num-questions), or require identical answers (--require-identical)"
         )
     if isinstance(subject, ServerSpec) and not subject.names_device and not has_gpu():

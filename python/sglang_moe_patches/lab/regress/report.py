@@ -105,7 +105,10 @@ def explain_inconclusive(comparison: Comparison) -> str:
         change = "ask more questions (--num-questions), or use a model that can answer them"
     elif count < fewest:
         drop = format_points(most)
-        why = f"{_format_count(count, 'question')} cannot show a drop below {drop} at --alpha {comparison.alpha:g}"
+        why = (
+            f"{_format_count(count, 'question')} cannot show that accuracy drops by less than {drop} at --alpha "
+            f"{comparison.alpha:g}"
+        )
         change = f"ask at least {fewest} (--num-questions)"
     else:
         why = (

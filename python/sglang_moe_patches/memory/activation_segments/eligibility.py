@@ -83,7 +83,7 @@ FEATURES = (
     Feature("load_format", _BY_HANDLE, lambda value: value == "remote_instance", "--load-format remote_instance"),
     Feature("remote_instance_weight_loader_start_seed_via_transfer_engine", _BY_HANDLE),
     Feature("weight_cache_mode", _BY_HANDLE, _is_not_one_of("off")),
-    Feature("enable_symm_mem", "whose memory pool is entered in every layer"),
+    Feature("enable_symm_mem", "which allocates from its own memory pool in every layer"),
     Feature(
         "nnodes",
         "and ranks on other hosts may have other settings, so that the ranks would not decide alike",

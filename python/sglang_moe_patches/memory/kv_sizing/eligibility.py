@@ -197,7 +197,7 @@ UNSIZED: tuple[UnsizedKind, ...] = (
     ),
     UnsizedKind(
         "--speculative-skip-dp-mlp-sync",
-        "its ranks do not run in step",
+        "one of its ranks may prefill while another decodes, which is not rehearsed",
         _with_speculation(lambda arguments, _: arguments.get("speculative_skip_dp_mlp_sync")),
         _SPECULATION,
     ),

@@ -98,7 +98,7 @@ TOKENS, BY_RULE, NEED, LOWEST_FREE, GIVEN_BACK, STATE = (
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     TOKENS: ("Tokens of the KV cache.", ()),
     BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
-    NEED: ("Bytes of forward passes and graphs beside weights and KV cache, on the rank that needs most.", ()),
+    NEED: ("Bytes of forward passes and graphs in addition to weights and KV cache, on the rank that needs most.", ()),
     LOWEST_FREE: ("Lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
     GIVEN_BACK: ("Bytes of KV cache memory that were freed while serving.", ()),
     STATE: ("1 for the state of the KV cache, with the reason if it was not measured.", ("state", "reason")),

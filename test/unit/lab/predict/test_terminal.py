@@ -37,16 +37,16 @@ ROOM = Room(FIT, NEED, decodes=room.Decodes(1000, 256, 512, 256))
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({}, "Starts. Room beside weights and KV cache: 15.0 GB; need: about 8.0 GB."),
+        ({}, "Starts. Room in addition to weights and KV cache: 15.0 GB; need: about 8.0 GB."),
         (
             {"given": True, "fraction": 0.97},
             "Starts, but little room: expect out-of-memory in a prefill of 16,384 tokens and in a decode of 256 "
-            "requests with penalties. Room beside weights and KV cache: 4.5 GB; need: about 8.0 GB.",
+            "requests with penalties. Room in addition to weights and KV cache: 4.5 GB; need: about 8.0 GB.",
         ),
         (
             {"given": True, "fraction": 0.99},
-            "Does not start: the given --mem-fraction-static 0.990 leaves 1.5 GB beside weights and KV cache, and the "
-            "capture of CUDA graphs takes about 2.0 GB.",
+            "Does not start: the given --mem-fraction-static 0.990 leaves 1.5 GB in addition to weights and KV cache, "
+            "and the capture of CUDA graphs takes about 2.0 GB.",
         ),
         (
             {"given": True, "fraction": 0.5, "tokens": None},
@@ -74,7 +74,7 @@ def test_the_first_line_names_stock_first_if_the_verdicts_differ() -> None:
     patched = Room(tight, replace(NEED, forwards=NEED.forwards | {room.PREFILL: GB}, held=0), decodes=ROOM.decodes)
     assert terminal.describe_verdict(report_of(replace(ROOM, fit=tight), patched)) == (
         "Stock starts, but little room: expect out-of-memory in a prefill of 16,384 tokens. Patched starts. Room "
-        "beside weights and KV cache: 6.0 GB; need: about 8.0 GB stock, 5.0 GB patched."
+        "in addition to weights and KV cache: 6.0 GB; need: about 8.0 GB stock, 5.0 GB patched."
     )
 
 
@@ -88,7 +88,7 @@ def test_the_first_line_says_that_the_need_is_not_known() -> None:
 
 def test_a_kv_cache_smaller_than_the_longest_request_is_reported() -> None:
     short = terminal.describe_short_cache(report_of(replace(ROOM, fit=replace(FIT, tokens=99_999))))
-    assert "has 99,999 tokens, fewer than the longest request (100,000)" in short
+    assert "has 99,999 tokens, fewer than the longest request (100,000); to lower this limit" in short
     assert terminal.describe_short_cache(report_of(ROOM)) == ""
 
 
@@ -105,7 +105,9 @@ def test_settings_and_names_are_never_truncated(columns: int, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", str(columns))
     report = report_of(ROOM)
     row = {"name": "moe-workspace", "status": "applied", "acts": False, "does": ""}
-    report["changes"] = [row | {"reason": "it costs more; SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB=3072 asks for it: 1 MB"}]
+    report["changes"] = [
+        row | {"reason": "it costs more; SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB=3072 cuts them all the same: 1 MB"}
+    ]
     report["changes"].append(row | {"name": "kv-sizing", "reason": f"X=auto turns it on; {model_report.WOULD_SIZE}"})
     terminal.show(report)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]

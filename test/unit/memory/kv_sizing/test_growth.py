@@ -1,6 +1,6 @@
 """Tests of the decision on the KV cache size. Some tests call functions without an engine, and some start two simulated
 ranks. The engine's *rule* is the engine's own computation of the size from ``--mem-fraction-static``. A rank's *need*
-is the memory that it uses beside weights and KV cache, as measured or estimated by a rehearsal."""
+is the memory that it uses in addition to weights and KV cache, as measured or estimated by a rehearsal."""
 
 from __future__ import annotations
 
