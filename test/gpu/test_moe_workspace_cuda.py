@@ -368,10 +368,10 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
         gate, up = both_halves[:, ::2].float(), both_halves[:, 1::2]
         return output.copy_((torch.nn.functional.silu(gate) * up).to(output.dtype))
 
-    def given(inplace):
+    def make_arguments(inplace):
         return layer(fuse_swiglu_interleaved=True, inplace=inplace)
 
-    def engines(patch):
+    def replace_engine_kernels(patch):
         if INTERPRETED:
             patch.setattr(modules.sequence, "_validate_fused_swiglu_interleaved", lambda **how: None)
             default = {"fuse_swiglu": False}
@@ -380,12 +380,12 @@ def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(m
             )
 
     with monkeypatch.context() as patch:
-        engines(patch)
-        stock = [run(modules, given(inplace)) for inplace in (False, True)]
+        replace_engine_kernels(patch)
+        stock = [run(modules, make_arguments(inplace)) for inplace in (False, True)]
     with install_column_slices(), monkeypatch.context() as patch:
         # The engine's kernels are replaced only here, because ``patched()`` reads the function's source code.
-        engines(patch)
-        ours = [run(modules, given(inplace)) for inplace in (False, True)]
+        replace_engine_kernels(patch)
+        ours = [run(modules, make_arguments(inplace)) for inplace in (False, True)]
     assert all(torch.isfinite(one).all() for one in stock)
     assert all(map(same_bits, stock, ours))
     assert not same_bits(stock[0], run(modules, layer()))

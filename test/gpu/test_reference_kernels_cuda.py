@@ -192,14 +192,14 @@ def test_a_captured_kernel_can_be_replayed_with_another_routing():
     buffers: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
     output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")
 
-    def both():
+    def run_both_kernels():
         run_routed(**shared, **buffers, output=output)
         return call_kernel(**shared, **buffers, do_finalize=False)
 
-    both()
+    run_both_kernels()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows, weights, row_of = both()
+        rows, weights, row_of = run_both_kernels()
     for seed in (5, 6):
         other = batch(40, 32, 1024, 4, seed=seed)
         for name, value in other.items():

@@ -322,7 +322,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_an_unsupported_pool_is_named_and_its_buffers_are_freed": [("if fixed & ours:", "if False:")],
     },
     OURS + "core/runners.py": {
-        "test_the_runner_is_the_one_that_runs": [
+        "test_find_runner_names_the_kernel_that_runs": [
             ('else "cutlass"\n', "else None\n"),
             ('if engine.mentions(apply, "runner") else ""', ""),
         ],

@@ -74,8 +74,8 @@ def find_runner(experts: Any) -> str | None:
 
 _TRTLLM_FLAGS = ("enable_flashinfer_trtllm_moe", "use_flashinfer_trtllm")
 """Attributes of NVFP4 methods and schemes that say whether TRT-LLM's kernels run the experts."""
-_OTHER_FLAGS = ("enable_flashinfer_cutedsl_moe", "enable_flashinfer_cutlass_moe")
-"""Attributes of NVFP4 methods that select other kernels."""
+_CUTEDSL_AND_CUTLASS_FLAGS = ("enable_flashinfer_cutedsl_moe", "enable_flashinfer_cutlass_moe")
+"""Attributes of NVFP4 methods that say whether FlashInfer's CuteDSL or CUTLASS kernels run the experts."""
 _CUTLASS_FP4 = "cutlass_moe_fp4"
 """Name of the engine's function that runs NVFP4 experts if no attribute selects another kernel."""
 
@@ -95,7 +95,7 @@ def _find_directly_called_runner(holder: Any) -> str | None:
         return None
     if getattr(holder, flag):
         return None if engine.mentions(apply, "runner") else ""
-    return None if any(getattr(holder, name, False) for name in _OTHER_FLAGS) else "cutlass"
+    return None if any(getattr(holder, name, False) for name in _CUTEDSL_AND_CUTLASS_FLAGS) else "cutlass"
 
 
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:

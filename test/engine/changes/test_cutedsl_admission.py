@@ -282,7 +282,7 @@ def test_the_engines_own_number_is_upstreams_and_below_the_bound(outcomes):
     ],
     ids=lambda limits_changed: next(iter(limits_changed)),
 )
-def test_each_term_is_needed(outcomes, limits_changed):
+def test_without_any_one_limit_a_forward_exceeds_the_bound(outcomes, limits_changed):
     assert any(o.largest > compute_max_forward_tokens(replace(o.limits, **limits_changed)) for o in outcomes)
 
 

@@ -322,7 +322,7 @@ def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, ex
     assert (args.cutedsl_moe_max_num_tokens() < expected) == own
 
 
-def test_prefill_graphs_of_every_kind_count(server_args):
+def test_prefill_graphs_of_every_kind_raise_the_bound(server_args):
     """CUDA graphs of prefills raise this package's bound of the tokens in a forward pass, whether they are piecewise or
     not. The bound that newer releases compute ignores graphs of prefills that are not piecewise.
     """

@@ -114,16 +114,16 @@ def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monk
         ours = process()
     assert max(calls) == max(1, shape[0] // parts)
     assert sum(calls) == 2 * shape[0]
-    for mine, its in zip(ours, stock, strict=True):
-        assert (mine.dtype, list(mine.shape)) == (its.dtype, list(its.shape))
-        mine, its = mine.storage, its.storage
-        assert vars(mine.layout) == vars(its.layout)
-        assert (mine.data.dtype, mine.data.shape, mine.data.stride()) == (
-            its.data.dtype,
-            its.data.shape,
-            its.data.stride(),
+    for patched_tensor, stock_tensor in zip(ours, stock, strict=True):
+        assert (patched_tensor.dtype, list(patched_tensor.shape)) == (stock_tensor.dtype, list(stock_tensor.shape))
+        patched_tensor, stock_tensor = patched_tensor.storage, stock_tensor.storage
+        assert vars(patched_tensor.layout) == vars(stock_tensor.layout)
+        assert (patched_tensor.data.dtype, patched_tensor.data.shape, patched_tensor.data.stride()) == (
+            stock_tensor.data.dtype,
+            stock_tensor.data.shape,
+            stock_tensor.data.stride(),
         )
-        assert torch.equal(mine.data, its.data)
+        assert torch.equal(patched_tensor.data, stock_tensor.data)
 
 
 def count_parts(monkeypatch):
@@ -168,7 +168,9 @@ def test_weights_whose_memory_has_no_room_are_laid_out_elsewhere(engine, mxfp4):
     stock = process()
     with installed(fp4_weights.CHANGE):
         ours = process()
-    assert all(torch.equal(mine, its) for mine, its in zip(ours, stock, strict=True))
+    assert all(
+        torch.equal(patched_tensor, stock_tensor) for patched_tensor, stock_tensor in zip(ours, stock, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", in_parts.WEIGHTS)

@@ -58,20 +58,23 @@ def make_loaded_layer(name, shape):
     group, scale = (32, torch.uint8) if name == MXFP4 else (16, torch.float8_e4m3fn)
     generator = torch.Generator().manual_seed(0)
 
-    def some(*size):
+    def make_random_bytes(*size):
         return torch.randint(0, 127, (experts, *size), generator=generator, dtype=torch.uint8)
 
     weights = {
-        "w13_weight": some(rows, hidden // 2),
-        "w2_weight": some(hidden, inner // 2),
-        "w13_weight_scale": some(rows, hidden // group).view(scale),
-        "w2_weight_scale": some(hidden, inner // group).view(scale),
+        "w13_weight": make_random_bytes(rows, hidden // 2),
+        "w2_weight": make_random_bytes(hidden, inner // 2),
+        "w13_weight_scale": make_random_bytes(rows, hidden // group).view(scale),
+        "w2_weight_scale": make_random_bytes(hidden, inner // group).view(scale),
     }
     if name == NVFP4:
-        weights |= {f"{each}_weight_scale_2": some().float() for each in ("w13", "w2")}
+        weights |= {f"{each}_weight_scale_2": make_random_bytes().float() for each in ("w13", "w2")}
     if biased:
         word = "bias" if name == NVFP4 else "weight_bias"
-        weights |= {f"w13_{word}": some(rows).bfloat16(), f"w2_{word}": some(hidden).bfloat16()}
+        weights |= {
+            f"w13_{word}": make_random_bytes(rows).bfloat16(),
+            f"w2_{word}": make_random_bytes(hidden).bfloat16(),
+        }
     layer = torch.nn.Module()
     for each, value in weights.items():
         layer.register_parameter(each, torch.nn.Parameter(value, requires_grad=False))

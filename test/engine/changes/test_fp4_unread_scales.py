@@ -268,7 +268,10 @@ def test_zeros_follow_the_scales_on_hopper(engine, monkeypatch):
             ours = scales()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(mine, its) and mine.stride() == its.stride() for mine, its in zip(ours, stock, strict=True))
+    assert all(
+        torch.equal(patched_tensor, stock_tensor) and patched_tensor.stride() == stock_tensor.stride()
+        for patched_tensor, stock_tensor in zip(ours, stock, strict=True)
+    )
     rows = [each.shape[1] for each in ours]
     assert rows in ([128, 64], [128, 128])  # the engine pads the rows of w2's scales from 0.5.23 on
     whole = [torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in ours]

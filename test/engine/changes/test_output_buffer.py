@@ -143,13 +143,13 @@ def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch,
         stack = type(model.model)
         original, found = stack.forward, list[torch.Tensor]()
 
-        def instead(self, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
+        def forward_with_embeds(self, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
             embeds = self.embed_tokens(input_ids).clone()
             found.extend((embeds, original(self, input_ids, positions, batch, embeds, *args, **kwargs)))
             return original(self, input_ids, positions, batch, input_embeds, *args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(stack, "forward", instead)
+            patch.setattr(stack, "forward", forward_with_embeds)
             engine.generate(model, PROMPTS[:1], 0)
         return found
 
@@ -164,7 +164,7 @@ def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels,
     must not inherit the mark of the tensor whose storage it reuses.
     """
 
-    def marks():
+    def find_fusion_marks():
         """Return two lists of all-reduce fusion marks: those of the tensors that the layers return, and those of the
         buffers that the kernels write into.
         """
@@ -183,14 +183,14 @@ def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels,
         return returned, list(kernels.marked)
 
     with without_buffer():
-        stock = marks()
+        stock = find_fusion_marks()
     assert stock == ([False, True, False, False], [False, False, False])
     with installed(*CHANGES):
-        assert marks() == stock
+        assert find_fusion_marks() == stock
         # Without the guard, the same tensor object is offered again, and the layer after the marked layer inherits the
         # mark.
         monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: tensor)
-        assert marks()[1] == [False, True, False]
+        assert find_fusion_marks()[1] == [False, True, False]
 
 
 def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint, kernels):
@@ -220,7 +220,7 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     prompt = [list(range(100, 400))]
     hidden_tensor = len(prompt[0]) * 256 * 2
 
-    def live():
+    def measure_live_bytes():
         """Return the bytes of all tensors that exist while the last of three MoE layers runs. The search for tensors
         takes half a second.
         """
@@ -234,9 +234,9 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         return bytes_alive
 
     with without_buffer():
-        stock = live()
+        stock = measure_live_bytes()
     with installed(*CHANGES):
-        patched = live()
+        patched = measure_live_bytes()
     # The previous output is freed, and two tensors that some releases keep: the attention input (up to 0.5.12.post1)
     # and the shared experts' output (0.5.11).
     native = probe(output_buffer.CHANGE).status is not Status.APPLIED

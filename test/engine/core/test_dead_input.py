@@ -246,7 +246,7 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
     if not in_place:
         make_norms_out_of_place(monkeypatch)
 
-    def intact(*changes):
+    def check_kept_tensors(*changes):
         keeper = TensorRecorder()
         with installed(*changes) if changes else without_buffer():
             model = engine.load(path)
@@ -256,10 +256,10 @@ def test_a_tensor_that_a_forward_hook_keeps_is_not_overwritten(keep, in_place, e
             hook.remove()
         return keeper.list_intact()
 
-    stock = intact()
+    stock = check_kept_tensors()
     assert len(stock) in (3, 4)
     assert all(stock)
-    assert intact(output_buffer.CHANGE) == stock
+    assert check_kept_tensors(output_buffer.CHANGE) == stock
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, p
     """
     pool = Pool(monkeypatch)
 
-    def walks(*changes):
+    def count_pool_walks(*changes):
         with installed(*changes):
             model = engine.load(path)
             engine.generate(model, PROMPTS, STEPS)
@@ -385,8 +385,8 @@ def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, p
             find_overwritten_inputs(engine, model, kernels)
             return pool.walks
 
-    assert walks() == 0
-    assert walks(output_buffer.CHANGE) == 0
+    assert count_pool_walks() == 0
+    assert count_pool_walks(output_buffer.CHANGE) == 0
 
 
 # --- The Triton runner -----------------------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
-IMPORTED_FUNCTION = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""End of an engine function's dotted name, in a module that imports the function. If another plugin has replaced the
-function in this module, a change may still patch the function in the module that defines it."""
+HOOK_POINT_IN_IMPORTING_MODULE = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
+"""End of the dotted name of a function that an engine module has imported from another module. If another plugin has
+patched the function in the importing module, fp4-weights leaves this module alone. It may still patch the function in
+the module that defines it."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Name of the method in which moe-workspace inspects the model. If another plugin has patched this method,
 moe-workspace assumes for every model that another stream reads the experts' input."""
@@ -185,8 +186,7 @@ def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_
     nothing at all.
 
     If the hook point only offers dead inputs to the change, the change may act without these offers. Its reason then
-    names
-    the hook point.
+    names the hook point.
     """
     hook_points = hook_points_of(change)
     if foreign_patch is subclass:
@@ -209,7 +209,7 @@ def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_
                 is_left_alone = (
                     outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and outcome.install is None
                 )
-            if dotted(owner, name).endswith((IMPORTED_FUNCTION, LOADING)):
+            if dotted(owner, name).endswith((HOOK_POINT_IN_IMPORTING_MODULE, LOADING)):
                 is_left_alone = is_left_alone or dotted(owner, name) not in patcher.touched
             if not is_left_alone:
                 taken.append(f"{dotted(owner, name)}: {outcome}; touched {patcher.touched}")

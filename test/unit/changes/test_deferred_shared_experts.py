@@ -208,30 +208,30 @@ def experts(method, trtllm=False, **more):
     return SimpleNamespace(quant_method=method, use_flashinfer_trtllm_moe=trtllm, **more)
 
 
-def with_runner(name):
+def make_runner(name):
     return SimpleNamespace(runner_backend=SimpleNamespace(value=name))
 
 
-def with_runner_named(name):
-    """Return an object whose attribute ``runner`` has this name. The tests use the object as a quantization method, as
-    the method's scheme, or as the scheme's kernel.
+def make_method(runner_name):
+    """Return a stand-in for a quantization method, a scheme or a scheme's kernel. Its attribute ``runner`` is a runner
+    whose backend is ``runner_name``.
     """
-    return UnknownMethod(runner=with_runner(name))
+    return UnknownMethod(runner=make_runner(runner_name))
 
 
 @pytest.mark.parametrize(
     ("layer", "asked", "expected"),
     [
-        *((experts(with_runner_named(name)), "auto", True) for name in ("triton", "marlin", "flashinfer_cutlass")),
-        *((experts(with_runner_named(name)), "auto", False) for name in ("deep_gemm", "aiter")),
-        (experts(UnknownMethod(), scheme=with_runner_named("marlin")), "auto", True),
-        (experts(UnknownMethod(), scheme=UnknownMethod(kernel=with_runner_named("marlin"))), "auto", True),
+        *((experts(make_method(name)), "auto", True) for name in ("triton", "marlin", "flashinfer_cutlass")),
+        *((experts(make_method(name)), "auto", False) for name in ("deep_gemm", "aiter")),
+        (experts(UnknownMethod(), scheme=make_method("marlin")), "auto", True),
+        (experts(UnknownMethod(), scheme=UnknownMethod(kernel=make_method("marlin"))), "auto", True),
         (experts(UnknownMethod()), "triton", False),
         (experts(UnknownMethod()), "cutlass", False),
         (experts(Fp8MoEMethod(runner=None)), "cutlass", True),
         (experts(Fp8MoEMethod(runner=None)), "triton", False),
-        (experts(Fp8MoEMethod(runner=with_runner("deep_gemm"))), "cutlass", False),
-        (experts(KTEPWrapperMethod(runner=with_runner("triton"))), "auto", False),
+        (experts(Fp8MoEMethod(runner=make_runner("deep_gemm"))), "cutlass", False),
+        (experts(KTEPWrapperMethod(runner=make_runner("triton"))), "auto", False),
         (experts(UnknownMethod(), trtllm=True), "flashinfer_trtllm", True),
         # The attribute ``runner`` of an unknown method may be of any type: an object, a function, or an object whose
         # backend is a text.

@@ -314,7 +314,7 @@ DYNAMIC_CHUNKS = {"limit": 0, "recv_bound": True, "unreliable_reason": "--enable
 
 
 @pytest.mark.parametrize(
-    ("policy", "counts", "sent", "rows", "said"),
+    ("policy", "counts", "sent", "rows", "expected_message"),
     [
         (NO_ASSERTIONS, [4], 4, 64, "is not applied"),  # this PyTorch would not detect an exceeded limit
         (Policy(Layout(4), 0, True), [4], 4, 64, "is unknown"),
@@ -324,12 +324,12 @@ DYNAMIC_CHUNKS = {"limit": 0, "recv_bound": True, "unreliable_reason": "--enable
         (Policy(Layout(4, attn_tp=4), **DYNAMIC_CHUNKS, has_stale_counts=True), [4], 1, 8, ""),
     ],
 )
-def test_rows_that_may_be_needed_are_not_cut(caplog, policy, counts, sent, rows, said):
+def test_rows_that_may_be_needed_are_not_cut(caplog, policy, counts, sent, rows, expected_message):
     whole = buffers(sent=sent)
     cut = truncate(whole, policy, dp_buffer(counts, 4, 4))
     assert len(cut.hidden_states) == rows
     assert (cut is whole) == (rows == 64)
-    assert said in caplog.text
+    assert expected_message in caplog.text
 
 
 def test_nothing_is_cut_with_internode_kernels(caplog):

@@ -446,13 +446,13 @@ def test_swizzle_blockscale_is_replaced_only_within_create_weights(patched_engin
     seen = []
     real = patched_engine.modelopt.ModelWeightParameter
 
-    def parameter_and_elsewhere(**kwargs):
+    def create_parameter_while_another_thread_swizzles(**kwargs):
         thread = threading.Thread(target=lambda: seen.append(patched_engine.modelopt.swizzle_blockscale(scale)))
         thread.start()
         thread.join()
         return real(**kwargs)
 
-    monkeypatch.setattr(patched_engine.modelopt, "ModelWeightParameter", parameter_and_elsewhere)
+    monkeypatch.setattr(patched_engine.modelopt, "ModelWeightParameter", create_parameter_while_another_thread_swizzles)
     create(patched_engine.modelopt, monkeypatch, trtllm=True)
     seen.append(patched_engine.modelopt.swizzle_blockscale(scale))
     assert len(seen) > 2

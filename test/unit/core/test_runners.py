@@ -62,5 +62,5 @@ class Scheme:
         (None, SimpleNamespace(kernel=SimpleNamespace(runner=TRITON)), "triton"),
     ],
 )
-def test_the_runner_is_the_one_that_runs(method: Any, scheme: Any, runner: str | None) -> None:
+def test_find_runner_names_the_kernel_that_runs(method: Any, scheme: Any, runner: str | None) -> None:
     assert runners.find_runner(SimpleNamespace(quant_method=method, scheme=scheme)) == runner

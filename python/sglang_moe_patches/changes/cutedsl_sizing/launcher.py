@@ -181,12 +181,14 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
 
 
 def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Add the method ``cutedsl_moe_max_num_tokens`` and a start-up check to ``ServerArgs``.
+    """Add the method ``cutedsl_moe_max_num_tokens`` and a start-up check to the engine's ``ServerArgs``.
 
-    If the engine's ``ServerArgs`` already has this method and check, they stay as they are. They use the engine's own
-    largest number of tokens, which also decides the size of other parts of the engine. If the engine accepts a value of
-    ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``, this package accepts it, too. The wrapper's buffers always
-    have the size that this package computes.
+    The method returns the largest number of tokens in a forward pass. The check raises an error if
+    ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` is too small for this number (:func:`check_budget`).
+
+    If the engine computes such a number itself (:func:`is_sized_by_engine`), this function changes nothing. Other parts
+    of the engine have the size that the engine's number gives, and the engine's own check accepts or rejects the
+    variable. The wrapper's buffers have the size that this package computes, whether the engine has the method or not.
 
     The launcher and every other process call this function. In the launcher, ``check_server_args`` runs after all
     arguments are resolved.

@@ -188,12 +188,14 @@ def _choose_warps(program_bytes: int) -> int:
 def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
     """Return the launch parameters with which the row kernel permutes matrices of `rows` x `row_bytes`.
 
-    The result is ``None`` if a program cannot keep even the narrowest strip in registers.
+    One program permutes one *strip*: a range of columns, in all rows of a tile. It keeps the strip in registers, so the
+    width of the strip is limited. The function chooses the widest strip that fits, from 16 bytes (one vector load) to
+    256 bytes. On an H200 the width of a row access matters more than the number of programs that share a
+    multiprocessor.
 
-    The strip is the widest that a program can keep: at most 256 bytes, and at least one vector load of 16 bytes. On an
-    H200 the width of a row access matters more than the number of programs that share a multiprocessor.
-
-    :param tiled: whether the permutation repeats in tiles of TILE_ROWS.
+    :param tiled: whether the permutation repeats in tiles of TILE_ROWS rows. Otherwise the tile is the whole matrix.
+    :returns: ``None`` if a strip of 16 bytes does not fit into the registers, if `row_bytes` is no multiple of 4, or if
+        `rows` is no multiple of the tile's rows.
     """
     tile_rows = TILE_ROWS if tiled else rows
     if row_bytes % 4 or rows % tile_rows:

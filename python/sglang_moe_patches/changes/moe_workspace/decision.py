@@ -18,11 +18,11 @@ from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH
 
 
 def decide(built: BuiltModel) -> Decision:
-    """Return what moe-workspace does in the layers of a built model, decided for the model's first layer on Triton or
-    Marlin.
+    """Return what moe-workspace does in a built model. The decision for one layer stands for all layers of the model.
 
-    If a layer offers its dead input, it is preferred to layers that do not. The other layers of the model are assumed
-    to be like this layer.
+    This layer is the first on Triton or Marlin that offers its dead input. If no layer on these runners offers its dead
+    input, it is the first layer on Triton or Marlin. If the model has no such layer, or if its experts exchange tokens
+    by all-to-all, the decision has only a reason.
     """
     from sglang.srt.layers.moe import get_moe_a2a_backend
 

@@ -132,8 +132,9 @@ def _read_layout(layer: Any) -> Layout:
 
 _MAX_INTRANODE_RANKS = 8
 """Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks MoRI uses its InterNode kernels,
-unless the user requests low latency (AsyncLL). The engine's own bound, from 0.5.22 on, supports only IntraNode and
-AsyncLL."""
+or its AsyncLL kernels if ``--deepep-mode`` allows low latency. With InterNode kernels this package cuts nothing,
+because received rows may not lie at the start of the buffer. The engine's own bound of the received rows (from 0.5.22
+on) does not support InterNode kernels either."""
 
 
 def _runs_internode(layer: Any) -> bool:

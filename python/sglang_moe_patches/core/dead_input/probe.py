@@ -455,9 +455,9 @@ def _find_modules_exposing(function: Any, name: str = ENGINE_OFFER) -> list[Any]
 
 
 def _find_pool_query_modules() -> list[Any]:
-    """Return the engine's modules in which the function :data:`.runners.POOL_QUERY` can be looked up.
+    """Return the loaded modules of the engine that define or import the function :data:`.runners.POOL_QUERY`.
 
-    The function returns whether a tensor lies in the pool of NCCL symmetric memory.
+    This function of the engine returns whether a tensor lies in the pool of NCCL symmetric memory.
     """
     engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
     return [module for module in engines if runners.POOL_QUERY in getattr(module, "__dict__", {})]

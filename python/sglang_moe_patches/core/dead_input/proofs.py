@@ -264,16 +264,14 @@ class _AliasTracker:
     def escapes(self, tree: ast.expr, aliases: set[str]) -> bool:
         """Return whether an expression passes an alias to a call that may keep it."""
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _find_names_read(node)]
-        return any(
-            ast.unparse(call.func) != "isinstance" and not self._cannot_keep_alias(call, aliases) for call in calls
-        )
+        return any(ast.unparse(call.func) != "isinstance" and not self._accepts_call(call, aliases) for call in calls)
 
-    def _cannot_keep_alias(self, call: ast.Call, aliases: set[str]) -> bool:
-        """Return whether a call that receives an alias cannot keep it.
+    def _accepts_call(self, call: ast.Call, aliases: set[str]) -> bool:
+        """Return whether the code that a call runs cannot keep the aliases among the call's arguments.
 
-        A call of a submodule is accepted: ``submodules`` records the places in the call that pass an alias, and the
-        caller of the proof checks the submodule later. A call of one of the layer's own methods is accepted if the
-        proof succeeds for the method's statements. All other calls may keep the alias.
+        A call of a submodule is accepted. ``submodules`` records the places of the aliases in this call, and the caller
+        of the proof checks the submodule's code later. A call of one of the layer's own methods is accepted if the
+        proof succeeds for the method's statements. Any other call may keep an alias, so the result is False.
         """
         name = _find_called_attribute(call)
         if name is None:
