@@ -185,12 +185,12 @@ def rehearse(scheduler, low=lambda: False, **more):
     """Run a rehearsal to its end, and return its result. Check that the rehearsal restored the scheduler's state."""
     results: list[rehearsal.Measured] = []
     before = snapshot_state(scheduler)
-    one = OneRank(scheduler, results.append, low=low, **more)
-    one.begin()
+    rank = OneRank(scheduler, results.append, low=low, **more)
+    rank.begin()
     for _ in range(3000):
         scheduler.turn()
         if results:
-            one.orders.close()
+            rank.orders.close()
             assert snapshot_state(scheduler) == before
             return results[0]
     raise AssertionError("it never ends")

@@ -28,8 +28,8 @@ def scan_when_serving(start_module):
     def serve_and_scan(start):
         serve(start)
         rule = start.pools.first.tokens
-        found = find_numbers({rule, rule - 1, rule - 6}, start.scheduler)
-        Path(os.environ["SCAN"]).write_text("".join(f"{each}\n" for each in found))
+        paths = find_numbers({rule, rule - 1, rule - 6}, start.scheduler)
+        Path(os.environ["SCAN"]).write_text("".join(f"{each}\n" for each in paths))
 
     start_module.ServerStart._serve = serve_and_scan
 
@@ -37,9 +37,9 @@ def scan_when_serving(start_module):
 def list_members(value):
     """Yield the name and the value of each attribute, item, closure cell or argument of an object."""
     if isinstance(value, dict):
-        yield from ((f"[{key!r:.40}]", each) for key, each in list(value.items())[:20_000])
+        yield from ((f"[{key!r:.40}]", member) for key, member in list(value.items())[:20_000])
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        yield from ((f"[{place}]", each) for place, each in enumerate(list(value)[:5000]))
+        yield from ((f"[{place}]", member) for place, member in enumerate(list(value)[:5000]))
     elif isinstance(value, functools.partial):
         yield from ((".args", value.args), (".keywords", value.keywords), (".func", value.func))
     elif isinstance(value, types.MethodType):
@@ -48,7 +48,7 @@ def list_members(value):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
         yield from ((f".<{name}>", cell.cell_contents) for name, cell in cells if cell != types.CellType())
     elif not isinstance(value, type):
-        yield from ((f".{name}", each) for name, each in list(getattr(value, "__dict__", {}).items()))
+        yield from ((f".{name}", member) for name, member in list(getattr(value, "__dict__", {}).items()))
         for kind in type(value).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
@@ -63,20 +63,20 @@ def find_numbers(numbers, scheduler):
     """Return the paths of all attributes of a scheduler, or of objects below it, that equal one of these numbers."""
     import torch
 
-    found, seen = [], {}
+    paths, seen = [], {}
     queue = collections.deque([("scheduler", scheduler, 0)])
     while queue:
         path, value, depth = queue.popleft()
         if type(value) is int:
             if value in numbers and "sglang_moe_patches" not in path:
-                found.append(path)
+                paths.append(path)
             continue
-        ours = str(getattr(type(value), "__module__", "")).startswith("sglang_moe_patches")
-        if isinstance(value, (*PLAIN, torch.Tensor)) or id(value) in seen or depth > 22 or ours:
+        is_plugins = str(getattr(type(value), "__module__", "")).startswith("sglang_moe_patches")
+        if isinstance(value, (*PLAIN, torch.Tensor)) or id(value) in seen or depth > 22 or is_plugins:
             continue
         seen[id(value)] = value
         try:
             queue.extend((path + name, each, depth + 1) for name, each in list_members(value))
         except Exception:  # an object of a library may raise any exception when its attributes are read
             continue
-    return sorted(found)
+    return sorted(paths)

@@ -43,15 +43,19 @@ sampled = {"now": 0, "most": 0}  # bytes of sampling since the last reset of the
 
 
 def register():
-    here = "sglang_moe_patches.memory.kv_sizing."
+    package = "sglang_moe_patches.memory.kv_sizing."
     hooks = {
-        here + "eligibility": allow_on_cpu,
+        package + "eligibility": allow_on_cpu,
         "sglang_moe_patches.core.gpu_memory": replace_driver,
-        here + "hooks": use_host_memory,
+        package + "hooks": use_host_memory,
     }
-    hooks[here + "engine_rule"] = note_fraction
-    hooks |= {here + "phases": shorten_rehearsal, here + "rehearsal": prepare_rehearsal, here + "ranks": shorten_waits}
-    hooks[here + "serving"] = sample_often
+    hooks[package + "engine_rule"] = note_fraction
+    hooks |= {
+        package + "phases": shorten_rehearsal,
+        package + "rehearsal": prepare_rehearsal,
+        package + "ranks": shorten_waits,
+    }
+    hooks[package + "serving"] = sample_often
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = replace_gpu_queries
     hooks["sglang.srt.batch_invariant_ops"] = lambda ops: setattr(ops, "enable_batch_invariant_mode", int)  # for GPUs
@@ -215,10 +219,10 @@ def note_sleep(wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-def note(what):
+def note(text):
     if "TUNES" in os.environ:
         with Path(os.environ["TUNES"]).open("a") as notes:
-            print(what, file=notes)
+            print(text, file=notes)
 
 
 def note_tuning(module):
@@ -354,8 +358,8 @@ MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # values of Linux on x86-64 and 64-bit 
 def allow_on_cpu(eligibility):
     original = eligibility.skip_reason
 
-    def skip_reason(asked, arguments, environ):
-        return original(asked, {**arguments, "device": "cuda"}, environ)
+    def skip_reason(mode, arguments, environ):
+        return original(mode, {**arguments, "device": "cuda"}, environ)
 
     eligibility.skip_reason = skip_reason
 

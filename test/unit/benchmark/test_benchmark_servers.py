@@ -50,8 +50,8 @@ def test_quantized_experts_have_the_engines_names_dtypes_and_shapes(runner):
     assert {name: kind for name, kind in found.items() if "down" not in name} == {
         f"{part}_proj.{name}": kind for part in ("gate", "up") for name, kind in FORMATS[runner].items()
     }
-    others = {t.dtype for name, t in drawn.items() if ".experts." not in name}
-    assert others == {torch.bfloat16, torch.float32}
+    other_types = {t.dtype for name, t in drawn.items() if ".experts." not in name}
+    assert other_types == {torch.bfloat16, torch.float32}
 
 
 def test_int4_weights_have_mean_zero_and_the_intended_standard_deviation():
@@ -65,10 +65,10 @@ def test_int4_weights_have_mean_zero_and_the_intended_standard_deviation():
 
 def test_only_routed_experts_are_int4():
     quantization = weights.int4_config()
-    kept = [name.removeprefix("re:") for name in quantization["ignore"]]
+    ignored = [name.removeprefix("re:") for name in quantization["ignore"]]
     for path in ("model.layers.0.mlp.gate_up_proj", "model.layers.1.mlp.shared_experts.down_proj", "lm_head"):
-        assert any(re.match(name, path) for name in kept)
-    assert not any(re.match(name, "model.layers.1.mlp.experts.0.gate_proj") for name in kept)
+        assert any(re.match(name, path) for name in ignored)
+    assert not any(re.match(name, "model.layers.1.mlp.experts.0.gate_proj") for name in ignored)
     with pytest.raises(ValueError, match="marlin has int4 experts"):
         weights.ServedModel(TINY, runner="marlin", fp8=True)
 

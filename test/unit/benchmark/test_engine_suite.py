@@ -118,8 +118,8 @@ def run_file(path: Path) -> dict[str, Any]:
     """Run a test file in its own process, and return its record."""
     result = path.with_suffix(".json")
     command = [sys.executable, "-m", "common.engine_test_file", "stock", str(path), str(result)]
-    done = subprocess.run(command, cwd=Path(engine_test_file.__file__).parents[1], capture_output=True, text=True)
-    assert done.returncode, done.stderr
+    process = subprocess.run(command, cwd=Path(engine_test_file.__file__).parents[1], capture_output=True, text=True)
+    assert process.returncode, process.stderr
     return json.loads(result.read_text())
 
 

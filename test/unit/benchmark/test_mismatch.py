@@ -21,8 +21,8 @@ STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([
     ids=["token", "log-probability", "end"],
 )
 def test_the_first_token_or_log_probability_that_differs_is_named(other, difference):
-    (found,) = mismatch.find_differences(REQUESTS, STOCK, [other, *STOCK[1:]])
-    assert str(found) == f"request 0 (9 tokens, seed 1), {difference}"
+    (result,) = mismatch.find_differences(REQUESTS, STOCK, [other, *STOCK[1:]])
+    assert str(result) == f"request 0 (9 tokens, seed 1), {difference}"
     assert mismatch.find_differences(REQUESTS, STOCK, STOCK) == []
 
 
@@ -38,6 +38,6 @@ def test_the_first_token_or_log_probability_that_differs_is_named(other, differe
 )
 def test_the_cause_of_differences_is_judged_by_their_frequencies(stock, patched, verdict):
     runs = [[number < count for number in range(30)] for count in (stock, patched)]
-    found = mismatch.find_cause(*runs)
-    assert found.startswith(verdict)
-    assert ("less than 10 and 10 % of runs do" in found) == (stock == patched == 0)
+    result = mismatch.find_cause(*runs)
+    assert result.startswith(verdict)
+    assert ("less than 10 and 10 % of runs do" in result) == (stock == patched == 0)

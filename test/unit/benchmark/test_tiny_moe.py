@@ -117,12 +117,12 @@ def shipped_weights():
 
 def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped_weights):
     anything = torch.ones(1, train.SPEC.hidden)
-    made = quantize_experts(train.SPEC, export.load_shipped_bf16(SHIPPED), lambda layer, expert: anything)
-    assert set(made) == set(shipped_weights)
+    quantized = quantize_experts(train.SPEC, export.load_shipped_bf16(SHIPPED), lambda layer, expert: anything)
+    assert set(quantized) == set(shipped_weights)
     for name, tensor in shipped_weights.items():
-        assert made[name].dtype == tensor.dtype
+        assert quantized[name].dtype == tensor.dtype
         if not name.endswith(".input_scale"):
-            assert torch.equal(made[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+            assert torch.equal(quantized[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
     assert (SHIPPED / export.MODEL / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
 
 
@@ -131,9 +131,9 @@ def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped_weigh
     """A new calibration must give nearly the same scales. Exactly equal scales are not expected, because processors
     round sums of products differently.
     """
-    made = export.quantize(train.SPEC, export.load_shipped_bf16(SHIPPED))
+    quantized = export.quantize(train.SPEC, export.load_shipped_bf16(SHIPPED))
     for name in (name for name in shipped_weights if name.endswith(".input_scale")):
-        torch.testing.assert_close(made[name], shipped_weights[name], rtol=1e-4, atol=0)
+        torch.testing.assert_close(quantized[name], shipped_weights[name], rtol=1e-4, atol=0)
 
 
 def test_verdicts_in_the_result_follow_from_its_counts_by_the_current_rule():

@@ -27,9 +27,9 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_query_imports_no_module_from_the_users_folder():
     """The query here is no JSON, so the child process ends before it imports the engine."""
-    done = engine_query.run_query("no JSON", dict(os.environ))
-    assert "JSONDecodeError" in done.stderr
-    assert "stray module" not in done.stderr
+    process = engine_query.run_query("no JSON", dict(os.environ))
+    assert "JSONDecodeError" in process.stderr
+    assert "stray module" not in process.stderr
 
 
 def test_doctor_imports_no_module_from_the_users_folder(monkeypatch):

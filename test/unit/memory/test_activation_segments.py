@@ -59,8 +59,8 @@ def server_arguments(**more):
 
 def skip_reason(setting=None, environ=None, pytorch=TESTED, **more):
     """Return why the change is skipped on a server with these settings; ``None`` if it is not skipped."""
-    found = skip(setting, environ or {}, pytorch, server_arguments(**more))
-    return found and found.reason
+    reason = skip(setting, environ or {}, pytorch, server_arguments(**more))
+    return reason and reason.reason
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
@@ -178,14 +178,14 @@ class Settings:
     """Stand-in for PyTorch's function that changes the allocator's settings. It records every setting."""
 
     def __init__(self):
-        self.given = []
+        self.applied_settings = []
 
     def __call__(self, setting):
-        self.given.append(setting)
+        self.applied_settings.append(setting)
 
     @property
     def on(self):
-        return self.given[-1:] == [switch.ON]
+        return self.applied_settings[-1:] == [switch.ON]
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
         holding += (step == "suspend") - (step == "resume")
         wanted = {"turn_on": True, "turn_off": False}.get(step, wanted)
         assert settings.on == (wanted and not holding)
-        assert "turn_on" in steps[: number + 1] or settings.given == []
+        assert "turn_on" in steps[: number + 1] or settings.applied_settings == []
 
 
 # --- Hook points -----------------------------------------------------------------------------------------------------
@@ -361,6 +361,6 @@ def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
     told: list[bool] = []
     switch.turn_on_if_it_works(switch.Switch(settings), lambda works: told.append(works) or agreed(works))
     assert told == [setting]
-    assert settings.given[-1] == switch.OFF
+    assert settings.applied_settings[-1] == switch.OFF
     assert said in caplog.text
     assert "expandable segments are on from now on" not in caplog.text

@@ -145,8 +145,8 @@ print([name for name in sys.modules if name.startswith("sglang_moe_patches.lab.o
 
 
 def test_a_process_without_observer_imports_no_observer_module() -> None:
-    done = subprocess.run([sys.executable, "-c", UNOBSERVED], capture_output=True, text=True, check=False)
-    assert done.stdout == "[]\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", UNOBSERVED], capture_output=True, text=True, check=False)
+    assert process.stdout == "[]\n", process.stderr
 
 
 # --- Sentences for a report -------------------------------------------------------------------------------------------

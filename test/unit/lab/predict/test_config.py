@@ -31,13 +31,13 @@ def read(source):
     ],
 )
 def test_sizes_from_config_json_equal_the_benchmarks_sizes(source, name):
-    found, known = read(source), MODELS[name]
-    assert {size: getattr(found.model, size) for size in SIZES} == {size: getattr(known, size) for size in SIZES}
-    assert (found.model.q_lora_rank, found.model.family, found.model.kv_heads) == (
+    config, known = read(source), MODELS[name]
+    assert {size: getattr(config.model, size) for size in SIZES} == {size: getattr(known, size) for size in SIZES}
+    assert (config.model.q_lora_rank, config.model.family, config.model.kv_heads) == (
         *(known.q_lora_rank, known.family, known.kv_heads),
     )
-    assert found.model.latent == known.latent
-    assert (found.attention, found.residual) == ("", "")
+    assert config.model.latent == known.latent
+    assert (config.attention, config.residual) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_folder_and_its_config_json_give_the_same_path(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("{folder}", "has no config.json"),
         ("{folder}/none", "neither a folder"),
@@ -165,15 +165,15 @@ def test_a_folder_and_its_config_json_give_the_same_path(tmp_path):
     ],
     ids=["empty folder", "no folder", "no name", "not cached"],
 )
-def test_a_missing_config_json_is_reported_in_one_line(model, said, tmp_path):
+def test_a_missing_config_json_is_reported_in_one_line(model, message, tmp_path):
     with pytest.raises(NoConfig, match=r"\S") as caught:
         config.find(model.format(folder=tmp_path))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "cannot be read"),
         ("[]", "contains no JSON object"),
@@ -182,10 +182,10 @@ def test_a_missing_config_json_is_reported_in_one_line(model, said, tmp_path):
     ],
     ids=["no JSON", "no object", "dense", "a size missing"],
 )
-def test_an_incomplete_config_json_is_refused(text, said, tmp_path):
+def test_an_incomplete_config_json_is_refused(text, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(NoConfig, match=said):
+    with pytest.raises(NoConfig, match=message):
         config.read_sizes(config.load(path), "this")
 
 

@@ -71,9 +71,9 @@ def test_every_result_is_compared_or_has_a_reason_for_not_being_compared():
 @pytest.mark.parametrize("name", results("peak-memory"))
 def test_predicted_memory_of_a_forward_pass_agrees_with_the_measurement(name):
     result = output.load(name)
-    found = result["figures"]
+    stored = result["figures"]
     assert result["conditions"]["engine"] in RELEASES_WITHOUT_BUFFER
-    for server, figures in found["memory"].items():
+    for server, figures in stored["memory"].items():
         predicted = peak_memory.predict_result(result, server)
         # On 0.5.11 a prefill did not free attention's buffer of the decode before it.
         released_bytes = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0

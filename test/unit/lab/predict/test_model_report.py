@@ -34,17 +34,17 @@ from typer.testing import CliRunner
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
 
 
-def row_of(change: str, found: dict[str, Any]) -> dict[str, Any]:
-    return next(row for row in found["changes"] if row["name"] == change)
+def row_of(change: str, report: dict[str, Any]) -> dict[str, Any]:
+    return next(row for row in report["changes"] if row["name"] == change)
 
 
 def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
     model = MODELS["kimi-k2.5"]
     assert derive_effects(KIMI, True, DECIDED) == (MemoryEffects(), every_change(model, 1024))
-    found = advise()
-    assert found["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
-    assert found["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
-    assert found["unknown"] == list(model_report.ALWAYS_UNKNOWN)
+    report = advise()
+    assert report["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
+    assert report["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
+    assert report["unknown"] == list(model_report.ALWAYS_UNKNOWN)
 
 
 EVERYTHING = MemoryEffects(True, True, True, 1024)
@@ -118,17 +118,17 @@ def test_input_bytes_of_trtllm_kernels_depend_on_the_format(runner, method, bloc
 
 
 def test_effects_on_a_layer_that_could_not_be_built_are_unknown() -> None:
-    found = advise(layer=None, moe_runner_backend="triton")
-    acts = {change["name"]: change["acts"] for change in found["changes"]}
+    report = advise(layer=None, moe_runner_backend="triton")
+    acts = {change["name"]: change["acts"] for change in report["changes"]}
     decides = {change.name for change in CHANGES if change.decide}
     assert {name for name, each in acts.items() if each is None} == decides | {"fp4-weights"}
-    assert all(change["reason"] == model_report.NOT_BUILT for change in found["changes"] if change["acts"] is None)
-    assert found["stock"] is None
+    assert all(change["reason"] == model_report.NOT_BUILT for change in report["changes"] if change["acts"] is None)
+    assert report["stock"] is None
 
 
 def test_a_change_that_is_not_applied_shows_its_reason_and_no_decision() -> None:
-    found = advise(changes=ALL | {"output-buffer": "not needed here"})
-    assert row_of("output-buffer", found)["acts"] is False
+    report = advise(changes=ALL | {"output-buffer": "not needed here"})
+    assert row_of("output-buffer", report)["acts"] is False
 
 
 def test_only_deepseeks_router_computes_float32_logits():
@@ -140,11 +140,11 @@ def test_only_deepseeks_router_computes_float32_logits():
 
 
 def test_each_change_shows_its_effect_on_the_server_or_a_reason():
-    found = {change["name"]: change for change in advise()["changes"]}
-    assert {name for name, change in found.items() if change["acts"]} >= {
+    changes = {change["name"]: change for change in advise()["changes"]}
+    assert {name for name, change in changes.items() if change["acts"]} >= {
         *("output-buffer", "deferred-shared-experts", "moe-workspace"),
     }
-    assert all(bool(change["does"]) == change["acts"] for change in found.values())
+    assert all(bool(change["does"]) == change["acts"] for change in changes.values())
     layer = LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"}
     marlin = advise(layer=layer, decided=WHOLE)
     assert row_of("moe-workspace", marlin)["reason"] == WHOLE["moe-workspace"].reason
@@ -155,10 +155,10 @@ def test_marlins_workspace_is_predicted_without_and_with_column_slices():
     """Kimi-K2.5 in INT4 at TP=8. The patched server runs slices of 1,024 columns, copies their weights, and writes its
     output into the dead input.
     """
-    found = advise(
+    report = advise(
         layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
     )
-    workspace = {name: found[name]["parts"]["workspace"] for name in ("stock", "patched")}
+    workspace = {name: report[name]["parts"]["workspace"] for name in ("stock", "patched")}
     rows = 16384 * 8
     assert workspace["stock"] == rows * 2 * (256 + 7168) + 2 * 16384 * 7168
     assert workspace["patched"] == rows * 2 * 256 + 1024 * (2 * rows + 384 * 256 * 0.5625)
@@ -176,9 +176,9 @@ def test_marlins_workspace_is_predicted_without_and_with_column_slices():
     ids=["runner", "no layer", "format", "all-to-all", "ranks"],
 )
 def test_memory_without_a_formula_is_reported_as_not_predicted(facts, reason):
-    found = advise(**facts)
-    assert found["stock"] is found["patched"] is None
-    assert any(reason in line for line in found["unknown"])
+    report = advise(**facts)
+    assert report["stock"] is report["patched"] is None
+    assert any(reason in line for line in report["unknown"])
 
 
 @pytest.mark.parametrize(
@@ -233,16 +233,16 @@ def test_fp4_weights_says_how_much_less_memory_loading_takes():
 
 def test_unsupported_attention_cannot_be_the_place_of_the_peak():
     read = ModelSizes(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
-    found = model_report.derive_report(read, asked())
-    assert "attention" not in found["stock"]["elsewhere"]
-    assert any(model_report.AT_LEAST in line for line in found["unknown"])
+    report = model_report.derive_report(read, asked())
+    assert "attention" not in report["stock"]["elsewhere"]
+    assert any(model_report.AT_LEAST in line for line in report["unknown"])
 
 
 def test_the_report_names_the_kernels_workspace_as_additional_memory():
     layer = LAYER | {"runner": runners.TRTLLM[1], "method": "ModelOptNvFp4FusedMoEMethod"}
-    found = advise(layer=layer)
-    assert any(model_report.OWN_WORKSPACE in line for line in found["unknown"])
-    assert found["patched"]["parts"]["workspace"] == 0
+    report = advise(layer=layer)
+    assert any(model_report.OWN_WORKSPACE in line for line in report["unknown"])
+    assert report["patched"]["parts"]["workspace"] == 0
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_weight_format_follows_from_the_engines_quantization_class(method, f
 
 
 @pytest.mark.parametrize(
-    ("arguments", "gpu", "variable", "said"),
+    ("arguments", "gpu", "variable", "message"),
     [
         (["--model-path", "x"], "h200", "", "give --model before the `--`"),
         (["--model=x"], "h200", "", "give --model before the `--`"),
@@ -273,11 +273,11 @@ def test_the_weight_format_follows_from_the_engines_quantization_class(method, f
         ([], "h200", "", "SGLang is not installed in this environment"),
     ],
 )
-def test_a_question_that_doctor_cannot_answer_is_refused(arguments, gpu, variable, said, monkeypatch):
+def test_a_question_that_doctor_cannot_answer_is_refused(arguments, gpu, variable, message, monkeypatch):
     monkeypatch.setattr(engine, "version", lambda: None)
     if variable:
         monkeypatch.setenv(f"SGLANG_MOE_PATCHES_MOE_{variable}", "700")
-    with pytest.raises(model_report.CannotAdvise, match=said):
+    with pytest.raises(model_report.CannotAdvise, match=message):
         model_report.examine("Qwen/Qwen3-30B-A3B-FP8", arguments, gpu)
 
 
@@ -293,12 +293,12 @@ def test_a_missing_draft_model_is_replaced_and_named(tmp_path):
     for kept in (there, ["--tp", "2"], ["--speculative-draft-model-path"]):
         assert model_report._replace_missing_draft(kept, sizes, tmp_path / "x") == (kept, "")
     read = ModelSizes(MODELS["kimi-k2.5"])
-    found = model_report.derive_report(read, asked() | {"missing_draft": "a/b"})
-    assert "the draft model a/b: its config.json was not found" in found["unknown"]
+    report = model_report.derive_report(read, asked() | {"missing_draft": "a/b"})
+    assert "the draft model a/b: its config.json was not found" in report["unknown"]
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (engine_query.Refused("tp_size must divide"), "the engine refuses this server: tp_size must divide"),
         (engine_query.CannotAsk("no driver"), "the engine cannot be asked without a GPU: no driver"),
@@ -306,27 +306,27 @@ def test_a_missing_draft_model_is_replaced_and_named(tmp_path):
         (config.NoConfig("a/b has no config.json"), "a/b has no config.json"),
     ],
 )
-def test_a_refusal_is_one_line_and_exit_code_2(error, said, monkeypatch):
+def test_a_refusal_is_one_line_and_exit_code_2(error, message, monkeypatch):
     def refuse(*args: Any) -> None:
         raise error
 
     monkeypatch.setattr(model_report, "examine", refuse)
-    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--", "--tp", "3"])
-    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"sglang-moe-patches: {said}\n")
+    result = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--", "--tp", "3"])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"sglang-moe-patches: {message}\n")
 
 
 def test_the_json_output_has_the_whole_report(monkeypatch):
     report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5"}
     monkeypatch.setattr(model_report, "examine", lambda *asked: report)
-    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--json"])
-    assert json.loads(done.stdout) == json.loads(json.dumps(report))
+    result = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--json"])
+    assert json.loads(result.stdout) == json.loads(json.dumps(report))
 
 
 def test_a_changes_status_in_the_report_equals_its_status_in_the_log(monkeypatch):
     left_out = Change("a", "", pytest.fail, skip=lambda server_args: Skip(f"{server_args.variable} is unset", True))
     monkeypatch.setattr(engine_query, "CHANGES", (left_out, replace(left_out, name="b", decide=pytest.fail)))
-    found = engine_query._apply_changes(SimpleNamespace(variable="A"))
-    assert {name: (str(plan.status), plan.reason) for name, plan in found.items()} == dict.fromkeys(
+    plans = engine_query._apply_changes(SimpleNamespace(variable="A"))
+    assert {name: (str(plan.status), plan.reason) for name, plan in plans.items()} == dict.fromkeys(
         ("a", "b"), ("off", "A is unset")
     )
 
@@ -351,8 +351,8 @@ def test_a_changes_status_in_the_report_equals_its_status_in_the_log(monkeypatch
     ],
 )
 def test_kv_sizings_row_shows_the_servers_own_decision(answer, acts, words) -> None:
-    told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, "unknown": "", **answer}}
-    found = model_report.derive_report(ModelSizes(MODELS["kimi-k2.5"]), told)
-    row = row_of("kv-sizing", found)
+    answers = asked() | {"kv_sizing": {"skip_reason": "", "given": False, "unknown": "", **answer}}
+    report = model_report.derive_report(ModelSizes(MODELS["kimi-k2.5"]), answers)
+    row = row_of("kv-sizing", report)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])

@@ -68,8 +68,8 @@ def test_the_memory_of_decodes_grows_with_each_size(part: str, grows: bool) -> N
     decodes = Decodes(150_000, 256, 512, 256)
     forwards = Forwards(48, 500_000_000, 8192)
     less = room.predict_need(decodes, forwards).total
-    more = room.predict_need(replace(decodes, **{part: 2 * getattr(decodes, part)}), forwards).total
-    assert (more > less) is grows
+    larger = room.predict_need(replace(decodes, **{part: 2 * getattr(decodes, part)}), forwards).total
+    assert (larger > less) is grows
 
 
 def test_a_draft_model_adds_weights_and_graphs() -> None:

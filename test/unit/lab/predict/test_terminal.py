@@ -35,7 +35,7 @@ ROOM = Room(FIT, NEED, decodes=room.Decodes(1000, 256, 512, 256))
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "text"),
     [
         ({}, "Starts. Room in addition to weights and KV cache: 15.0 GB; need: about 8.0 GB."),
         (
@@ -63,9 +63,9 @@ ROOM = Room(FIT, NEED, decodes=room.Decodes(1000, 256, 512, 256))
         ({"refusal": "No room for states"}, "allows 135.0 GB; the engine: No room for states."),
     ],
 )
-def test_the_first_line_compares_room_and_need(facts: dict[str, Any], said: str) -> None:
+def test_the_first_line_compares_room_and_need(facts: dict[str, Any], text: str) -> None:
     line = terminal.describe_verdict(report_of(replace(ROOM, fit=replace(FIT, **facts))))
-    assert said in line
+    assert text in line
     assert "None" not in line
 
 
@@ -96,8 +96,8 @@ def test_a_kv_cache_smaller_than_the_longest_request_is_reported() -> None:
 def test_a_server_that_does_not_start_gives_exit_code_1(fraction: float, code: int, monkeypatch) -> None:
     report = report_of(replace(ROOM, fit=replace(FIT, fraction=fraction)))
     monkeypatch.setattr(model_report, "examine", lambda *asked: report)
-    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b"])
-    assert (done.exit_code, done.stdout.splitlines()[0]) == (code, terminal.describe_verdict(report))
+    result = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b"])
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (code, terminal.describe_verdict(report))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -128,18 +128,18 @@ def test_no_fraction_is_advised_if_none_leaves_enough_room(capsys) -> None:
 
 
 def test_the_printed_terms_add_up_to_the_peak():
-    found = json.loads(json.dumps(advise()))
-    rows = {title.strip(): (stock, patched) for title, stock, patched in terminal.list_memory_rows(found)}
+    report = json.loads(json.dumps(advise()))
+    rows = {title.strip(): (stock, patched) for title, stock, patched in terminal.list_memory_rows(report)}
     assert rows["peak"] == ("3,027.2", "1,168.1")
     for column, server in enumerate(("stock", "patched")):
-        parts = found[server]["parts"]
+        parts = report[server]["parts"]
         assert rows[f"at {forward.MOE}"][column] == f"{sum(parts.values()) / 1e6:,.1f}"
         assert rows[forward.PARTS["workspace"]][column] == f"{parts['workspace'] / 1e6:,.1f}"
 
 
-@pytest.mark.parametrize(("padded", "said"), [(1536, "1536"), (2048, "1536, padded to 2048")])
-def test_the_printed_intermediate_size_is_that_of_config_json(padded: int, said: str) -> None:
-    assert terminal._describe_intermediate({"published_intermediate": 1536, "moe_intermediate": padded}) == said
+@pytest.mark.parametrize(("padded", "text"), [(1536, "1536"), (2048, "1536, padded to 2048")])
+def test_the_printed_intermediate_size_is_that_of_config_json(padded: int, text: str) -> None:
+    assert terminal._describe_intermediate({"published_intermediate": 1536, "moe_intermediate": padded}) == text
 
 
 def recorded_reasons() -> set[str]:

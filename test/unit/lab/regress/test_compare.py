@@ -82,23 +82,23 @@ def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost,
     stock = [True] * right + [False] * (questions - right)
     patched = [False] * lost + stock[lost:]
     settings = {"require_identical": False, "alpha": alpha, "max_drop": max_drop}
-    found = compare(run("stock", stock), run("patched", patched), **settings)
+    comparison = compare(run("stock", stock), run("patched", patched), **settings)
     all_wrong = compare(run("stock", stock), run("patched", [False] * questions), **settings)
     can_tell = all_wrong.worse and 100 * right / questions > max_drop
     within = bound.p_value(questions, lost, 0, max_drop / 100) <= alpha
-    assert found.accuracy_can_tell == can_tell
-    assert found.is_within_max_drop == (can_tell and within)
-    assert found.exit_code == (1 if found.worse else 0 if can_tell and within else 2)
+    assert comparison.accuracy_can_tell == can_tell
+    assert comparison.is_within_max_drop == (can_tell and within)
+    assert comparison.exit_code == (1 if comparison.worse else 0 if can_tell and within else 2)
 
 
 def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
     """A run without a significant drop is inconclusive (code 2) if the interval also contains larger drops than the
     allowed 3 points. For example, this is so with 5 losses and 4 gains in 200 answers."""
     for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 2), (4, 0, 2), (6, 0, 1), (3, 9, 0)):
-        found = compare_counts(losses, gains, 200 - losses - gains)
-        assert (found.exit_code, found.conclusive) == (code, code != 2), (losses, gains)
+        comparison = compare_counts(losses, gains, 200 - losses - gains)
+        assert (comparison.exit_code, comparison.conclusive) == (code, code != 2), (losses, gains)
         if code != 1:
-            assert (found.largest_drop <= 3) == (code == 0)
+            assert (comparison.largest_drop <= 3) == (code == 0)
     assert compare_counts(5, 4, 191, max_drop=4.0).exit_code == 0
     assert compare_counts(0, 0, 98).exit_code == 2
     assert compare_counts(0, 0, 99).exit_code == 0
@@ -129,9 +129,10 @@ def test_only_a_significant_drop_is_worse():
     assert drop.worse
     assert "from 20 to 15 of 20 questions (5 lost, 0 gained; one-sided exact McNemar p = 0.031" in drop.reasons[0]
     assert compare_counts(3, 2, alpha=0.9).worse
-    for other in (compare_counts(4, 0, 16), compare_counts(0, 20), compare_counts(10, 8, 2), compare_counts(0, 0, 20)):
-        assert not other.worse
-        assert other.reasons == ()
+    for counts in ((4, 0, 16), (0, 20), (10, 8, 2), (0, 0, 20)):
+        comparison = compare_counts(*counts)
+        assert not comparison.worse
+        assert comparison.reasons == ()
     # A run without a drop is never worse, however large alpha is.
     for losses, gains, both_right, alpha in ((5, 0, 15, 0.03), (3, 3, 0, 0.9), (2, 3, 0, 0.9)):
         assert not compare_counts(losses, gains, both_right, alpha=alpha).worse
@@ -161,14 +162,14 @@ def test_differing_texts_and_tokens_are_counted_and_are_worse_only_if_required(c
 
 def test_runs_with_different_questions_cannot_be_compared():
     stock = run("stock", [True] * 3)
-    for other in (
+    for patched in (
         run("patched", [True] * 2),
         replace_answer(stock, 1, question="another"),
         replace_answer(stock, 1, label=7),
         dataclasses.replace(stock, answers=stock.answers[::-1]),
     ):
         with pytest.raises(ValueError, match="did not answer the same questions"):
-            compare(stock, other, require_identical=False)
+            compare(stock, patched, require_identical=False)
     with pytest.raises(ValueError, match="no question was answered"):
         compare(run("stock", []), run("patched", []), require_identical=False)
 

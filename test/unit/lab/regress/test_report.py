@@ -159,17 +159,16 @@ def compare_with_losses(losses: int, gains: int, count: int = 200, **settings) -
 
 
 def test_an_inconclusive_run_says_how_many_questions_are_needed():
-    found = compare_with_losses(5, 4)
-    assert report.make_headline(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
-    reason = report.explain_inconclusive(found)
+    comparison = compare_with_losses(5, 4)
+    assert report.make_headline(comparison) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
+    reason = report.explain_inconclusive(comparison)
     assert reason.startswith("5 lost and 4 gained of 200 questions are compatible with a drop of 3.")
-    advice = (
-        f"more than --max-drop 3; ask about {found.questions_needed} questions (--num-questions): with such results 80"
-    )
+    questions = comparison.questions_needed
+    advice = f"more than --max-drop 3; ask about {questions} questions (--num-questions): with such results 80"
     assert advice in reason
     assert "more than the 1,319 of GSM8K" in report.explain_inconclusive(compare_with_losses(4, 4, 400, max_drop=1.0))
     assert "with such results will not help" in report.explain_inconclusive(compare_with_losses(4, 0, 120))
-    assert f"{found.largest_drop:.1f} points" in find_line(render_table(found), "Upper bound of the drop")
+    assert f"{comparison.largest_drop:.1f} points" in find_line(render_table(comparison), "Upper bound of the drop")
     assert (
         report.make_headline(compare_with_losses(1, 1, 600, max_drop=2.0))
         == "Patched is no worse than stock by more than 2 points"
@@ -193,7 +192,7 @@ NO_SAVING = "not measured, or no saving"
 
 
 @pytest.mark.parametrize(
-    ("found", "less", "memory"),
+    ("comparison", "less", "memory"),
     [
         pytest.param(
             compare_identical_answers(right=0),
@@ -220,15 +219,15 @@ NO_SAVING = "not measured, or no saving"
         ),
     ],
 )
-def test_headline_and_overview_state_what_was_compared_and_the_result(found, less, memory):
+def test_headline_and_overview_state_what_was_compared_and_the_result(comparison, less, memory):
     headline = f"All 20 answers are identical{less}"
-    assert report.make_headline(found) == headline
-    overview = dict(report.list_overview(found))
+    assert report.make_headline(comparison) == headline
+    overview = dict(report.list_overview(comparison))
     assert list(overview) == ["Model", "Machine", "Memory", "Answers"]
     assert (overview["Model"], overview["Memory"]) == ("a b", memory)
     assert "SGLang 0.5.12.post1" in overview["Machine"]
     assert overview["Answers"].startswith("20 questions, all identical; right: ")
-    page = Page(report.render_html(found))
+    page = Page(report.render_html(comparison))
     assert page.text.index(headline) < page.text.index(overview["Answers"]) < page.text.index("At a glance")
 
 

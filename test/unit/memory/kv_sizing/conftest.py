@@ -34,10 +34,10 @@ def scheduler(monkeypatch):
         monkeypatch.setattr(rehearsal, name, value)
     monkeypatch.setattr(rehearsal, "warmup_limit_s", lambda: float("inf"))
 
-    def make(**given):
-        made = Scheduler(**given)
-        monkeypatch.setattr(rehearsal.gpu_memory, "read", lambda gpu: made.read())
-        return made
+    def make(**settings):
+        instance = Scheduler(**settings)
+        monkeypatch.setattr(rehearsal.gpu_memory, "read", lambda gpu: instance.read())
+        return instance
 
     return make
 

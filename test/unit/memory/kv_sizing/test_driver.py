@@ -57,13 +57,13 @@ class Server:
         self.driver = LoadDriver(derive, limits, make, lambda: "abort", left_s, GRACE_S, fits)
 
     def step(self, idle=False, stuck=False):
-        got = self.driver.next_requests(idle, stuck)
-        self.aborts += got.count("abort")
-        for each in got:
+        items = self.driver.next_requests(idle, stuck)
+        self.aborts += items.count("abort")
+        for each in items:
             if isinstance(each, Plant):
                 self.planted.append(each.tokens)
                 self.driver.record_planting(self.plants)
-        new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
+        new = [each for each in items if each != "abort" and not isinstance(each, Plant)]
         if [each.phase.name for each in new] == [""]:  # the short request that follows a decode
             self.short += new
             self.answer(new)
@@ -71,31 +71,31 @@ class Server:
         self.sent_requests += new
         return new
 
-    def run(self, between=lambda got: None):
+    def run(self, between=lambda requests: None):
         """Run all phases, and return the driver.
 
         :param between: function that is called before each answer. It may advance the clock.
         """
         for _ in range(5000):
-            got = self.step(idle=True)
+            requests = self.step(idle=True)
             if self.driver.is_over:
                 assert len({each.name for each in self.sent_requests}) == len(
                     self.sent_requests
                 )  # otherwise a late answer could end another request
                 return self.driver
-            between(got)
-            self.serve(got)
+            between(requests)
+            self.serve(requests)
         raise AssertionError("it never ends")
 
     def serve(self, requests):
-        for phase in {id(each.phase): each.phase for each in requests}.values():
+        for phase in {id(request.phase): request.phase for request in requests}.values():
             small = Batch(phase.bound.modes[0], tokens=1, requests=1)
             self.driver.record_forward(small if phase.name in self.small_phases else largest_batch(phase))
-        self.answer([each for each in requests if each.phase.name not in self.lost_phases])
+        self.answer([request for request in requests if request.phase.name not in self.lost_phases])
 
     def answer(self, requests):
-        for each in requests:
-            self.driver.finish_request(each.name)
+        for request in requests:
+            self.driver.finish_request(request.name)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
         server.driver.end()
     assert (server.step(), server.short) == ([], [])  # the ended requests are still in the batch
     server.step(idle=True)
-    asked = [(len(each.prompt), each.new, each.phase.sampling) for each in server.short]
-    assert asked == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLING)] * short
+    short_requests = [(len(each.prompt), each.new, each.phase.sampling) for each in server.short]
+    assert short_requests == [(phases.SHORT_PROMPT_TOKENS, 2, phases.SAMPLING)] * short
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
     """If a phase began earlier, the engine would add its requests to the batch of the previous phase. This batch still
     has the tensors of the previous phase's penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
-    (first, then) = (phase.name for phase in server.driver.phases)
+    (first, second) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
     assert [server.step(), server.step()] == [[], []]
-    assert {each.phase.name for each in server.step(idle=True)} == {then} != {first}
+    assert {each.phase.name for each in server.step(idle=True)} == {second} != {first}
 
 
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
@@ -140,12 +140,13 @@ def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
     server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
     server.run()
     begins = []
-    for each in server.sent_requests:
-        shared = phases.shared_prefix(len(each.prompt), replace(LIMITS, vocabulary=vocabulary))
-        same = next((at for at, (one, other) in enumerate(zip(each.prompt, shared, strict=True)) if one != other), None)
-        assert same == 0 or each.phase.shared
-        if same is not None:
-            begins.append((same, each.prompt[same]))
+    for request in server.sent_requests:
+        shared = phases.shared_prefix(len(request.prompt), replace(LIMITS, vocabulary=vocabulary))
+        pairs = enumerate(zip(request.prompt, shared, strict=True))
+        same_at = next((at for at, (token, shared_token) in pairs if token != shared_token), None)
+        assert same_at == 0 or request.phase.shared
+        if same_at is not None:
+            begins.append((same_at, request.prompt[same_at]))
     assert len(set(begins)) == len(begins) > 700
 
 
@@ -183,23 +184,23 @@ def test_an_uncached_long_prompt_is_sent_if_there_is_time_for_another(left_s, is
     left = [1e9]
 
     def pass_time(requests):
-        kinds = {each.phase.kind for each in requests}
+        kinds = {request.phase.kind for request in requests}
         left[0] -= 100 if PhaseKind.BEHIND_PREFIX in kinds else 0
         if PhaseKind.PENALTIES in kinds:
             left[0] = left_s
 
     server = Server(left_s=lambda: left[0], radix_cache=False)
     server.run(pass_time)
-    assert (PhaseKind.LONG_AMONG_SHORT in {each.phase.kind for each in server.sent_requests}) == is_sent
+    assert (PhaseKind.LONG_AMONG_SHORT in {request.phase.kind for request in server.sent_requests}) == is_sent
 
 
 def test_all_prompts_of_many_lengths_are_answered_even_if_one_meets_the_bound():
     server = Server(only=PhaseKind.VARIED)
-    first, *others = server.step()
-    assert sum(len(each.prompt) for each in (first, *others)) > 10 * LIMITS.chunk
+    first, *other_requests = server.step()
+    assert sum(len(request.prompt) for request in (first, *other_requests)) > 10 * LIMITS.chunk
     server.serve([first])
     assert (server.step(), server.aborts) == ([], 0)
-    server.answer(others)
+    server.answer(other_requests)
     server.step(idle=True)
     assert (server.driver.is_over, server.aborts) == (True, 0)
 
@@ -207,7 +208,7 @@ def test_all_prompts_of_many_lengths_are_answered_even_if_one_meets_the_bound():
 def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
     server = Server(small_phases=("prefill chunk",))
     assert server.run().missed == {"prefill chunk": PhaseKind.PREFILL}
-    assert sum(len(each.prompt) == LIMITS.chunk for each in server.sent_requests) >= ATTEMPTS_PER_PHASE > 1
+    assert sum(len(request.prompt) == LIMITS.chunk for request in server.sent_requests) >= ATTEMPTS_PER_PHASE > 1
     assert Server(lost_phases=("prefill chunk",)).run().is_over  # the driver does not wait for lost answers
 
 
@@ -219,7 +220,7 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
         waiting = server.step(idle=True)
-        assert [each.phase for each in waiting] == [first]
+        assert [request.phase for request in waiting] == [first]
         assert (server.step(), server.aborts) == ([], attempt - 1)
         assert (server.step(stuck=True), server.aborts) == ([], attempt)
         server.answer(waiting)
@@ -262,7 +263,7 @@ def test_a_prefix_is_planted_before_the_requests_that_begin_with_it(kind):
     assert (server.step(), len(server.planted)) == ([], 1)
     assert server.run().missed == {}
     assert len(server.planted) == 1
-    longest = max((each.prompt for each in server.sent_requests), key=len)
+    longest = max((request.prompt for request in server.sent_requests), key=len)
     assert tuple(longest[: len(server.planted[0])]) == server.planted[0]
 
 
@@ -282,7 +283,7 @@ def test_the_duration_of_each_phase_is_recorded(plants):
 
     def pass_time(requests):
         clock[0] -= 3.0 if requests else 0.0
-        if any(each.phase.kind is PhaseKind.PENALTIES for each in requests):
+        if any(request.phase.kind is PhaseKind.PENALTIES for request in requests):
             clock[0] = -1.0  # no further phase begins
 
     server = Server(left_s=lambda: clock[0], plants=plants)
@@ -295,7 +296,7 @@ def test_the_duration_of_each_phase_is_recorded(plants):
 
 def test_the_default_request_limit_is_lowered_until_its_memory_is_free():
     nobody_asked = {"requests": 2048, "captured": 32, "has_default_requests": True}
-    server = Server(fits=lambda each: not each.fewer_requests or "of 512" not in each.name, **nobody_asked)
+    server = Server(fits=lambda estimate: not estimate.fewer_requests or "of 512" not in estimate.name, **nobody_asked)
     driver = server.run()
     assert (driver.fewer_requests, driver.missed) == (512, {})
     eager = [f"eager decode of {count} requests" for count in (64, 128, 256, 512)]

@@ -19,8 +19,8 @@ NAME = eligibility.KV_SIZING.name
 
 
 def test_unknown_values_of_the_variable_are_refused_in_one_line_with_its_name():
-    for text, asked in (("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("always", "always")):
-        assert eligibility.KV_SIZING.read({NAME: text}) == asked
+    for text, mode in (("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("always", "always")):
+        assert eligibility.KV_SIZING.read({NAME: text}) == mode
     for text, why in (("given", "given is now called always"), ("1", "expected off, auto or always, got '1'")):
         with pytest.raises(ValueError, match=f"^{NAME}: {why}$"):
             patch.check_environment(CHANGES, {NAME: text})
@@ -41,7 +41,7 @@ def test_the_page_states_the_default_margin():
 
 
 def test_a_given_fraction_is_kept_unless_the_variable_is_always():
-    assert [bool(eligibility.kept_fraction_reason(asked)) for asked in ("auto", "always")] == [True, False]
+    assert [bool(eligibility.kept_fraction_reason(mode)) for mode in ("auto", "always")] == [True, False]
 
 
 ARGUMENTS: dict[str, object] = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8}

@@ -79,9 +79,9 @@ def test_a_larger_first_fraction_also_gives_room_to_the_caches_for_images(
     assert asked == [expected]
 
 
-@pytest.mark.parametrize(("more", "pinned"), [(5 * GB, 0.85), (-5 * GB, 0.75), (123_456_789, 0.8012), (21 * GB, None)])
-def test_the_fraction_for_the_same_size_is_rounded_down(more, pinned):
-    assert sizing.pinned_fraction(LaunchMemory("", 100 * GB, 50 * GB, 0.8), more) == pinned
+@pytest.mark.parametrize(("added", "pinned"), [(5 * GB, 0.85), (-5 * GB, 0.75), (123_456_789, 0.8012), (21 * GB, None)])
+def test_the_fraction_for_the_same_size_is_rounded_down(added, pinned):
+    assert sizing.pinned_fraction(LaunchMemory("", 100 * GB, 50 * GB, 0.8), added) == pinned
 
 
 def test_the_three_largest_phases_are_named():
@@ -140,8 +140,8 @@ class Rehearsal:
 
     on_end: Any
 
-    def __init__(self, scheduler, gpu, board, number, derive, limits, *, leads, **more):
-        self.more, self.derive, self.limits, self.leads = more, derive, limits, leads
+    def __init__(self, scheduler, gpu, board, number, derive, limits, *, leads, **arguments):
+        self.arguments, self.derive, self.limits, self.leads = arguments, derive, limits, leads
         self.poll = self.read_turn_memory = list
         self.ended = False
 
@@ -219,23 +219,23 @@ class Ranks:
         self.set_tokens[scheduler.rank].append(counts.tokens)
 
     def _board(self, rank, silent_topics):
-        def publish(topic, told):
+        def publish(topic, value):
             if not (rank and topic.split()[0] in silent_topics):
-                self.published[topic, rank] = told
+                self.published[topic, rank] = value
 
         def collect(topic, kind):
             return [self.published.get((topic, each)) for each in range(2)]
 
         return SimpleNamespace(publish=publish, collect=collect, ranks=2, raise_flag=print, is_raised=bool)
 
-    def measure(self, *spare_mb, **seen):
+    def measure(self, *spare_mb, **measured):
         """End the rehearsal of both ranks, and execute all orders.
 
         :param spare_mb: MB of each rank that stay free beyond the margin.
-        :param seen: other measured values of the rehearsal.
+        :param measured: other measured values of the rehearsal.
         """
-        for one, spare in zip(self.starts, spare_mb, strict=True):
-            one._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
+        for rank_start, spare in zip(self.starts, spare_mb, strict=True):
+            rank_start._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **measured))
         for _ in range(9):
             assert self.starts[1].orders.read_instead() == []
             self.obey()
@@ -243,8 +243,8 @@ class Ranks:
     def obey(self):
         for broadcast in self.starts[0].orders.read_instead():
             for order in broadcast.items:
-                for one in self.starts:
-                    one.obey(order)
+                for rank_start in self.starts:
+                    rank_start.obey(order)
 
     def rehearsals(self):
         return [start._rehearsal for start in self.starts]
@@ -252,16 +252,16 @@ class Ranks:
     def tokens(self):
         """Return three numbers of tokens, which must be equal on both ranks: the KV cache size, the number of tokens
         with memory, and the number that was set in the engine."""
-        one, other = [
-            (pools.counts.tokens, pools.backed, told[-1])
-            for pools, told in zip(self.pools, self.set_tokens, strict=True)
+        first, second = [
+            (pools.counts.tokens, pools.backed, sizes[-1])
+            for pools, sizes in zip(self.pools, self.set_tokens, strict=True)
         ]
-        assert one == other
-        return one
+        assert first == second
+        return first
 
 
 @pytest.mark.parametrize(
-    ("given", "spare_mb", "tokens", "said"),
+    ("settings", "spare_mb", "tokens", "message"),
     [
         ({}, (500, 300), 1300, "KV cache grown from 1,000 to 1,300 tokens; 2,000 MB stay free"),
         ({}, (500, -400), 600, "KV cache shrunk from 1,000 to 600 tokens"),
@@ -279,11 +279,11 @@ class Ranks:
     ],
     ids=str,
 )
-def test_all_ranks_grow_to_the_same_size_or_no_rank_grows(given, spare_mb, tokens, said, monkeypatch, caplog):
-    ranks = Ranks(monkeypatch, **given)
+def test_all_ranks_grow_to_the_same_size_or_no_rank_grows(settings, spare_mb, tokens, message, monkeypatch, caplog):
+    ranks = Ranks(monkeypatch, **settings)
     ranks.measure(*spare_mb)
     assert ranks.tokens() == (tokens,) * 3
-    assert said in caplog.text
+    assert message in caplog.text
     assert len(ranks.serving) == 2
 
 
@@ -348,7 +348,7 @@ def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
     """Rank 1 gets the same limit even if it could not begin its last rehearsal, or has no memory to grow."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
-        assert (one.more["bytes_per_token"], one.more["margin"]) == (BYTES_PER_TOKEN, MARGIN)
+        assert (one.arguments["bytes_per_token"], one.arguments["margin"]) == (BYTES_PER_TOKEN, MARGIN)
     monkeypatch.setattr(start.serving, "limit_requests", lambda one, *numbers: limited.append((one.rank, *numbers)))
     ranks.measure(500, 500)
     ranks.larger_phases, ranks.starts[1]._limits, ranks.pools[1]._map_error = [], None, RuntimeError("nothing is left")

@@ -121,7 +121,7 @@ def test_one_long_request_and_the_short_requests_fit_into_the_kv_cache_together(
 
 
 @pytest.mark.parametrize(
-    ("asked", "captured", "page", "requests"),
+    ("max_running_requests", "captured", "page", "requests"),
     [
         (2048, 0, 1, 2048),  # the user has set the number
         (None, 0, 1, 1490),  # 0.9 of half the cache, less two chunks, at 12 tokens a request
@@ -129,8 +129,8 @@ def test_one_long_request_and_the_short_requests_fit_into_the_kv_cache_together(
         (None, 160, 64, 160),
     ],
 )
-def test_the_default_request_limit_follows_from_the_kv_cache_size(asked, captured, page, requests):
-    info = {"max_running_requests": asked, "chunked_prefill_size": 1024, "cuda_graph_max_bs": captured}
+def test_the_default_request_limit_follows_from_the_kv_cache_size(max_running_requests, captured, page, requests):
+    info = {"max_running_requests": max_running_requests, "chunked_prefill_size": 1024, "cuda_graph_max_bs": captured}
     assert limits_of(info, replace(FACTS, page=page), cache_tokens=43_840, requests=2048).requests == requests
 
 
@@ -140,10 +140,12 @@ def test_the_longest_cached_prefix_plus_a_chunk_is_the_longest_prompt(page, cont
     phase = find_phase(c, PhaseKind.BEHIND_PREFIX)
     *grown, prompt = phase.prompts
     prefix = grown[-1].shared
-    assert {each.fresh for each in grown} == {0}
+    assert {grown_prompt.fresh for grown_prompt in grown} == {0}
     # The prefix grows in small parts, because the engine finishes even an aborted prompt.
-    computed = [longer - shorter for shorter, longer in pairwise([0, *(each.shared for each in grown)])]
-    assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-prefix // 16))
+    computed_lengths = [
+        longer - shorter for shorter, longer in pairwise([0, *(grown_prompt.shared for grown_prompt in grown)])
+    ]
+    assert 0 < min(computed_lengths) <= max(computed_lengths) <= max(c.chunk, -(-prefix // 16))
     # The time of a part is predicted from the part before it. So its work, the squared number of tokens, may grow by at
     # most this factor.
     ends = [0, *(length for length in lengths(phase) if length >= c.chunk)]
@@ -154,9 +156,9 @@ def test_the_longest_cached_prefix_plus_a_chunk_is_the_longest_prompt(page, cont
     assert context - page < sum(prompt) <= context
     # If there is no radix cache, the prompts consist of whole chunks.
     alone = find_phase(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
-    first, whole = lengths(alone)
-    assert (first, whole) == (3 * c.chunk, 9 * c.chunk)
-    assert whole**2 <= alone.growth * first**2
+    first, whole_length = lengths(alone)
+    assert (first, whole_length) == (3 * c.chunk, 9 * c.chunk)
+    assert whole_length**2 <= alone.growth * first**2
 
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1300), (64, 40_000)])
@@ -177,8 +179,8 @@ def test_only_tokens_after_a_planted_prefix_are_computed(page, context, draft_to
         if phase := find_phase(replace(c, plants=True), kind):
             assert 0 <= max(lengths(phase)) - phase.shared <= behind
             assert phase.prompts == find_phase(c, kind).prompts
-    others = [phase.kind for phase in phases.derive_phases(replace(c, plants=True)) if not phase.shared]
-    assert {PhaseKind.PREFILL, PhaseKind.PENALTIES, PhaseKind.VARIED} <= set(others)
+    unplanted_kinds = [phase.kind for phase in phases.derive_phases(replace(c, plants=True)) if not phase.shared]
+    assert {PhaseKind.PREFILL, PhaseKind.PENALTIES, PhaseKind.VARIED} <= set(unplanted_kinds)
 
 
 GROWS = [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT]
@@ -301,8 +303,8 @@ def test_a_request_with_draft_tokens_takes_more_rows_and_slots(info, rows, slots
             # The engine counts the rows of both data-parallel ranks together.
             assert phase.bound.all_ranks == 2 * phase.bound.requests * max(1, rows)
             if phase.kind is not PhaseKind.LONG_AMONG_SHORT:
-                taken = phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots + 2 * c.page
-                assert phase.bound.requests * taken <= 0.9 * (c.cache_tokens - 2 * c.largest_prefill_tokens)
+                request_tokens = phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots + 2 * c.page
+                assert phase.bound.requests * request_tokens <= 0.9 * (c.cache_tokens - 2 * c.largest_prefill_tokens)
 
 
 @pytest.mark.parametrize(
@@ -329,13 +331,13 @@ def test_data_parallel_ranks_rehearse_together_and_replicas_separately(info):
 
 def test_the_phases_of_a_pipeline_have_the_size_of_one_stages_batch():
     info, numbers = {"chunked_prefill_size": 64}, {"cache_tokens": 50_000, "requests": 20, "input_tokens": 2999}
-    whole, c = (limits_of({**info, "pp_size": stages}, **numbers) for stages in (1, 2))
-    assert (whole.batch, c.batch) == (20, 10)
+    undivided, c = (limits_of({**info, "pp_size": stages}, **numbers) for stages in (1, 2))
+    assert (undivided.batch, c.batch) == (20, 10)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
         assert (find_phase(c, kind).bound.requests, len(find_phase(c, kind).prompts)) == (10, 20)
     long = find_phase(c, PhaseKind.LONG_AMONG_SHORT)
     assert long.bound.longest == lengths(long)[0] > 2000
-    assert {phase.bound.longest for phase in phases.derive_phases(whole)} == {0}
+    assert {phase.bound.longest for phase in phases.derive_phases(undivided)} == {0}
     captured = find_phase(replace(c, captured=4), PhaseKind.CAPTURED_DECODE)
     assert captured.bound.requests == len(captured.prompts) == 4
     assert find_phase(replace(c, captured=4, page=32), PhaseKind.CAPTURED_DECODE) is None
@@ -408,9 +410,9 @@ def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, rad
         ends = 0
         for prompt in find_phase(c, kind).prompts:
             # The engine computes the last token of a prompt even if the radix cache has all of its tokens.
-            computed = max(1, prompt.fresh) if radix_cache else sum(prompt)
-            assert prompt.shared or ends // chunk == (ends + computed - 1) // chunk
-            ends += computed
+            computed_tokens = max(1, prompt.fresh) if radix_cache else sum(prompt)
+            assert prompt.shared or ends // chunk == (ends + computed_tokens - 1) // chunk
+            ends += computed_tokens
 
 
 @given(
@@ -440,9 +442,9 @@ def test_no_prompt_is_longer_than_the_server_or_its_kv_cache_allows(c):
 
 @pytest.mark.parametrize("vocabulary", [2, 1500, 200_000])
 def test_tokens_are_in_the_vocabulary_and_equal_for_equal_seeds(vocabulary):
-    found = phases.Tokens("seed", vocabulary).draw(500)
-    assert all(0 < token < vocabulary for token in found)
-    assert found == phases.Tokens("seed", vocabulary).draw(500)
+    tokens = phases.Tokens("seed", vocabulary).draw(500)
+    assert all(0 < token < vocabulary for token in tokens)
+    assert tokens == phases.Tokens("seed", vocabulary).draw(500)
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -476,11 +478,11 @@ def test_the_first_request_of_a_decode_still_runs_when_the_last_is_admitted(mixe
 
 
 def test_a_decode_of_all_requests_fits_into_the_sliding_windows_pool():
-    plain, each, few = (
+    plain, with_windows, few = (
         find_phase(replace(LIMITS, window=window, window_tokens=tokens), PhaseKind.EAGER_DECODE).new_tokens
         for window, tokens in ((0, 0), (16, 46_500), (4096, 20_000))
     )
-    assert each == plain  # there is a window for each request
+    assert with_windows == plain  # there is a window for each request
     assert 2 < few < plain
     assert LIMITS.requests * (few + phases.SHORT_PROMPT_TOKENS) + 2 * LIMITS.chunk <= 20_000
 

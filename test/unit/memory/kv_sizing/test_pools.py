@@ -97,9 +97,9 @@ def test_mapping_and_unmapping_the_tail_keeps_addresses_and_values_and_zeroes_ne
     buffer.tensor.fill_(7)
     buffer.unmap_from(1000)
     buffer.map_rows(4000)
-    kept = buffer.backing_bytes(1000) // 32  # rows in the granules that stayed mapped, at 32 bytes a row
-    assert buffer.tensor[:kept].eq(7).all()
-    assert not buffer.tensor[kept:].any()
+    kept_rows = buffer.backing_bytes(1000) // 32  # rows in the granules that stayed mapped, at 32 bytes a row
+    assert buffer.tensor[:kept_rows].eq(7).all()
+    assert not buffer.tensor[kept_rows:].any()
     assert buffer.tensor.data_ptr() == address
 
 
@@ -127,9 +127,9 @@ HYBRID = TokenCounts(6400, 6400, 1280), TokenCounts(64_000, 64_000, 12_800)
 
 
 def make_pool(name, **tensors):
-    made = type(name, (), {})()
-    vars(made).update(tensors, mem_usage=0.0)
-    return made
+    pool = type(name, (), {})()
+    vars(pool).update(tensors, mem_usage=0.0)
+    return pool
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -141,7 +141,7 @@ def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", alloca
 
     :returns: the ``ElasticPools``, and the engine's pool.
     """
-    made = ElasticPools(HostMemory(), rule, top, page)
+    pools = ElasticPools(HostMemory(), rule, top, page)
     rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}
     requests = make_pool(table, **{**rows, **state})
 
@@ -150,7 +150,7 @@ def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", alloca
             requests.req_to_token = vars(pool).pop("req_to_token")
         return pool, requests, make_pool(allocator)
 
-    return made, made.build(make, parts_of, "cpu")
+    return pools, pools.build(make, parts_of, "cpu")
 
 
 def mha(size=TOP.tokens, page=PAGE, layers=2):
@@ -166,8 +166,8 @@ ROWS = TOP.tokens + PAGE
 
 
 def an_indexers_keys_by_pages():
-    made, keys = zeros(ROWS, 1, 576), zeros((ROWS + 1) // PAGE, PAGE * 132, dtype=torch.uint8)
-    return make_pool("DSATokenToKVPool", kv_buffer=[made], index_k_with_scale_buffer=[keys])
+    rows, keys = zeros(ROWS, 1, 576), zeros((ROWS + 1) // PAGE, PAGE * 132, dtype=torch.uint8)
+    return make_pool("DSATokenToKVPool", kv_buffer=[rows], index_k_with_scale_buffer=[keys])
 
 
 def fp4_with_scales():
@@ -188,10 +188,10 @@ def fp4_with_scales():
     ],
 )
 def test_only_the_tokens_of_the_rule_have_memory_at_first(make, page, rows):
-    made, pool = build(make, page=page)
+    pools, pool = build(make, page=page)
     assert len(list(module._tensors_of(pool))) == len(rows)
     expected = 0
-    for buffer, (mapped, axis) in zip(made._buffers, rows, strict=True):
+    for buffer, (mapped, axis) in zip(pools._buffers, rows, strict=True):
         tensor = buffer.memory.tensor
         row_bytes = tensor.stride(axis) * tensor.element_size()
         planes = tensor.shape[0] if axis else 1
@@ -199,7 +199,7 @@ def test_only_the_tokens_of_the_rule_have_memory_at_first(make, page, rows):
         least, most = planes * mapped * row_bytes, planes * (mapped * row_bytes + 2 * HostMemory.granularity)
         assert least <= mapped_bytes(buffer) <= most
         expected += least
-    assert expected <= sum(map(mapped_bytes, made._buffers)) == made.backing_bytes(RULE)
+    assert expected <= sum(map(mapped_bytes, pools._buffers)) == pools.backing_bytes(RULE)
     assert pool.mem_usage * (1 << 30) == expected  # the engine reports the memory of the rule's tokens
 
 
@@ -211,36 +211,36 @@ def windows(full, window):
 
 def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
     rule, top = HYBRID
-    made, pool = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")
-    assert {(each.part, each.memory.rows) for each in made._buffers} == {("tokens", 64_064), ("window", 12_864)}
-    grown = made.counts_for(35_250)
+    pools, pool = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")
+    assert {(buffer.part, buffer.memory.rows) for buffer in pools._buffers} == {("tokens", 64_064), ("window", 12_864)}
+    grown = pools.counts_for(35_250)
     assert grown == (35_200, 35_200, 7040)
-    made.map(grown)
+    pools.map(grown)
     for part, size in (("full_kv_pool", 35_200), ("swa_kv_pool", 7040)):
         assert not getattr(pool, part).k_buffer[0][: size + PAGE].any()
-    assert sum(map(mapped_bytes, made._buffers)) == made.backing_bytes(grown)
+    assert sum(map(mapped_bytes, pools._buffers)) == pools.backing_bytes(grown)
     usage = [pool.full_kv_pool.mem_usage, pool.swa_kv_pool.mem_usage]
     rows = 4 * (35_200 + PAGE) + 6 * (7040 + PAGE)  # keys and values: 2 x 2 layers, and 2 x 3 layers
     assert sum(usage) * (1 << 30) == rows * 4 * 8 * 2
-    assert made.counts_for(3200) == (3200, 3200, 640)
+    assert pools.counts_for(3200) == (3200, 3200, 640)
 
 
 @given(st.integers(0, 70_000), st.integers(0, 50_000_000))
 def test_tokens_within_a_budget_are_the_most_whole_pages_that_fit(now, budget):
-    made, _ = build(mha)
-    fits = made.tokens_within(budget)
+    pools, _ = build(mha)
+    fits = pools.tokens_within(budget)
     assert fits % PAGE == 0
-    assert fits == 0 or made.backing_bytes(made.counts_for(fits)) <= budget
-    assert fits == TOP.tokens or made.backing_bytes(made.counts_for(fits + PAGE)) > budget
+    assert fits == 0 or pools.backing_bytes(pools.counts_for(fits)) <= budget
+    assert fits == TOP.tokens or pools.backing_bytes(pools.counts_for(fits + PAGE)) > budget
 
 
 def test_no_buffer_keeps_new_memory_if_one_cannot_be_mapped(monkeypatch):
-    made, _ = build(mha)
-    before, last = sum(map(mapped_bytes, made._buffers)), made._buffers[-1].memory
+    pools, _ = build(mha)
+    before, last = sum(map(mapped_bytes, pools._buffers)), pools._buffers[-1].memory
     monkeypatch.setattr(last, "map_rows", lambda rows: (_ for _ in ()).throw(OutOfMemory("no more")))
     with pytest.raises(OutOfMemory):
-        made.map(made.counts_for(12_800))
-    assert (sum(map(mapped_bytes, made._buffers)), made.counts) == (before, RULE)
+        pools.map(pools.counts_for(12_800))
+    assert (sum(map(mapped_bytes, pools._buffers)), pools.counts) == (before, RULE)
 
 
 def test_free_rows_of_the_request_table_contain_no_unmapped_slot():
@@ -248,8 +248,8 @@ def test_free_rows_of_the_request_table_contain_no_unmapped_slot():
     An earlier request may have left slots in this row whose memory has been unmapped. Therefore free rows are set to
     0."""
     rows = torch.arange(1, 401, dtype=torch.int32).reshape(4, 100)
-    made, _ = build(mha, table="ReqToTokenPool", req_to_token=rows, free_slots=[3, 1])
-    made.unmap_from(made.counts_for(3200))
+    pools, _ = build(mha, table="ReqToTokenPool", req_to_token=rows, free_slots=[3, 1])
+    pools.unmap_from(pools.counts_for(3200))
     assert [bool(row.any()) for row in rows] == [False, False, True, False]
     assert rows[2].tolist() == list(range(201, 301))
 
@@ -257,19 +257,19 @@ def test_free_rows_of_the_request_table_contain_no_unmapped_slot():
 def test_the_smaller_token_count_stays_if_the_driver_fails_to_unmap(monkeypatch):
     """The pools have the smaller number of tokens even if unmapping fails, because some of the slots may have lost
     their memory."""
-    made, _ = build(mha)
-    monkeypatch.setattr(made._buffers[-1].memory, "unmap_from", lambda rows: 1 // 0)
+    pools, _ = build(mha)
+    monkeypatch.setattr(pools._buffers[-1].memory, "unmap_from", lambda rows: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        made.unmap_from(made.counts_for(3200))
-    assert made.counts == made.counts_for(3200)
+        pools.unmap_from(pools.counts_for(3200))
+    assert pools.counts == pools.counts_for(3200)
 
 
 def test_tokens_with_window_give_the_windows_at_least_the_wanted_tokens():
     rule, top = HYBRID
-    made, _ = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")
+    pools, _ = build(lambda: windows(top.full, top.window), rule, top, allocator="SWATokenToKVPoolAllocator")
     for window in (64, 1000, 1280, 7000):
-        tokens = made.tokens_with_window(window)
-        assert made.counts_for(tokens).window >= window > made.counts_for(tokens - PAGE).window
+        tokens = pools.tokens_with_window(window)
+        assert pools.counts_for(tokens).window >= window > pools.counts_for(tokens - PAGE).window
 
 
 ODD = make_pool("OddTokenToKVPool")
@@ -277,13 +277,13 @@ ODD = make_pool("OddTokenToKVPool")
 
 def mha_and_a_table_of_as_many_rows():
     """Make a pool and a request table with the same number of rows, so that the number does not tell which is which."""
-    made = mha()
-    made.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
-    return made
+    pool = mha()
+    pool.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
+    return pool
 
 
 @pytest.mark.parametrize(
-    ("make", "more", "why"),
+    ("make", "settings", "why"),
     [
         (lambda: make_pool("QSATokenToKVPool", k=[zeros(64_064, 8)]), {}, "KV caches of the kind QSATokenToKVPool"),
         (mha, {"table": "DecodeReqToTokenPool"}, "request tables of the kind DecodeReqToTokenPool"),
@@ -302,16 +302,18 @@ def mha_and_a_table_of_as_many_rows():
         ),
     ],
 )
-def test_an_unsupported_pool_is_named_and_its_buffers_are_freed(make, more, why, monkeypatch):
+def test_an_unsupported_pool_is_named_and_its_buffers_are_freed(make, settings, why, monkeypatch):
     released = []
     release = module.ElasticBuffer.release
     monkeypatch.setattr(module.ElasticBuffer, "release", lambda buffer: released.append(buffer) or release(buffer))
-    made = []
+    pools_made = []
     original = ElasticPools.__init__
-    monkeypatch.setattr(ElasticPools, "__init__", lambda pools, *args: made.append(pools) or original(pools, *args))
+    monkeypatch.setattr(
+        ElasticPools, "__init__", lambda pools, *args: pools_made.append(pools) or original(pools, *args)
+    )
     with pytest.raises(Unknown, match=re.escape(why)):
-        build(make, **more)
-    assert made[0]._buffers == []
+        build(make, **settings)
+    assert pools_made[0]._buffers == []
     assert not any(each._mapped for each in released)
 
 
@@ -321,11 +323,11 @@ def test_states_host_tensors_and_small_tensors_get_no_reserved_addresses():
 
     def make():
         pinned = torch.zeros(64_064, 2, pin_memory=False, device="meta")
-        others = {"pinned": pinned, "lengths": torch.zeros(64_064, dtype=torch.int64)}
-        return make_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba, **others)
+        other_tensors = {"pinned": pinned, "lengths": torch.zeros(64_064, dtype=torch.int64)}
+        return make_pool("HybridLinearKVPool", full_kv_pool=mha(), mamba_pool=mamba, **other_tensors)
 
-    made, pool = build(make, table="HybridReqToTokenPool", mamba_pool=mamba)
-    assert len(made._buffers) == 4
+    pools, pool = build(make, table="HybridReqToTokenPool", mamba_pool=mamba)
+    assert len(pools._buffers) == 4
     assert pool.mamba_pool.conv[0] is states[0]
     assert pool.pinned.device.type == "meta"
 
@@ -335,22 +337,23 @@ class Sizes:
 
     __struct_fields__ = ("max_total_num_tokens", "swa_max_total_num_tokens", "max_running_requests")
 
-    def __init__(self, **given):
-        vars(self).update(given)
+    def __init__(self, **sizes):
+        vars(self).update(sizes)
 
 
 def test_the_engine_builds_pools_for_the_largest_size_and_keeps_its_own_token_counts():
     rule, top = HYBRID
     names = ("max_total_num_tokens", "full_max_total_num_tokens", "swa_max_total_num_tokens", "other")
     runner = SimpleNamespace(**dict(zip(names, (6400, 6400, 1280, 1), strict=True)))
-    with substitute_counts(runner, {}, rule, top) as told:
-        assert told == {}
+    with substitute_counts(runner, {}, rule, top) as counts:
+        assert counts == {}
         assert vars(runner) == dict(zip(names, (64_000, 64_000, 12_800, 1), strict=True))
     assert (runner.max_total_num_tokens, runner.swa_max_total_num_tokens) == (6400, 1280)
-    given = Sizes(max_total_num_tokens=6400, swa_max_total_num_tokens=None, max_running_requests=7)
-    with substitute_counts(runner, {"sizes": given, "x": 2}, rule, top) as told:
-        assert (told["sizes"].max_total_num_tokens, told["sizes"].max_running_requests, told["x"]) == (64_000, 7, 2)
-    assert vars(given)["max_total_num_tokens"] == 6400
+    sizes = Sizes(max_total_num_tokens=6400, swa_max_total_num_tokens=None, max_running_requests=7)
+    with substitute_counts(runner, {"sizes": sizes, "x": 2}, rule, top) as counts:
+        changed_sizes = counts["sizes"]
+        assert (changed_sizes.max_total_num_tokens, changed_sizes.max_running_requests, counts["x"]) == (64_000, 7, 2)
+    assert vars(sizes)["max_total_num_tokens"] == 6400
 
 
 def test_a_draft_model_with_other_token_counts_is_not_supported():

@@ -45,10 +45,10 @@ def board(store, rank, secret=SECRET):
 
 
 def test_values_are_collected_from_all_ranks(store):
-    first, other = board(store, 0), board(store, 1)
+    first, second = board(store, 0), board(store, 1)
     assert (first.collect("a", RankNeed), first.is_raised("low")) == ([None, None], False)
-    other.publish("a", NEED)
-    other.raise_flag("low")
+    second.publish("a", NEED)
+    second.raise_flag("low")
     assert first.collect("a", RankNeed) == [None, NEED]
     assert (first.is_raised("low"), first.is_raised("low 2")) == (True, False)
     first.publish("a", replace(NEED, fits=9))
@@ -59,12 +59,12 @@ def test_values_are_collected_from_all_ranks(store):
 
 def keys_of(store):
     """Return the two entries (key and bytes) that rank 1 writes to the store: one for a value, and one for a flag."""
-    made: dict[str, bytes] = {}
-    one = board(store, 1)
-    one._store = SimpleNamespace(set=made.__setitem__)
-    one.publish("a", "told")
-    one.raise_flag("low")
-    return list(made.items())
+    entries: dict[str, bytes] = {}
+    rank_1 = board(store, 1)
+    rank_1._store = SimpleNamespace(set=entries.__setitem__)
+    rank_1.publish("a", "told")
+    rank_1.raise_flag("low")
+    return list(entries.items())
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ READS = {
 
 def test_nothing_that_another_process_can_write_is_unpickled():
     package = Path(ranks.__file__).parents[2]
-    found = {}
+    hits_by_name = {}
     for file in package.rglob("*.py"):
         name = file.relative_to(package).as_posix()
         lines = [line for line in file.read_text().splitlines() if not line.strip().startswith(("#", '"'))]
         if hits := {match[0] for line in lines for match in UNPICKLES.finditer(line)}:
-            found[name] = hits
-    assert found == READS
+            hits_by_name[name] = hits
+    assert hits_by_name == READS
 
 
 def test_a_server_of_one_rank_uses_no_store(store, monkeypatch):
@@ -211,11 +211,11 @@ def test_ranks_gather_values_and_share_a_secret(tmp_path):
     children = [processes.Process(target=gather_in_process, args=(rank, tmp_path, results)) for rank in range(2)]
     for child in children:
         child.start()
-    found = {rank: rest for rank, *rest in (results.get(timeout=60) for _ in children)}
+    results_by_rank = {rank: rest for rank, *rest in (results.get(timeout=60) for _ in children)}
     for child in children:
         child.join()
-    assert found[0] == found[1]
-    values, secret = found[0]
+    assert results_by_rank[0] == results_by_rank[1]
+    values, secret = results_by_rank[0]
     assert values == (["", "a long text "], [("", TokenCounts(0)), ("", TokenCounts(1))])
     assert len(secret) == 32
 
@@ -303,16 +303,16 @@ def test_the_scheduler_reads_its_own_socket_in_turns_without_broadcasts():
 
 def test_users_requests_wait_while_rank_0_broadcasts():
     loop, polls = Loop("a"), iter([[], [ranks.Broadcast(("x", "y"))], []])
-    seen = []
+    turns = []
     orders = ranks.Orders(loop, print)
     orders.open()
-    orders.read_instead, orders.on_turn = lambda: next(polls), lambda: seen.append(1)
+    orders.read_instead, orders.on_turn = lambda: next(polls), lambda: turns.append(1)
     for _ in range(3):
         loop.turn()
     orders.read_instead = None
     loop.turn()
     assert loop.turns == [[], ["x", "y"], [], ["a"]]
-    assert len(seen) == 4
+    assert len(turns) == 4
     orders.close()
 
 
@@ -333,7 +333,7 @@ def ask_all_machines(store, monkeypatch):
     def ask_ranks(*asks):
         store.ranks = len(asks)
         with ThreadPoolExecutor() as pool:
-            return set(pool.map(ask, (rank for rank, each in enumerate(asks) if each)))
+            return set(pool.map(ask, (rank for rank, is_asking in enumerate(asks) if is_asking)))
 
     return ask_ranks
 
@@ -351,7 +351,7 @@ def test_all_machines_take_part_or_no_machine_does(asks, together, ask_all_machi
 
 
 @pytest.mark.parametrize(
-    ("foreign", "asks", "found"),
+    ("foreign", "asks", "answer"),
     [
         ({"decided": "False"}, (True, True, True), False),
         ({"decided": "anything"}, (True, True, True), False),
@@ -359,7 +359,7 @@ def test_all_machines_take_part_or_no_machine_does(asks, together, ask_all_machi
         ({"2 takes part": ""}, (True, True, False), "RuntimeError"),
     ],
 )
-def test_forged_answers_of_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, found, store, ask_all_machines):
+def test_forged_answers_of_machines_turn_sizing_off_in_a_bounded_time(foreign, asks, answer, store, ask_all_machines):
     for name, value in foreign.items():
         store.made.set(f"{ranks._KEY}{name}", value)
-    assert ask_all_machines(*asks) == {found}
+    assert ask_all_machines(*asks) == {answer}

@@ -32,11 +32,11 @@ PHASES = [phase.name for phase in phases.derive_phases(SMALL)]
 
 
 def test_a_rehearsal_runs_every_phase_and_restores_the_scheduler(scheduler):
-    made = scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)
-    result = rehearse(made)
+    instance = scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)
+    result = rehearse(instance)
     assert set(result.seconds) == {*PHASES, rehearsal.WHOLE_REHEARSAL}
     assert (result.missed, result.failure, result.stopped, result.lowest) == ({}, "", False, 5 * GB)
-    assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
+    assert instance.send_to_detokenizer.sent == instance.send_to_tokenizer.sent == []
 
 
 def test_the_limits_of_a_rehearsal_are_read_from_the_scheduler(monkeypatch):
@@ -44,48 +44,48 @@ def test_the_limits_of_a_rehearsal_are_read_from_the_scheduler(monkeypatch):
     monkeypatch.setattr(engine_objects, "can_plant", lambda scheduler: True)
     server_args = SimpleNamespace(chunked_prefill_size=1024, prefill_max_requests=3, max_running_requests=500)
     numbers = {"max_prefill_tokens": 2048, "max_total_num_tokens": 20_000, "max_running_requests": 300}
-    given = {"chunked_prefill_size": 512, "max_req_input_len": 3000, **numbers}
-    made = SimpleNamespace(**given, server_args=server_args, tp_worker=SimpleNamespace(model_runner=None))
-    found = engine_objects.limits_of(made)
+    sizes = {"chunked_prefill_size": 512, "max_req_input_len": 3000, **numbers}
+    instance = SimpleNamespace(**sizes, server_args=server_args, tp_worker=SimpleNamespace(model_runner=None))
+    limits = engine_objects.limits_of(instance)
     # A prompt may have one token fewer than ``max_req_input_len``. The engine refuses that number.
-    assert (found.input_tokens, found.chunk, found.prefill_tokens, found.prefill_requests) == (2999, 512, 2048, 3)
-    assert (found.cache_tokens, found.requests, found.plants, found.stop_token) == (20_000, 300, True, False)
-    assert engine_objects.limits_of(made, 40).requests == 40
+    assert (limits.input_tokens, limits.chunk, limits.prefill_tokens, limits.prefill_requests) == (2999, 512, 2048, 3)
+    assert (limits.cache_tokens, limits.requests, limits.plants, limits.stop_token) == (20_000, 300, True, False)
+    assert engine_objects.limits_of(instance, 40).requests == 40
 
 
 # Tensors grow more than the reserved memory in the second case, because the graphs left reserved memory unused.
-@pytest.mark.parametrize(("taken", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])
-def test_the_result_has_tensors_and_slack(taken, tensors, slack, scheduler):
+@pytest.mark.parametrize(("taken_gb", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])
+def test_the_result_has_tensors_and_slack(taken_gb, tensors, slack, scheduler):
     """The result has the peak growth of tensors since the start of the rehearsal. The slack is the memory that the
     allocator reserved in addition to this growth."""
-    made = scheduler()
-    made.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
+    instance = scheduler()
+    instance.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
 
     def read():
-        large = PHASES[2] in made.did.phases
-        reserved, peak = (5 + taken * large) * GB, (4 + tensors * large) * GB
+        large = PHASES[2] in instance.did.phases
+        reserved, peak = (5 + taken_gb * large) * GB, (4 + tensors * large) * GB
         return Memory(9 * GB, reserved, allocated=4 * GB, peak=peak)
 
-    made.read = read
-    found = rehearse(made)
-    assert (found.graphs, found.phases[PHASES[2]], found.slack) == (3 * GIB, tensors * GB, slack * GB)
-    assert (found.free, max(found.phases.values())) == (9 * GB, tensors * GB)
-    assert found.lowest == (9 - taken) * GB  # memory that other processes freed meanwhile does not count as free
+    instance.read = read
+    result = rehearse(instance)
+    assert (result.graphs, result.phases[PHASES[2]], result.slack) == (3 * GIB, tensors * GB, slack * GB)
+    assert (result.free, max(result.phases.values())) == (9 * GB, tensors * GB)
+    assert result.lowest == (9 - taken_gb) * GB  # memory that other processes freed meanwhile does not count as free
 
 
 def test_a_rehearsal_ends_before_memory_runs_out(scheduler):
-    made = scheduler(free=lambda forwards: 9 * GB if forwards < 5 else LOW)
-    result = rehearse(made)
-    assert (result.stopped, bool(result.missed), made.forwards < 10) == (True, True, True)
+    instance = scheduler(free=lambda forwards: 9 * GB if forwards < 5 else LOW)
+    result = rehearse(instance)
+    assert (result.stopped, bool(result.missed), instance.forwards < 10) == (True, True, True)
 
 
 def test_a_rehearsal_ends_before_memory_runs_out_on_any_rank(scheduler):
-    other = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
-    one = OneRank(other, leads=False)
-    one.begin()
+    other_scheduler = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
+    rank = OneRank(other_scheduler, leads=False)
+    rank.begin()
     for low in ([], [f"{rehearsal.LOW_MEMORY_FLAG} 1"]):
-        other.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
-        assert one.low_reports == low
+        other_scheduler.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
+        assert rank.low_reports == low
     first = scheduler()
     result = rehearse(first, low=lambda: True)
     assert (result.stopped, first.forwards) == (False, 0)  # only the other rank reports that it stopped
@@ -95,7 +95,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 
 
 @pytest.mark.parametrize(
-    ("free", "has_default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "more"),
+    ("free", "has_default_requests", "earlier", "graphs", "requests", "stopped", "lowest", "arguments"),
     [
         # 300 requests have no memory, so the server admits 150.
         (5, True, {}, 0, 150, False, 5, {}),
@@ -127,7 +127,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
             300,
             False,
             42,
-            {"bytes_per_token": 6_400_000, "most": 600, "kept": 2},
+            {"bytes_per_token": 6_400_000, "most": 600, "kept_gb": 2},
         ),  # the allocator keeps 2 GB more, so 600 requests cost 11 GB, but 10 GB are allowed
         (
             9,
@@ -143,7 +143,7 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
     ids=str,
 )
 def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little(
-    free, has_default_requests, earlier, graphs, requests, stopped, lowest, more, scheduler, monkeypatch
+    free, has_default_requests, earlier, graphs, requests, stopped, lowest, arguments, scheduler, monkeypatch
 ):
     """The sampling of a decode takes 20 MB for each request. One GB must stay free.
 
@@ -154,26 +154,27 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     :param requests: limit of concurrent requests that the rehearsal sets; 0 if it sets none.
     :param stopped: whether the rehearsal ends because a decode that the user asked for does not fit.
     :param lowest: lowest free memory in GB. A decode that did not fit counts with its estimated memory.
-    :param more: arguments of the rehearsal, and two settings of the stand-in. ``most`` is the number of requests in the
-        largest decode (300 if not set). If it is set, the allocator reserves the memory of tensors and never returns
-        it. ``kept`` is the number of GB that the allocator reserves in addition, from the decode of 300 requests on.
+    :param arguments: arguments of the rehearsal, and two settings of the stand-in. ``most`` is the number of requests
+        in the largest decode (300 if not set). If it is set, the allocator reserves the memory of tensors and never
+        returns it. ``kept_gb`` is the number of GB that the allocator reserves in addition, from the decode of 300
+        requests on.
     """
-    more, reserves = dict(more), "most" in more
-    most, kept = more.pop("most", 300), more.pop("kept", 0)
+    arguments, reserves = dict(arguments), "most" in arguments
+    most, kept_gb = arguments.pop("most", 300), arguments.pop("kept_gb", 0)
     limits = replace(SMALL, requests=most, captured=150, cache_tokens=50_000, has_default_requests=has_default_requests)
-    made = scheduler()
-    made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
+    instance = scheduler()
+    instance.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
     derived = [phase for each in (most, 300, 150) for phase in phases.derive_phases(replace(limits, requests=each))]
     by_name = {phase.name: phase.bound.requests for phase in derived}
-    ran, since, peaks, original = list[str](), [0], list[int](), made.process_input_requests
+    ran, since, peaks, original = list[str](), [0], list[int](), instance.process_input_requests
 
     def take_in(read):
         original(read)
-        ran.extend(made.did.phases[len(ran) :])
+        ran.extend(instance.did.phases[len(ran) :])
 
-    made.process_input_requests = take_in
-    run = made.run
-    made.run = lambda runner: SimpleNamespace(
+    instance.process_input_requests = take_in
+    run = instance.run
+    instance.run = lambda runner: SimpleNamespace(
         can_run_graph=run(runner) is not None
     )  # the rehearsal sees each decode immediately
     monkeypatch.setattr(rehearsal.gpu_memory, "reset_peak", lambda gpu: since.append(len(ran)))
@@ -181,32 +182,32 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     def read():
         peak = 20_000_000 * max((by_name[name] for name in ran[since[-1] :]), default=0)
         peaks.append(peak)
-        reserved = max(peaks) + (kept * GB if EAGER in ran else 0)
+        reserved = max(peaks) + (kept_gb * GB if EAGER in ran else 0)
         return Memory(free * GB, reserved=reserved if reserves else 0, peak=peak)
 
-    made.read = read
-    found = rehearse(made, limits=limits, peaks=earlier, **more)
-    assert (found.fewer_requests, found.stopped) == (requests, stopped)
-    assert reserves or found.lowest == free * GB
-    assert min(found.lowest, found.expected) == lowest * GB
+    instance.read = read
+    result = rehearse(instance, limits=limits, peaks=earlier, **arguments)
+    assert (result.fewer_requests, result.stopped) == (requests, stopped)
+    assert reserves or result.lowest == free * GB
+    assert min(result.lowest, result.expected) == lowest * GB
     assert CAPTURED in ran
     assert (EAGER in ran) == (requests != 150 and not stopped)
-    assert not stopped or EAGER in found.missed
+    assert not stopped or EAGER in result.missed
 
 
 def test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memory(scheduler):
     limits = replace(SMALL, requests=300, captured=150, has_default_requests=True)
-    made = scheduler()
-    made.read = lambda: Memory(LOW if EAGER in made.did.phases else 9 * GB)
-    found = rehearse(made, limits=limits)
-    assert (found.stopped, found.restart_requests) == (True, 150)
+    instance = scheduler()
+    instance.read = lambda: Memory(LOW if EAGER in instance.did.phases else 9 * GB)
+    result = rehearse(instance, limits=limits)
+    assert (result.stopped, result.restart_requests) == (True, 150)
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
     """Each token takes 100 MB, and 5 GB are free. The prompts of the phase "prefill chunk" grow up to 64 tokens. After
     a prompt of 40 tokens, the required 1 GB is free. After a prompt of 48 tokens, it would not be. Each forward pass of
     the stand-in has the largest size of its phase, so the phase counts as reached."""
-    made = scheduler()
+    instance = scheduler()
     longest = 0
 
     def take_in(read):
@@ -214,10 +215,10 @@ def test_a_prompt_without_memory_is_not_sent(scheduler):
         longest = max([longest, *(len(each.prompt) for each in read if hasattr(each, "prompt"))])
         original(read)
 
-    original, made.process_input_requests = made.process_input_requests, take_in
-    made.read = lambda: Memory(5 * GB, peak=100_000_000 * longest)
-    found = rehearse(made)
-    assert (longest, found.stopped, [*found.missed], found.expected) == (40, True, PHASES[1:], 200_000_000)
+    original, instance.process_input_requests = instance.process_input_requests, take_in
+    instance.read = lambda: Memory(5 * GB, peak=100_000_000 * longest)
+    result = rehearse(instance)
+    assert (longest, result.stopped, [*result.missed], result.expected) == (40, True, PHASES[1:], 200_000_000)
 
 
 def no_answer(scheduler):
@@ -274,82 +275,82 @@ FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=
 def test_waiting_requests_count_as_stuck_after_a_long_time_without_a_batch(
     seconds, changed, idle, stuck, scheduler, monkeypatch
 ):
-    made, said, now = scheduler(), [], [0.0]
+    instance, calls, now = scheduler(), [], [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rehearsal.LoadDriver, "next_requests", lambda driver, *told: said.append(told) or [])
-    OneRank(made).begin()
+    monkeypatch.setattr(rehearsal.LoadDriver, "next_requests", lambda driver, *arguments: calls.append(arguments) or [])
+    OneRank(instance).begin()
     now[0] = 5.0
-    made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
-    vars(made).update({"waiting_queue": ["one"], **changed})
+    instance.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
+    vars(instance).update({"waiting_queue": ["one"], **changed})
     now[0] += seconds
-    made.turn()
-    assert said == [(idle, stuck)]
+    instance.turn()
+    assert calls == [(idle, stuck)]
 
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_times_out_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
     """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would read
     arbitrary keys and values. Therefore the rehearsal waits until the cache can be flushed."""
-    made, now = scheduler(), [0.0]
+    instance, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)
-    one = OneRank(made)
-    one.begin()
+    rank = OneRank(instance)
+    rank.begin()
     if planted:
-        one.run.plant(Plant((1, 2, 3)))
-    made.is_fully_idle = lambda: False
+        rank.run.plant(Plant((1, 2, 3)))
+    instance.is_fully_idle = lambda: False
     now[0] += rehearsal.REHEARSAL_TIMEOUT_S + rehearsal.ABANDON_AFTER_S + 1
     flushes = [ranks.Broadcast(("flush",))]
-    assert (flushes in [one.run.poll() for _ in range(5)]) is not planted
-    made.is_fully_idle = lambda: True
-    assert (flushes in [one.run.poll() for _ in range(5)]) is planted
-    one.end()
+    assert (flushes in [rank.run.poll() for _ in range(5)]) is not planted
+    instance.is_fully_idle = lambda: True
+    assert (flushes in [rank.run.poll() for _ in range(5)]) is planted
+    rank.end()
 
 
 def test_a_rank_without_requests_ends_its_rehearsal_at_the_flush(scheduler):
-    made = scheduler(reads=False, free=lambda forwards: (9 - forwards) * GB)
+    instance = scheduler(reads=False, free=lambda forwards: (9 - forwards) * GB)
     results: list[rehearsal.Measured] = []
-    before = snapshot_state(made)
-    one = OneRank(made, results.append, leads=False)
-    one.begin()
+    before = snapshot_state(instance)
+    rank = OneRank(instance, results.append, leads=False)
+    rank.begin()
     for _ in range(2):
-        made.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
-    made.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
-    one.orders.close()
-    assert snapshot_state(made) == before
+        instance.tp_worker.model_runner.forward(Batch("EXTEND", tokens=1, requests=1))
+    instance.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
+    rank.orders.close()
+    assert snapshot_state(instance) == before
     assert [(each.lowest, each.failure) for each in results] == [(7 * GB, "")]
 
 
 def test_attributes_that_other_plugins_set_are_restored(scheduler, caplog):
-    made = scheduler()
-    made.process_input_requests = another = print
-    one = OneRank(made)
-    one.begin()
-    assert made.process_input_requests is not another
-    del made.send_to_tokenizer.send_output  # so that restoring it fails
-    one.end()  # must not raise, because other ranks wait for this rank
-    assert made.process_input_requests is another
+    instance = scheduler()
+    instance.process_input_requests = another = print
+    rank = OneRank(instance)
+    rank.begin()
+    assert instance.process_input_requests is not another
+    del instance.send_to_tokenizer.send_output  # so that restoring it fails
+    rank.end()  # must not raise, because other ranks wait for this rank
+    assert instance.process_input_requests is another
     assert "a setting of the scheduler was not restored after the rehearsal" in caplog.text
 
 
 def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(scheduler):
-    first, other = scheduler(), scheduler()
-    other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
-    before = snapshot_state(other)[0]
+    first, other_scheduler = scheduler(), scheduler()
+    other_scheduler.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
+    before = snapshot_state(other_scheduler)[0]
     results: list[rehearsal.Measured] = []
-    ranks_of = [OneRank(rank, results.append, leads=rank is first) for rank in (first, other)]
+    ranks_of = [OneRank(rank, results.append, leads=rank is first) for rank in (first, other_scheduler)]
     for one in ranks_of:
         one.begin()
     while not results:
-        assert other.turn() == []
+        assert other_scheduler.turn() == []
         read = first.turn()
         assert {type(each) for each in read} <= {ranks.Broadcast}  # the engine hands broadcasts to all ranks
-        other.process_input_requests(read)
+        other_scheduler.process_input_requests(read)
     for one in ranks_of:
         one.orders.close()
     assert [each.failure for each in results] == ["", ""]
-    assert other.forwards == first.forwards > 0
-    assert snapshot_state(other)[0] == before
+    assert other_scheduler.forwards == first.forwards > 0
+    assert snapshot_state(other_scheduler)[0] == before
 
 
 @pytest.mark.parametrize(
@@ -361,15 +362,15 @@ def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(s
     ],
 )
 def test_sliding_windows_smaller_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler):
-    made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
+    instance, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
     if not refused:
-        assert rehearse(made, limits=limits).missed == {}
+        assert rehearse(instance, limits=limits).missed == {}
         return
-    one, before = OneRank(made, limits=limits), snapshot_state(made)
+    rank, before = OneRank(instance, limits=limits), snapshot_state(instance)
     with pytest.raises(RuntimeError, match=f"^{refused}$"):
-        one.begin()
-    one.end()
-    assert snapshot_state(made) == before
+        rank.begin()
+    rank.end()
+    assert snapshot_state(instance) == before
 
 
 def owner_of(scheduler, name):
@@ -392,19 +393,19 @@ def owner_of(scheduler, name):
 def test_counters_are_restored(owner, name, before, scheduler):
     """The rehearsal restores the counters that ``/v1/loads`` reports, and the counters that the scheduler itself reads.
     The object with these counters differs between engine releases."""
-    made = scheduler()
-    owner, expected = owner_of(made, owner), copy(before)
+    instance = scheduler()
+    owner, expected = owner_of(instance, owner), copy(before)
     setattr(owner, name, before)
 
     def count():
         if isinstance(before, list):
             before.append(5.0)
         else:
-            setattr(owner, name, made.forwards)
+            setattr(owner, name, instance.forwards)
 
-    made.did.count = count
-    rehearse(made)
-    assert (getattr(owner, name), made.forwards > 7) == (expected, True)
+    instance.did.count = count
+    rehearse(instance)
+    assert (getattr(owner, name), instance.forwards > 7) == (expected, True)
 
 
 @pytest.mark.parametrize(
@@ -416,12 +417,12 @@ def test_counters_are_restored(owner, name, before, scheduler):
     ],
 )
 def test_metrics_and_the_queue_limit_are_off_during_a_rehearsal(owner, name, before, meanwhile, scheduler):
-    made = scheduler()
-    owner, seen = owner_of(made, owner), set()
+    instance = scheduler()
+    owner, values = owner_of(instance, owner), set()
     setattr(owner, name, before)
-    made.did.count = lambda: seen.add(getattr(owner, name))
-    rehearse(made)
-    assert (seen, getattr(owner, name)) == ({meanwhile}, before)
+    instance.did.count = lambda: values.add(getattr(owner, name))
+    rehearse(instance)
+    assert (values, getattr(owner, name)) == ({meanwhile}, before)
 
 
 def test_metrics_do_not_count_during_a_rehearsal_and_count_afterwards(scheduler):
@@ -435,9 +436,9 @@ def test_metrics_do_not_count_during_a_rehearsal_and_count_afterwards(scheduler)
             values = {each.name: each.value for metric in registry.collect() for each in metric.samples}
             yield tuple(values.get(name, 0) for name in ("c_total", "h_count", "s_count", "g"))
 
-    made, meanwhile = scheduler(), set()
-    made.did.count = lambda: meanwhile.update(count())
-    rehearse(made)
+    instance, meanwhile = scheduler(), set()
+    instance.did.count = lambda: meanwhile.update(count())
+    rehearse(instance)
     assert meanwhile == {(0, 0, 0, 0)}
     all_counted = [(5, 0, 0, 0), (5, 1, 0, 0), (5, 1, 1, 0), (5, 1, 1, 5), (5, 1, 1, 10), (5, 1, 1, 5)]
     assert list(count()) == all_counted
@@ -460,11 +461,11 @@ STATES = make_pool("HybridLinearKVPool", mem_usage=2), TABLE
 )
 def test_server_facts_depend_on_the_kind_of_pool(pools, kind, window, fixed_gib):
     allocator = SimpleNamespace(**({"size_swa": 700} if pools[0] is WINDOWS else {}))
-    told = engine_objects.server_facts(
+    facts = engine_objects.server_facts(
         make_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator)
     )
-    assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
-    limits = phases.derive_limits({}, told, **NUMBERS)
+    assert (facts.hybrid, facts.window, facts.window_tokens, facts.fixed_bytes) == (kind, *window, fixed_gib * GIB)
+    limits = phases.derive_limits({}, facts, **NUMBERS)
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
 
 
@@ -477,8 +478,8 @@ def test_the_largest_captured_decode_is_read_from_the_captured_graphs(name):
 def test_graph_bytes_are_those_that_the_engine_measured():
     assert engine_objects.graph_bytes(SimpleNamespace()) == 0
     assert engine_objects.graph_bytes(SimpleNamespace(graph_mem_usage=2)) == 2 * GIB
-    for told, gib in (({"decode": 2}, 2), ({"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}, 3)):
-        assert engine_objects.graph_bytes(SimpleNamespace(graph_memory_usage=told)) == gib * GIB
+    for usage, gib in (({"decode": 2}, 2), ({"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}, 3)):
+        assert engine_objects.graph_bytes(SimpleNamespace(graph_memory_usage=usage)) == gib * GIB
 
 
 @pytest.mark.parametrize(("warmup_s", "limits_s"), [(-1, (300, 60)), (60, (30, 15)), (3600, (300, 60))])

@@ -69,8 +69,8 @@ class Allocator:
         return len(self.free_pages) * self.page_size
 
     def alloc(self, pages):
-        taken, self.free_pages = self.free_pages[:pages], self.free_pages[pages:]
-        return taken
+        allocated, self.free_pages = self.free_pages[:pages], self.free_pages[pages:]
+        return allocated
 
     def free(self, pages):
         self.free_pages = torch.cat((pages, self.free_pages) if self.lifo else (self.free_pages, pages))
@@ -106,108 +106,110 @@ def make_rank(monkeypatch):
     """
     board = Flags()
 
-    def tell(scheduler, counts, longest_request):
-        scheduler.told.append((counts.tokens, longest_request))
+    def record_size(scheduler, counts, longest_request):
+        scheduler.published.append((counts.tokens, longest_request))
 
     def make(free, *, leads=True, **scheduler):
         allocator, clock = Allocator(10_000), itertools.count()
         has = {"chunked_prefill_size": 100, "max_req_input_len": 5000, "is_fully_idle": lambda: False}
-        has |= {"token_to_kv_pool_allocator": allocator, "told": [], "flushes": [], "evicted": []}
+        has |= {"token_to_kv_pool_allocator": allocator, "published": [], "flushes": [], "evicted": []}
         engine = SimpleNamespace(**{**has, **scheduler})
         engine.flush_cache = lambda: engine.flushes.append(allocator.clear())
         evict = lambda params: engine.evicted.append(params.num_tokens)  # noqa: E731
         engine.tree_cache = SimpleNamespace(evict=evict, evictable_size=lambda: 0)
-        made = SimpleNamespace(free=free, board=board, pools=Pools(10_000), orders=[], told=engine.told)
-        made.scheduler, made.allocator = engine, allocator
-        memory = FreeMemory(lambda: Memory(free=made.free), 2 * GB, lambda: next(clock))
-        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=made.orders.append)
-        made.one = Serving(engine, made.pools, memory, orders, board, shown, leads=leads, extra_tokens=EXTRA_TOKENS)
-        return made
+        rank = SimpleNamespace(free=free, board=board, pools=Pools(10_000), orders=[], published=engine.published)
+        rank.scheduler, rank.allocator = engine, allocator
+        memory = FreeMemory(lambda: Memory(free=rank.free), 2 * GB, lambda: next(clock))
+        gauges, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(send=rank.orders.append)
+        rank.serving = Serving(
+            engine, rank.pools, memory, orders, board, gauges, leads=leads, extra_tokens=EXTRA_TOKENS
+        )
+        return rank
 
-    monkeypatch.setattr(serving.token_count, "set_token_count", tell)
+    monkeypatch.setattr(serving.token_count, "set_token_count", record_size)
     return make
 
 
 def test_free_memory_is_read_once_a_second(make_rank):
-    made, now, readings = make_rank(9 * GB), [0.0], list[float]()
+    rank, now, readings = make_rank(9 * GB), [0.0], list[float]()
 
     def read():
         readings.append(now[0])
         return Memory(free=9 * GB)
 
-    made.one._memory = FreeMemory(read, 2 * GB, lambda: now[0])
+    rank.serving._memory = FreeMemory(read, 2 * GB, lambda: now[0])
     readings.clear()
     for now[0] in (0.0, 0.5, 0.9, 1.0, 1.9, 2.1):
-        made.one.run_turn()
+        rank.serving.run_turn()
     assert readings == [0.0, 1.0, 2.1]
 
 
 def obey_order(order, *ranks):
-    for each in ranks:
-        each.one.obey(order)
-        each.one.run_turn()
+    for rank in ranks:
+        rank.serving.obey(order)
+        rank.serving.run_turn()
 
 
 def test_the_tail_is_freed_until_the_whole_margin_is_free(make_rank, caplog):
-    made = make_rank(9 * GB)
-    made.one.run_turn()
-    assert made.orders == []
-    made.free = int(0.5 * GB)
-    made.one.run_turn()
-    assert made.orders == [Retire(10_000 - 1500)]
-    made.one.run_turn()
-    assert len(made.orders) == 1  # the rank sends one order at a time
-    made.one.obey(made.orders[0])
-    assert made.told == [(10_000, 8490)]  # from now on, longer requests are refused
-    made.free = 2 * GB
-    made.one.run_turn()
-    assert (made.told[1:], made.pools.unmapped, made.pools.counts.tokens) == ([(8500, 8490)], [8500], 8500)
+    rank = make_rank(9 * GB)
+    rank.serving.run_turn()
+    assert rank.orders == []
+    rank.free = int(0.5 * GB)
+    rank.serving.run_turn()
+    assert rank.orders == [Retire(10_000 - 1500)]
+    rank.serving.run_turn()
+    assert len(rank.orders) == 1  # the rank sends one order at a time
+    rank.serving.obey(rank.orders[0])
+    assert rank.published == [(10_000, 8490)]  # from now on, longer requests are refused
+    rank.free = 2 * GB
+    rank.serving.run_turn()
+    assert (rank.published[1:], rank.pools.unmapped, rank.pools.counts.tokens) == ([(8500, 8490)], [8500], 8500)
     assert "8,500 KV tokens instead of 10,000; 1,500 MB freed until now" in caplog.text
-    assert made.allocator.size == 8500
-    made.one.run_turn()
-    assert len(made.orders) == 1
+    assert rank.allocator.size == 8500
+    rank.serving.run_turn()
+    assert len(rank.orders) == 1
 
 
 def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank):
-    made = make_rank(int(0.5 * GB))
-    held, made.allocator.free_pages = made.allocator.free_pages[8000:], made.allocator.free_pages[:8000]
-    made.one.run_turn()
-    obey_order(made.orders.pop(), made)
-    assert made.pools.unmapped == []  # requests still hold the slots of the tail
-    made.allocator.free(held[1000:])
-    made.one.run_turn()
-    assert (made.told[-1], made.pools.unmapped[-1]) == ((9000, 8490), 9000)
-    made.orders.clear()
-    made.free = 2 * GB
-    made.one.run_turn()
-    assert made.orders == []
-    made.scheduler.is_fully_idle = lambda: True
-    made.one.run_turn()
-    assert made.orders == [EvictPrefixes()]
-    obey_order(made.orders.pop(), made)
-    assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == ((8500, 8490), 8500, 1)
+    rank = make_rank(int(0.5 * GB))
+    held_slots, rank.allocator.free_pages = rank.allocator.free_pages[8000:], rank.allocator.free_pages[:8000]
+    rank.serving.run_turn()
+    obey_order(rank.orders.pop(), rank)
+    assert rank.pools.unmapped == []  # requests still hold the slots of the tail
+    rank.allocator.free(held_slots[1000:])
+    rank.serving.run_turn()
+    assert (rank.published[-1], rank.pools.unmapped[-1]) == ((9000, 8490), 9000)
+    rank.orders.clear()
+    rank.free = 2 * GB
+    rank.serving.run_turn()
+    assert rank.orders == []
+    rank.scheduler.is_fully_idle = lambda: True
+    rank.serving.run_turn()
+    assert rank.orders == [EvictPrefixes()]
+    obey_order(rank.orders.pop(), rank)
+    assert (rank.published[-1], rank.pools.counts.tokens, len(rank.scheduler.flushes)) == ((8500, 8490), 8500, 1)
 
 
 def test_prefixes_in_the_tail_are_evicted_while_memory_is_short(make_rank):
     """Prefixes in the radix cache use slots of the tail. A busy server cannot flush its radix cache, so rank 0 orders
     all ranks to evict these prefixes."""
-    made = make_rank(int(0.5 * GB))
-    made.allocator.free_pages = made.allocator.free_pages[:8700]
-    made.one.run_turn()
-    obey_order(made.orders.pop(), made)
-    assert made.orders == [EvictPrefixes()]
-    obey_order(made.orders.pop(), made)
-    assert (made.scheduler.evicted, made.scheduler.flushes) == ([1300], [])
+    rank = make_rank(int(0.5 * GB))
+    rank.allocator.free_pages = rank.allocator.free_pages[:8700]
+    rank.serving.run_turn()
+    obey_order(rank.orders.pop(), rank)
+    assert rank.orders == [EvictPrefixes()]
+    obey_order(rank.orders.pop(), rank)
+    assert (rank.scheduler.evicted, rank.scheduler.flushes) == ([1300], [])
 
 
 def test_a_pipeline_stage_with_a_running_prefill_is_not_flushed(make_rank):
     """Up to engine release 0.5.12.post1, the scheduler of a pipeline stage reports that it is idle although a prefill
     is running. The radix cache must not be flushed then."""
-    made = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
-    made.allocator.free_pages = made.allocator.free_pages[:8700]
-    obey_order(Retire(8500), made)
-    obey_order(EvictPrefixes(), made)
-    assert made.scheduler.flushes == []
+    rank = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
+    rank.allocator.free_pages = rank.allocator.free_pages[:8700]
+    obey_order(Retire(8500), rank)
+    obey_order(EvictPrefixes(), rank)
+    assert rank.scheduler.flushes == []
 
 
 def test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prompt(make_rank):
@@ -215,8 +217,8 @@ def test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prom
     remaining 900 tokens of the prompt take 12 chunks. Each decoding request keeps one slot for every chunk, one more
     slot, and a page: 14 slots. Two more pages stay free. A page has one slot in this test."""
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
-    made = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
-    assert serving.spare_tokens(made.scheduler) == 10_000 - 900 - 20 * 14 - 2
+    rank = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
+    assert serving.spare_tokens(rank.scheduler) == 10_000 - 900 - 20 * 14 - 2
 
 
 def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
@@ -231,16 +233,16 @@ def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
     """The other ranks have withdrawn the same slots and unmapped their memory. So this rank must not use these slots,
     although they still have memory."""
-    made = make_rank(9 * GB)
+    rank = make_rank(9 * GB)
 
     def fail(counts):
-        made.pools.counts = counts
+        rank.pools.counts = counts
         raise RuntimeError("no driver")
 
-    made.pools.unmap_from = fail
-    obey_order(Retire(8500), made)
-    made.one.run_turn()
-    assert (made.allocator.size, made.told[-1], made.pools.counts.tokens) == (8500, (8500, 8490), 8500)
+    rank.pools.unmap_from = fail
+    obey_order(Retire(8500), rank)
+    rank.serving.run_turn()
+    assert (rank.allocator.size, rank.published[-1], rank.pools.counts.tokens) == (8500, (8500, 8490), 8500)
     assert caplog.text.count("the server goes on: no driver") == 1
 
 
@@ -249,36 +251,36 @@ def raise_not_implemented():
 
 
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
-@pytest.mark.parametrize(("computed", "evictable", "taken"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
-def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, taken, cache, make_rank):
+@pytest.mark.parametrize(("computed", "evictable", "withdrawn"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
+def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, withdrawn, cache, make_rank):
     """The engine computes the next chunk of a prompt without checking for free slots. The prompt has 1,000 tokens, of
     which ``computed`` tokens are computed. 1,300 slots of the tail and 100 other slots are free."""
-    made = make_rank(0, chunked_req=request(1000, 5, computed))
+    rank = make_rank(0, chunked_req=request(1000, 5, computed))
     says = {
         "evictable_size": lambda: evictable,
         "full_evictable_size": lambda: 0,
     }  # methods of the engine's radix caches
     if cache == "beside states":
         says = {"evictable_size": raise_not_implemented, "full_evictable_size": lambda: evictable}
-    vars(made.scheduler.tree_cache).update(says)
-    made.allocator.free_pages = made.allocator.free_pages[8400:9800]
-    obey_order(Retire(8500), made)
-    assert made.allocator.size == 10_000 - taken
+    vars(rank.scheduler.tree_cache).update(says)
+    rank.allocator.free_pages = rank.allocator.free_pages[8400:9800]
+    obey_order(Retire(8500), rank)
+    assert rank.allocator.size == 10_000 - withdrawn
 
 
 def test_a_second_order_is_obeyed_after_the_first(make_rank):
     """Rank 0 may send a second order as soon as it has finished the first order. Another rank of data-parallel
     attention may still execute the first order then, because its requests still use slots of the tail."""
-    made = make_rank(9 * GB, leads=False)
-    held, made.allocator.free_pages = made.allocator.free_pages[7000:], made.allocator.free_pages[:7000]
+    rank = make_rank(9 * GB, leads=False)
+    held_slots, rank.allocator.free_pages = rank.allocator.free_pages[7000:], rank.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
-        obey_order(Retire(tokens), made)
-    made.allocator.free(held)
-    made.one.run_turn()
-    made.one.run_turn()
-    assert (made.pools.unmapped, made.told[-1], made.pools.counts.tokens) == ([8500, 7500], (7500, 7490), 7500)
-    assert (made.allocator.size, "clear" in vars(made.allocator)) == (7500, False)
-    assert made.allocator.free_pages.tolist() == list(range(1, 7501))
+        obey_order(Retire(tokens), rank)
+    rank.allocator.free(held_slots)
+    rank.serving.run_turn()
+    rank.serving.run_turn()
+    assert (rank.pools.unmapped, rank.published[-1], rank.pools.counts.tokens) == ([8500, 7500], (7500, 7490), 7500)
+    assert (rank.allocator.size, "clear" in vars(rank.allocator)) == (7500, False)
+    assert rank.allocator.free_pages.tolist() == list(range(1, 7501))
 
 
 TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
@@ -301,9 +303,9 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
 def test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request(scheduler, ordered, make_rank, caplog):
     """In each case, the KV cache keeps so much room that it cannot free all missing memory. The log then says once that
     memory is short."""
-    made = make_rank(0, **scheduler)
-    made.one.run_turn()
-    assert made.orders == ordered
+    rank = make_rank(0, **scheduler)
+    rank.serving.run_turn()
+    assert rank.orders == ordered
     assert caplog.text.count("memory is short by 2,000 MB, but the KV cache keeps ") == 1
 
 
@@ -319,17 +321,17 @@ def test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request(sc
     ids=str,
 )
 def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(scheduler, least, make_rank):
-    first, other = make_rank(int(0.5 * GB)), make_rank(0, leads=False, **scheduler)
-    first.one.run_turn()
-    obey_order(first.orders[0], first, other)
-    assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8490))
-    other.one.run_turn()
-    assert not other.board.raised(serving.SHORT_REPORT)  # the order is not finished, because a request holds its slots
-    vars(other.scheduler).update(dict.fromkeys(scheduler))
-    other.one.run_turn()
-    assert other.pools.counts.tokens == 8500
-    other.one.run_turn()
-    assert other.board.raised(serving.SHORT_REPORT)
+    first, second = make_rank(int(0.5 * GB)), make_rank(0, leads=False, **scheduler)
+    first.serving.run_turn()
+    obey_order(first.orders[0], first, second)
+    assert (first.pools.counts.tokens, second.pools.counts.tokens, second.published[-1]) == (8500, least, (least, 8490))
+    second.serving.run_turn()
+    assert not second.board.raised(serving.SHORT_REPORT)  # the order is not finished, because a request holds its slots
+    vars(second.scheduler).update(dict.fromkeys(scheduler))
+    second.serving.run_turn()
+    assert second.pools.counts.tokens == 8500
+    second.serving.run_turn()
+    assert second.board.raised(serving.SHORT_REPORT)
 
 
 def session_of(name):
@@ -337,9 +339,9 @@ def session_of(name):
 
 
 def in_session(name, *lengths):
-    made = request(*lengths)
-    made.session = session_of(name)
-    return made
+    rank = request(*lengths)
+    rank.session = session_of(name)
+    return rank
 
 
 SLOTS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_allocated_len=4000)}
@@ -370,62 +372,62 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
 def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, make_rank):
     """The engine never frees the slots of streaming sessions for another request. If a request finds no other slots,
     the engine aborts the request."""
-    made = make_rank(0, waiting_queue=waiting)
-    vars(made.scheduler.tree_cache).update(prefixes)
-    made.scheduler.chunked_prefill_size = 100
-    made.pools.backing_bytes = lambda counts: (
+    rank = make_rank(0, waiting_queue=waiting)
+    vars(rank.scheduler.tree_cache).update(prefixes)
+    rank.scheduler.chunked_prefill_size = 100
+    rank.pools.backing_bytes = lambda counts: (
         counts.tokens * 100_000
     )  # a token takes 100 kB, so the missing 2 GB are more than the KV cache
-    made.one.run_turn()
-    (order,) = made.orders
+    rank.serving.run_turn()
+    (order,) = rank.orders
     assert order.tokens == least
 
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
     """With data-parallel attention, rank 0 may have no slots left to free. It does not know that the radix cache of
     another rank still uses slots of the tail. So the other rank reports this when it is idle."""
-    first, other = make_rank(2 * GB), make_rank(2 * GB, leads=False)
-    other.allocator.free_pages = other.allocator.free_pages[:8000]
-    obey_order(Retire(8500), first, other)
-    assert (first.pools.counts.tokens, other.pools.counts.tokens, len(other.board)) == (8500, 10_000, 0)
-    other.scheduler.is_fully_idle = lambda: True
-    other.one.run_turn()
-    first.one.run_turn()
+    first, second = make_rank(2 * GB), make_rank(2 * GB, leads=False)
+    second.allocator.free_pages = second.allocator.free_pages[:8000]
+    obey_order(Retire(8500), first, second)
+    assert (first.pools.counts.tokens, second.pools.counts.tokens, len(second.board)) == (8500, 10_000, 0)
+    second.scheduler.is_fully_idle = lambda: True
+    second.serving.run_turn()
+    first.serving.run_turn()
     assert first.orders == [EvictPrefixes()]
     first.scheduler.is_fully_idle = lambda: True
-    obey_order(EvictPrefixes(), first, other)
-    assert (other.pools.counts.tokens, first.scheduler.flushes, first.orders) == (8500, [], [EvictPrefixes()])
+    obey_order(EvictPrefixes(), first, second)
+    assert (second.pools.counts.tokens, first.scheduler.flushes, first.orders) == (8500, [], [EvictPrefixes()])
 
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
 def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
     """The report of another rank says that memory is short, but not by how many bytes. Rank 0 therefore orders all
     ranks to free half of the margin. If no tokens can be freed, the order contains the current number of tokens."""
-    first, other = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
-    other.one.run_turn()
-    assert (other.orders, len(other.board)) == ([], 1)
-    first.one.run_turn()
+    first, second = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
+    second.serving.run_turn()
+    assert (second.orders, len(second.board)) == ([], 1)
+    first.serving.run_turn()
     assert first.orders == [Retire(goal)]
-    other.free, first.scheduler.waiting_queue = 9 * GB, []
-    obey_order(first.orders[0], other, first)
-    first.one.run_turn()
+    second.free, first.scheduler.waiting_queue = 9 * GB, []
+    obey_order(first.orders[0], second, first)
+    first.serving.run_turn()
     assert (len(first.orders), first.pools.counts.tokens) == (1, goal)
 
 
 def test_a_failing_gpu_driver_ends_only_the_watch_of_free_memory(make_rank, caplog):
     """If the GPU driver fails, the rank stops reading its free memory. It still executes rank 0's orders, because all
     ranks must have the same KV cache size."""
-    made = make_rank(9 * GB)
-    del made.free
-    made.one.run_turn()
-    obey_order(Retire(8500), made)
+    rank = make_rank(9 * GB)
+    del rank.free
+    rank.serving.run_turn()
+    obey_order(Retire(8500), rank)
     assert caplog.text.count("free memory is not watched any more") == 1
-    assert made.pools.counts.tokens == 8500
+    assert rank.pools.counts.tokens == 8500
 
 
 def test_metrics_have_the_labels_of_their_rank_and_their_own_labels(metric):
-    shown, silent = (serving.Metrics({"enable_metrics": on}, gpu) for on, gpu in ((True, 3), (False, 0)))
-    for each in (shown, silent):
+    gauges, silent = (serving.Metrics({"enable_metrics": on}, gpu) for on, gpu in ((True, 3), (False, 0)))
+    for each in (gauges, silent):
         each.show(serving.TOKENS, 5)
         each.show(serving.STATE, 1, state="rule", reason="a reason")
     assert (metric(serving.TOKENS, gpu="3"), metric(serving.TOKENS, gpu="0")) == (5, None)
@@ -441,32 +443,32 @@ STEPS = st.lists(st.tuples(st.sampled_from(["alloc", "free", "turn", "flush"]), 
 @settings(max_examples=300)
 def test_in_every_turn_free_and_held_slots_add_up_to_the_engines_number(steps, page, lifo, wanted, seed):
     draw = random.Random(seed)
-    allocator, told = Allocator(40 * page, page, lifo), [40 * page]
-    held = [allocator.alloc(draw.randrange(1, 8)) for _ in range(draw.randrange(6))]
+    allocator, published = Allocator(40 * page, page, lifo), [40 * page]
+    held_slots = [allocator.alloc(draw.randrange(1, 8)) for _ in range(draw.randrange(6))]
     now, left = TokenCounts(40 * page), TokenCounts(wanted * page)
-    retirement = Retirement(allocator, now, left, lambda counts: told.append(counts.tokens))
-    for what, number in [*steps, ("turn", 1)]:
-        if what == "alloc" and len(allocator.free_pages) >= number:
-            held.append(allocator.alloc(number))
-        elif what == "free" and held:
-            allocator.free(held.pop(draw.randrange(len(held))))
-        elif what == "flush":
-            held.clear()
+    retirement = Retirement(allocator, now, left, lambda counts: published.append(counts.tokens))
+    for action, number in [*steps, ("turn", 1)]:
+        if action == "alloc" and len(allocator.free_pages) >= number:
+            held_slots.append(allocator.alloc(number))
+        elif action == "free" and held_slots:
+            allocator.free(held_slots.pop(draw.randrange(len(held_slots))))
+        elif action == "flush":
+            held_slots.clear()
             allocator.clear()
-        elif what == "turn":
+        elif action == "turn":
             retirement.advance()
             assert not (allocator.free_pages > wanted).any()
-        in_use = torch.cat([*held, allocator.free_pages]).tolist()
+        in_use = torch.cat([*held_slots, allocator.free_pages]).tolist()
         assert len(set(in_use)) == len(in_use)  # no slot appears twice
-        assert len(in_use) * page == told[-1] == allocator.size
+        assert len(in_use) * page == published[-1] == allocator.size
         assert max(in_use, default=0) * page <= retirement.mapped_counts().tokens  # each slot has memory
         assert set(range(1, wanted + 1)) <= set(in_use)  # no slot is lost
-    assert retirement.is_done == (told[-1] == wanted * page)
+    assert retirement.is_done == (published[-1] == wanted * page)
 
 
 def test_after_the_tail_is_freed_the_allocator_equals_a_new_one_of_that_size():
     allocator = Allocator(40)
-    held = allocator.alloc(40)
+    held_slots = allocator.alloc(40)
     retirement = Retirement(allocator, TokenCounts(40), TokenCounts(25), lambda counts: None)
 
     def turn():
@@ -478,34 +480,34 @@ def test_after_the_tail_is_freed_the_allocator_equals_a_new_one_of_that_size():
         )
 
     assert turn() == (False, 40, 40, False)
-    allocator.free(held[10:38])
+    allocator.free(held_slots[10:38])
     assert turn() == (True, 27, 40, False)
-    allocator.free(held[39:])
+    allocator.free(held_slots[39:])
     assert turn() == (True, 26, 39, False)
-    allocator.free(held[38:39])
+    allocator.free(held_slots[38:39])
     assert turn() == (True, 25, 25, True)
     assert (allocator.size, "clear" in vars(allocator)) == (25, False)
-    allocator.free(held[:10])
+    allocator.free(held_slots[:10])
     assert sorted(allocator.free_pages.tolist()) == list(range(1, 26))
 
 
 @pytest.mark.parametrize("flushed", [True, False])
 def test_both_parts_of_a_sliding_window_cache_are_withdrawn(flushed):
     full, window = Allocator(100), Allocator(50)
-    held = full.alloc(90), window.alloc(45)
+    held_slots = full.alloc(90), window.alloc(45)
     allocator = SimpleNamespace(full_attn_allocator=full, swa_attn_allocator=window, page_size=1)
     allocator.clear = lambda: (full.clear(), window.clear())
-    told: list[TokenCounts] = []
-    retirement = Retirement(allocator, TokenCounts(100, 100, 50), TokenCounts(60, 60, 30), told.append)
+    published: list[TokenCounts] = []
+    retirement = Retirement(allocator, TokenCounts(100, 100, 50), TokenCounts(60, 60, 30), published.append)
     retirement.advance()
-    assert told[-1] == TokenCounts(90, 90, 45)
+    assert published[-1] == TokenCounts(90, 90, 45)
     if flushed:
         allocator.clear()
     else:
-        full.free(held[0])
-        window.free(held[1])
+        full.free(held_slots[0])
+        window.free(held_slots[1])
     retirement.advance()
-    assert (told[-1], retirement.mapped_counts(), retirement.is_done) == (TokenCounts(60, 60, 30),) * 2 + (True,)
+    assert (published[-1], retirement.mapped_counts(), retirement.is_done) == (TokenCounts(60, 60, 30),) * 2 + (True,)
     assert (allocator._size_full, allocator._size_swa) == (60, 30)
     assert (len(full.free_pages), len(window.free_pages)) == (60, 30)
 
@@ -533,9 +535,9 @@ def test_a_request_that_would_not_fit_at_the_goal_is_refused():
 def test_an_allocator_that_already_has_the_size_is_not_cleared():
     """Clearing the allocator would free slots that the requests of an abandoned rehearsal may still use."""
     allocator = Allocator(40)
-    held = allocator.alloc(7)
+    held_slots = allocator.alloc(7)
     resize_allocator(allocator, TokenCounts(40))
-    assert not set(held.tolist()) & set(allocator.free_pages.tolist())
+    assert not set(held_slots.tolist()) & set(allocator.free_pages.tolist())
     resize_allocator(allocator, TokenCounts(50))
     assert allocator.free_pages.tolist() == list(range(1, 51))
 
@@ -592,9 +594,9 @@ class Scheduler:
 def scheduler():
     """Scheduler that runs at most 900 requests at once, and at most 256 requests while one of them is penalized. A
     *penalized* request has penalties, min_p, a logit bias or log-probabilities."""
-    made = Scheduler()
-    serving.limit_requests(made, requests=900, penalized=256)
-    return made
+    rank = Scheduler()
+    serving.limit_requests(rank, requests=900, penalized=256)
+    return rank
 
 
 def count_admitted(scheduler, running=100):
@@ -665,8 +667,8 @@ def test_the_limit_follows_the_batch_that_the_requests_join(scheduler):
     """A pipeline has several batches. The limit depends on the batch that the new requests join. Engine releases after
     0.5.13 pass this batch to ``get_new_batch_prefill`` as an argument."""
     scheduler.running_batch = batch_of(Request(), need_min_p_sampling=True)
-    other = batch_of(Request())
-    assert scheduler.get_new_batch_prefill(other) is other
+    second = batch_of(Request())
+    assert scheduler.get_new_batch_prefill(second) is second
     assert scheduler.get_num_allocatable_reqs(100) == 800
     scheduler.get_new_batch_prefill(running_batch=scheduler.running_batch)
     assert scheduler.get_num_allocatable_reqs(100) == 156
@@ -697,9 +699,9 @@ def test_the_limit_is_derived_once_a_turn_and_the_queue_is_searched_only_for_pen
 
 
 def beam(width):
-    made: Any = Request()
-    made.beam_group = SimpleNamespace(beam_width=width)
-    return made
+    rank: Any = Request()
+    rank.beam_group = SimpleNamespace(beam_width=width)
+    return rank
 
 
 def test_the_beams_of_a_request_are_rows_of_the_batch_and_count_as_penalized(scheduler):
@@ -727,7 +729,7 @@ def test_a_request_with_more_beams_than_may_run_runs_alone(scheduler):
 
 
 def test_each_beam_of_a_request_keeps_its_own_new_tokens(make_rank):
-    made = make_rank(0, waiting_queue=[request(1000, 250)])
-    made.scheduler.waiting_queue[0].beam_group = SimpleNamespace(beam_width=30)
-    made.one.run_turn()
-    assert made.orders == [Retire(1000 + 30 * 250 + EXTRA_TOKENS + 1)]
+    rank = make_rank(0, waiting_queue=[request(1000, 250)])
+    rank.scheduler.waiting_queue[0].beam_group = SimpleNamespace(beam_width=30)
+    rank.serving.run_turn()
+    assert rank.orders == [Retire(1000 + 30 * 250 + EXTRA_TOKENS + 1)]
