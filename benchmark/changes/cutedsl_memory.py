@@ -146,8 +146,8 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
     """Compute the bytes of the buffers of one model and layout, in all three ways to size them."""
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
-    upstream, ours = measure_buffers(model, layout.tp, layout.ep, tokens * layout.dp)
-    buffers = {"stock": guess, "upstream": upstream, "ours": ours}
+    upstream, patched = measure_buffers(model, layout.tp, layout.ep, tokens * layout.dp)
+    buffers = {"stock": guess, "upstream": upstream, "ours": patched}
     return {
         "model": name,
         **asdict(layout),
@@ -163,11 +163,11 @@ def make_tables(result: output.Result, tps: Collection[int] = ()) -> str:
     """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for row in (row for row in result["figures"]["rows"] if not tps or row["tp"] in tps):
-        stock, ours, layers = row["stock"], row["ours"], row["moe_layers"]
-        guess = f"{stock['max_num_tokens']:,}" + (", too small" * (stock["max_num_tokens"] < ours["max_num_tokens"]))
+        stock, patched, layers = row["stock"], row["ours"], row["moe_layers"]
+        guess = f"{stock['max_num_tokens']:,}" + (", too small" * (stock["max_num_tokens"] < patched["max_num_tokens"]))
         ranks = ", ".join(f"{size.upper()}={row[size]}" for size in ("tp", "dp", "ep"))
-        layout = (ranks, f"{ours['max_num_tokens']:,}", guess)
-        sizes = f"{row['upstream']['total'] * layers / 1e9:.1f} -> {ours['total'] / 1e9:.3f}"
+        layout = (ranks, f"{patched['max_num_tokens']:,}", guess)
+        sizes = f"{row['upstream']['total'] * layers / 1e9:.1f} -> {patched['total'] / 1e9:.3f}"
         rows.setdefault(layout, {})[row["model"]] = sizes
     models = dict.fromkeys(model for row in rows.values() for model in row)
     cells = [(*layout, *(row.get(model, "") for model in models)) for layout, row in rows.items()]

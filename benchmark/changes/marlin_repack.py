@@ -136,10 +136,10 @@ def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return {name: value.data for name, value in module.named_parameters()}, figures
 
 
-def have_same_bits(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == stock.keys() and all(
-        (value.dtype, value.shape, value.stride()) == (ours[name].dtype, ours[name].shape, ours[name].stride())
-        and torch.equal(value.contiguous().view(torch.uint8), ours[name].contiguous().view(torch.uint8))
+def have_same_bits(patched: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
+    return patched.keys() == stock.keys() and all(
+        (value.dtype, value.shape, value.stride()) == (patched[name].dtype, patched[name].shape, patched[name].stride())
+        and torch.equal(value.contiguous().view(torch.uint8), patched[name].contiguous().view(torch.uint8))
         for name, value in stock.items()
     )
 
@@ -154,14 +154,14 @@ def compare(name: str, layer: Layer) -> dict[str, Any]:
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
     with install_fp4_weights():
-        ours, _ = prepare(layer)
-    if not have_same_bits(ours, stock):
+        patched, _ = prepare(layer)
+    if not have_same_bits(patched, stock):
         sys.exit(f"marlin_repack: {name}: the parameters differ from the engine's")
-    first = next(iter(ours.values()))
+    first = next(iter(patched.values()))
     first.view(torch.uint8).flatten()[0] ^= 1
-    if have_same_bits(ours, stock):
+    if have_same_bits(patched, stock):
         sys.exit("marlin_repack: the comparison missed a flipped bit")
-    del stock, ours, first
+    del stock, patched, first
     figures: dict[str, Any] = {"packed": packed_bytes(layer)}
     for kind in ("stock", "patched", timing.CONTROL):
         with install_fp4_weights() if kind == "patched" else nullcontext():

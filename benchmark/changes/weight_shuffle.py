@@ -232,8 +232,8 @@ def plot(result: output.Result, path: Path) -> None:
     labels = [f"{row['model']} {row['shard']}" for row in rows]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.42 * len(rows) + 1.8), sharey=True)
     positions = range(len(rows))
-    shown = ((-0.2, "engine", "stock", "#9aa5b1"), (0.2, "ours", "patched", "#2b6cb0"))
-    for offset, name, label, color in shown:
+    bars = ((-0.2, "engine", "stock", "#9aa5b1"), (0.2, "ours", "patched", "#2b6cb0"))
+    for offset, name, label, color in bars:
         at = [p + offset for p in positions]
         left.barh(at, [row[name]["ms"] for row in rows], 0.38, label=label, color=color)
         right.barh(at, [row[name]["peak_bytes"] / 1e6 for row in rows], 0.38, label=label, color=color)

@@ -286,7 +286,7 @@ def savings(load: Load) -> list[Saving]:
 
     alone = load("triton-server/moe-workspace-eager")["figures"]
     nvfp4 = load("peak-memory/kimi-k2.5-tp4")["figures"]["memory"]
-    kept = load("segments/kimi-k2.5")["figures"]["servers"]
+    segment_servers = load("segments/kimi-k2.5")["figures"]["servers"]
     return [
         Saving("moe-workspace", "Kimi-K2.5 in BF16, Triton", alone["stock"]["peak"], alone["patched"]["peak"]),
         *(
@@ -302,8 +302,8 @@ def savings(load: Load) -> list[Saving]:
         Saving(
             "activation-segments",
             "unusable memory, Kimi-K2.5 in BF16",
-            kept["stock"]["slack"],
-            kept["stock-segments"]["slack"],
+            segment_servers["stock"]["slack"],
+            segment_servers["stock-segments"]["slack"],
         ),
     ]
 

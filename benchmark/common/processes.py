@@ -13,10 +13,10 @@ def variables(*folders: object) -> dict[str, str]:
     """Return a copy of this process's environment without this project's variables. Its ``PYTHONPATH`` begins with
     ``folders``.
     """
-    ours = ("SGLANG_MOE_PATCHES", "SGLANG_MOE_REFERENCE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    paths = [*map(str, folders), *filter(None, [kept.get("PYTHONPATH")])]
-    return kept | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+    prefixes = ("SGLANG_MOE_PATCHES", "SGLANG_MOE_REFERENCE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    paths = [*map(str, folders), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def print_progress(name: str, interval_s: int) -> Callable[[float, str], None]:

@@ -93,8 +93,8 @@ def config(served: ServedModel) -> dict[str, Any]:
     elif served.quantization == "fp8":
         dense = [f"layers.{layer}.mlp" for layer in range(served.dense_layers)]
         scheme = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-        kept = ["self_attn", "shared_experts", "lm_head", *dense]
-        values["quantization_config"] = {"quant_method": "fp8", **scheme, "modules_to_not_convert": kept}
+        unquantized = ["self_attn", "shared_experts", "lm_head", *dense]
+        values["quantization_config"] = {"quant_method": "fp8", **scheme, "modules_to_not_convert": unquantized}
     return values
 
 
@@ -104,13 +104,13 @@ def int4_config() -> dict[str, Any]:
     """
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
     groups = {"group_0": {"weights": scheme | {"dynamic": False}, "targets": ["Linear"]}}
-    kept = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
+    unquantized = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head", *(f"re:.*{name}.*" for name in kept)],
+        "ignore": ["lm_head", *(f"re:.*{name}.*" for name in unquantized)],
     }
 
 
@@ -234,17 +234,17 @@ def register() -> None:
     import torch.distributed
     import wrapt
 
-    kept = json.loads(os.environ[VARIABLES_KEPT])
+    kept_variables = json.loads(os.environ[VARIABLES_KEPT])
     start = torch.distributed.init_process_group
 
     @functools.wraps(start)
     def with_variables_kept(*args: Any, **kwargs: Any) -> Any:
-        os.environ.update(kept)
-        print(f"benchmark: variables kept as on this machine: {kept}", flush=True)
+        os.environ.update(kept_variables)
+        print(f"benchmark: variables kept as on this machine: {kept_variables}", flush=True)
         return start(*args, **kwargs)
 
     torch.distributed.init_process_group = with_variables_kept
-    os.environ.update(kept)
+    os.environ.update(kept_variables)
     wrapt.register_post_import_hook(_replace_reader, "sglang.srt.model_loader.loader")
 
 

@@ -139,21 +139,21 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     arguments = serving.server_arguments(options, model, SERVERS[name])
     progress = processes.print_progress(name, 20)
     server = Server(name, arguments, own, log, timeout=serving.STARTUP_S, progress=progress)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     try:
         with server:
             client = Client(server.url)
             info = client.info()
-            found |= {"startup_s": round(server.startup_s, 1), "tokens": info["max_total_num_tokens"]}
-            found["fraction"] = serving.fraction_in_force(info)
+            figures |= {"startup_s": round(server.startup_s, 1), "tokens": info["max_total_num_tokens"]}
+            figures["fraction"] = serving.fraction_in_force(info)
             sizing = growth.read_growth(client.metrics()) if serving.kind_of(SERVERS[name]).grows else None
-            found["growth"] = None if sizing is None else sizing._asdict()
+            figures["growth"] = None if sizing is None else sizing._asdict()
             answers = servers.answer_all(server, options.longest, serving.ANSWER_TOKENS, logprobs=True)
-            found["answers"], found["logprobs"] = servers.digests(answers), servers.digests(answers, "logprobs")
-            found["said"] = growth.kv_sizing_lines(server.log_text())
+            figures["answers"], figures["logprobs"] = servers.digests(answers), servers.digests(answers, "logprobs")
+            figures["said"] = growth.kv_sizing_lines(server.log_text())
     except Exception as error:
-        found["failed"] = failure(log.read_text() if log.exists() else "", error)
-    return read_memory_figures(log.read_text() if log.exists() else "") | found
+        figures["failed"] = failure(log.read_text() if log.exists() else "", error)
+    return read_memory_figures(log.read_text() if log.exists() else "") | figures
 
 
 def read_memory_figures(log: str) -> dict[str, Any]:
@@ -206,21 +206,21 @@ def run_label(result: output.Result) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _memory_cells(found: dict[str, Any]) -> list[str]:
-    if "reserved" not in found:
+def _memory_cells(figures: dict[str, Any]) -> list[str]:
+    if "reserved" not in figures:
         return [""] * 5
-    holes = found["reserved"] - found["allocated"]
-    share = f"{holes / MB:,.0f} ({holes / found['allocated']:.1%})"
-    sizes = [f"{found[name] / MB:,.0f}" for name in ("allocated", "reserved", "peak_reserved")]
-    return [*sizes[:2], share, sizes[2], f"{found['seconds']:.0f}"]
+    holes = figures["reserved"] - figures["allocated"]
+    share = f"{holes / MB:,.0f} ({holes / figures['allocated']:.1%})"
+    sizes = [f"{figures[name] / MB:,.0f}" for name in ("allocated", "reserved", "peak_reserved")]
+    return [*sizes[:2], share, sizes[2], f"{figures['seconds']:.0f}"]
 
 
-def _token_cells(found: dict[str, Any]) -> list[str]:
-    if "failed" in found:
+def _token_cells(figures: dict[str, Any]) -> list[str]:
+    if "failed" in figures:
         return ["does not start", ""]
-    growth_of = found["growth"]
+    growth_of = figures["growth"]
     if growth_of is None:
-        return [f"{found['tokens']:,}", ""]
+        return [f"{figures['tokens']:,}", ""]
     return [f"{growth_of['rule_tokens']:,}", f"{growth_of['tokens']:,}"]
 
 

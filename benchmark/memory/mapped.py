@@ -166,7 +166,7 @@ def make_tables(result: output.Result) -> str:
     names = list(figures["samples"])
     rows = []
     for key, (words, unit) in FIGURES.items():
-        samples = {name: [sample[key] for sample in taken] for name, taken in figures["samples"].items()}
+        samples = {name: [sample[key] for sample in timed] for name, timed in figures["samples"].items()}
         ratios = timing.compare_with_stock(samples)
         cells = [f"{next(iter(ratios.values()))['stock']:.3g}"]
         for name in names[1:]:

@@ -58,25 +58,25 @@ def scheduler_of(running: int, waiting: int, state: str) -> Any:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     runs_penalized, waits_penalized = STATES[state]
-    made: Any = Scheduler.__new__(Scheduler)
+    scheduler: Any = Scheduler.__new__(Scheduler)
     batch = ScheduleBatch(reqs=[request_of(runs_penalized) for _ in range(running)])
     batch.device = torch.device("cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, 1000)
-    made.running_batch, made.chunked_req, made.waiting_queue = batch, None, []
-    made.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
-    made._pending_flush = made.external_corpus_manager = None
-    made.req_to_token_pool = SimpleNamespace(available_size=lambda: 1000)
-    made.recv_from_tokenizer = zmq.Context.instance().socket(zmq.PULL)
-    made.recv_from_tokenizer.bind("inproc://" + str(id(made)))
-    made._add_request_to_queue = lambda req: made.waiting_queue.append(req)
+    scheduler.running_batch, scheduler.chunked_req, scheduler.waiting_queue = batch, None, []
+    scheduler.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
+    scheduler._pending_flush = scheduler.external_corpus_manager = None
+    scheduler.req_to_token_pool = SimpleNamespace(available_size=lambda: 1000)
+    scheduler.recv_from_tokenizer = zmq.Context.instance().socket(zmq.PULL)
+    scheduler.recv_from_tokenizer.bind("inproc://" + str(id(scheduler)))
+    scheduler._add_request_to_queue = lambda req: scheduler.waiting_queue.append(req)
 
     def get_new_batch_prefill() -> None:
         for _ in range(1 + waiting):
-            made.get_num_allocatable_reqs(running)
+            scheduler.get_num_allocatable_reqs(running)
 
-    made.get_new_batch_prefill = get_new_batch_prefill
-    made.waits = [request_of(waits_penalized and not number) for number in range(waiting)]
-    return made
+    scheduler.get_new_batch_prefill = get_new_batch_prefill
+    scheduler.waits = [request_of(waits_penalized and not number) for number in range(waiting)]
+    return scheduler
 
 
 def add_hooks(scheduler: Any) -> None:
@@ -90,8 +90,8 @@ def add_hooks(scheduler: Any) -> None:
     memory = serving.FreeMemory(lambda: Memory(free=1 << 40), 1 << 30)
     pools: Any = SimpleNamespace(counts=TokenCounts(100_000), page=1)
     board: Any = SimpleNamespace(is_raised=lambda flag: False)
-    shown = serving.Metrics({}, 0)
-    watch = serving.Serving(scheduler, pools, memory, orders, board, shown, leads=True, extra_tokens=3)
+    metrics = serving.Metrics({}, 0)
+    watch = serving.Serving(scheduler, pools, memory, orders, board, metrics, leads=True, extra_tokens=3)
     orders.on_turn = watch.run_turn
     serving.limit_requests(scheduler, 2048, 256)
 

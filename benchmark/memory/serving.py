@@ -190,10 +190,10 @@ def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     words = {images.get(token, f"{token:x}"): token for token in range(vocabulary)}
-    made = Tokenizer(WordLevel(words, unk_token="0"))
-    made.pre_tokenizer = WhitespaceSplit()
-    made.add_tokens([AddedToken(word, special=False, normalized=False) for word in images.values()])
-    return str(made.to_str())
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in images.values()])
+    return str(tokenizer.to_str())
 
 
 def write_model(folder: Path, options: Any) -> Path:
@@ -356,19 +356,19 @@ def sweep(server: Server, options: Any, model: Path, work: Path) -> list[dict[st
     return rows
 
 
-def describe_missing(found: dict[str, Any], options: Any) -> str:
+def describe_missing(figures: dict[str, Any], options: Any) -> str:
     """Describe what is missing in the client's result of a load; "": nothing is missing.
 
     The client counts an error of the image processor as an answer with one token or none. It does not count the last
     message of a stream if it has no text. All answers together may lack a few tokens for this reason, so half the
     tokens of one answer may be missing.
     """
-    if failed := options.prompts - found["completed"]:
+    if failed := options.prompts - figures["completed"]:
         return f"{failed} requests failed"
-    asked = options.prompts * options.output
-    if (answered := found["total_output_tokens"]) <= asked - options.output // 2:
-        return f"only {answered} of {asked} new tokens were generated"
-    if options.images and found["total_input_vision_tokens"] < options.images * options.prompts * IMAGE_TOKENS:
+    requested_tokens = options.prompts * options.output
+    if (answered := figures["total_output_tokens"]) <= requested_tokens - options.output // 2:
+        return f"only {answered} of {requested_tokens} new tokens were generated"
+    if options.images and figures["total_input_vision_tokens"] < options.images * options.prompts * IMAGE_TOKENS:
         return "the client left images out"
     return ""
 
@@ -507,34 +507,34 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     return found
 
 
-def keeps_engine_size(name: str, found: dict[str, Any]) -> bool:
+def keeps_engine_size(name: str, figures: dict[str, Any]) -> bool:
     """Return whether kv-sizing was on, but left the KV cache at the size of the engine's own rule."""
-    return kind_of(name).grows and found["growth"] is None
+    return kind_of(name).grows and figures["growth"] is None
 
 
-def failures(found: dict[str, Any]) -> list[str]:
+def failures(figures: dict[str, Any]) -> list[str]:
     """Return the errors of the further loads. The list is empty if the server survived all loads."""
-    loads = [(words, found[key]) for key, words in LOADS.items() if key in found]
+    loads = [(words, figures[key]) for key, words in LOADS.items() if key in figures]
     failed = [f"{words}: out of memory" for words, load in loads if load["out_of_memory"]]
     failed += [f"{words}: {error}" for words, load in loads for error in load["errors"]]
-    if found.get("taken", {}).get("given_back") == 0:
+    if figures.get("taken", {}).get("given_back") == 0:
         failed.append("memory taken: the server freed no KV cache")
     return failed
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(figures: dict[str, Any]) -> str:
     """Describe a server's results in one line, for the terminal."""
-    rehearsed = f", {found['rehearsed_s']:g} s of it rehearsing" if found["rehearsed_s"] else ""
-    line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
-    if found.get("loaded"):
-        line += f", {found['loaded'] / MB:,.1f} MB allocated once loaded"
-    if "total_throughput" not in found:
+    rehearsed = f", {figures['rehearsed_s']:g} s of it rehearsing" if figures["rehearsed_s"] else ""
+    line = f"ready in {figures['startup_s']:.0f} s{rehearsed}, {figures['tokens']:,} KV tokens"
+    if figures.get("loaded"):
+        line += f", {figures['loaded'] / MB:,.1f} MB allocated once loaded"
+    if "total_throughput" not in figures:
         return line
-    line += f": {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{_free(found)}"
+    line += f": {figures['total_throughput']:,.0f} tokens/s in {figures['duration']:.0f} s{_free(figures)}"
     for key, words in LOADS.items():
-        if load := found.get(key):
+        if load := figures.get(key):
             line += f"; {words}: {load['answered']:,} answers, {load['retractions']} retractions{_free(load)}"
-    return line + "".join(f"; FAILED: {why}" for why in failures(found))
+    return line + "".join(f"; FAILED: {why}" for why in failures(figures))
 
 
 def _free(load: dict[str, Any]) -> str:
@@ -604,15 +604,15 @@ def _link_to_result(result: output.Result) -> str:
     return f"[{name}](../../benchmark/results/{result['name']}.json)" if "name" in result else name
 
 
-def _speed_cells(found: dict[str, Any], name: str, stock_speed: float | None) -> tuple[str, str, str]:
+def _speed_cells(figures: dict[str, Any], name: str, stock_speed: float | None) -> tuple[str, str, str]:
     """Format tokens per second, median milliseconds per token, and median seconds to the first token. The cells are
     empty if the server did not run the load.
     """
-    if "total_throughput" not in found:
+    if "total_throughput" not in figures:
         return "", "", ""
-    times = f" ({found['total_throughput'] / stock_speed:.2f})" if stock_speed and name != "stock" else ""
-    first_token = f"{found['median_ttft_ms'] / 1e3:.1f}"
-    return f"{found['total_throughput']:,.0f}{times}", f"{found['median_tpot_ms']:.1f}", first_token
+    times = f" ({figures['total_throughput'] / stock_speed:.2f})" if stock_speed and name != "stock" else ""
+    first_token = f"{figures['median_ttft_ms'] / 1e3:.1f}"
+    return f"{figures['total_throughput']:,.0f}{times}", f"{figures['median_tpot_ms']:.1f}", first_token
 
 
 def peak_table(result: output.Result) -> str:
@@ -639,19 +639,19 @@ def _count_equal_answers(measured: Mapping[str, Any], name: str, part: str) -> s
     return alike + (f"; {zeros} {ZEROS}'s" if zeros else "")
 
 
-def _more_loads(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _more_loads(label: str, figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Make a row for each further load."""
     for key, words in LOADS.items():
-        if (load := found.get(key)) is None:
+        if (load := figures.get(key)) is None:
             continue
-        same = servers.equal_answers({"stock": found, "then": load}, "then") if "answers" in load else ""
+        same = servers.equal_answers({"stock": figures, "then": load}, "then") if "answers" in load else ""
         yield (label, words, f"{load['answered']:,}", _describe_failure(load), _mb(load["lowest_free"]), same)
 
 
-def _taken_memory_rows(label: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _taken_memory_rows(label: str, figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Make the table row of a server during whose load another process allocated memory. Other servers have no row."""
-    if (load := found.get("taken")) and "tokens" in load:
-        tokens = (f"{found['tokens']:,}", f"{load['tokens']:,}")
+    if (load := figures.get("taken")) and "tokens" in load:
+        tokens = (f"{figures['tokens']:,}", f"{load['tokens']:,}")
         yield (label, *tokens, _mb(load.get("given_back")), _mb(load["lowest_free"]))
 
 

@@ -71,8 +71,8 @@ def skip_reason(source: str, gpus: int = 1) -> str:
     others = [OTHER_DEVICES[name] for name, _ in calls if name in OTHER_DEVICES]
     if not cuda and "CPU" not in others:
         return f"for {' and '.join(dict.fromkeys(others))} alone" if others else "not registered"
-    wanted = [int(match) for code in cuda for match in GPUS.findall(code)]
-    return f"needs {min(wanted)} GPUs" if wanted and min(wanted) > gpus else ""
+    gpu_counts = [int(match) for code in cuda for match in GPUS.findall(code)]
+    return f"needs {min(gpu_counts)} GPUs" if gpu_counts and min(gpu_counts) > gpus else ""
 
 
 def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str, str]:

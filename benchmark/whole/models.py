@@ -55,11 +55,11 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
     return keep_resolved(answer)
 
 
-def keep_resolved(asked: dict[str, Any]) -> dict[str, Any]:
+def keep_resolved(answer: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the engine's answer. Of the resolved server arguments, it has only those in ``RESOLVED``."""
-    if "refused" in asked:
-        return asked
-    return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
+    if "refused" in answer:
+        return answer
+    return answer | {"resolved": {name: answer["resolved"][name] for name in RESOLVED if name in answer["resolved"]}}
 
 
 # --- Measured results ------------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ def cells() -> Iterator[dict[str, Any]]:
         yield from output.load(f"moe-workspace/{name}")["figures"]["cells"]
 
 
-def key_of(found: dict[str, Any]) -> Sizes:
+def key_of(run: dict[str, Any]) -> Sizes:
     """Return the key of a result of :func:`forwards`."""
-    share, served = MODELS[found["model"]].shard(found["shard"]), found["served"]
-    return key(share, Layout(tp=found["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
+    share, served = MODELS[run["model"]].shard(run["shard"]), run["served"]
+    return key(share, Layout(tp=run["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
 
 
 def key_of_cell(cell: dict[str, Any]) -> Sizes:
@@ -131,17 +131,17 @@ def make_tables(result: output.Result) -> str:
         if "refused" in answer:
             rows.append((name, on, "refused", "", "", answer["refused"]))
             continue
-        found = model_report.derive_report(config.read_sizes(model["config"], model["source"]), answer)
-        sizes = sizes_of_a_rank(found)
+        report = model_report.derive_report(config.read_sizes(model["config"], model["source"]), answer)
+        sizes = sizes_of_a_rank(report)
         seen = wholes.get(sizes) or alone.get(sizes, "")
-        rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _remarks(found)))
+        rows.append((name, on, report["server"]["runner"] or "not known", _peak(report), seen, _remarks(report)))
     header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "what is not known")
     return output.table(header, rows, left=6)
 
 
-def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
+def sizes_of_a_rank(report: dict[str, Any]) -> Sizes:
     """Return the sizes of one rank's MoE layer from a report of ``doctor``, as :func:`key` does for a measurement."""
-    server, sizes = found["server"], found["sizes"]
+    server, sizes = report["server"], report["sizes"]
     return (
         *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
         sizes["moe_intermediate"] * server["layout"]["ep"] // server["layout"]["tp"],
@@ -154,25 +154,25 @@ def ranks(flags: list[str]) -> str:
     return re.search(r"--(?:tp|tp-size|tensor-parallel-size)[ =](\d+)", " ".join(flags))[1]
 
 
-def _peak(found: dict[str, Any]) -> str:
-    if not found["stock"]:
+def _peak(report: dict[str, Any]) -> str:
+    if not report["stock"]:
         return "-"
-    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * is_lower_bound(found)
+    return in_mb(report["stock"]["peak"], report["patched"]["peak"]) + " +" * is_lower_bound(report)
 
 
-def is_lower_bound(found: dict[str, Any]) -> bool:
+def is_lower_bound(report: dict[str, Any]) -> bool:
     """Return whether the real peak may be larger than the predicted peak of a report of ``doctor``."""
-    return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
+    return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in report["unknown"])
 
 
-def _remarks(found: dict[str, Any]) -> str:
+def _remarks(report: dict[str, Any]) -> str:
     """Return short remarks: whether no change acts in the model's layers, and what is unknown about this model."""
     remarks = []
-    if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in found["changes"]):
+    if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in report["changes"]):
         remarks.append("on request")
-    elif not any(change["acts"] for change in found["changes"] if change["name"] != "kv-sizing"):
+    elif not any(change["acts"] for change in report["changes"] if change["name"] != "kv-sizing"):
         remarks.append("nothing acts")
-    for line in found["unknown"]:
+    for line in report["unknown"]:
         if line not in model_report.ALWAYS_UNKNOWN:
             remarks.append(next((brief for words, brief in SHORT_TEXTS.items() if words in line), line))
     return "; ".join(remarks)

@@ -256,9 +256,9 @@ def predict_result(result: output.Result, server: str) -> prediction.Prediction:
     Old results have ``slice_columns``: the slice width that moe-workspace's rule chose when they were measured.
     """
     figures = result["figures"]
-    kept = figures["served"]
+    server_settings = figures["served"]
     served = weights.ServedModel(
-        MODELS[figures["model"]].shard(figures["shard"]), runner=kept["runner"], fp8=kept["fp8"]
+        MODELS[figures["model"]].shard(figures["shard"]), runner=server_settings["runner"], fp8=server_settings["fp8"]
     )
     sizes = {name: figures[name] for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
     return predict(served, server, **sizes, width=figures.get("slice_columns"))

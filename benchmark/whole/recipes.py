@@ -53,25 +53,25 @@ def servers_with_config() -> list[dict[str, Any]]:
     ]
 
 
-def summarize(found: dict[str, Any]) -> dict[str, Any]:
+def summarize(report: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a report of ``doctor --model`` that the page shows."""
-    if "refused" in found:
-        return found
-    sizing = next(change for change in found["changes"] if change["name"] == "kv-sizing")
+    if "refused" in report:
+        return report
+    sizing = next(change for change in report["changes"] if change["name"] == "kv-sizing")
     is_left_alone = sizing["reason"].endswith(eligibility.kept_fraction_reason("auto"))
     return {
-        "server": found["server"],
+        "server": report["server"],
         # The source is left out, because it is a temporary folder.
-        "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},
-        "peaks": [found["stock"]["peak"], found["patched"]["peak"]] if found["stock"] else None,
-        "at_least": models.is_lower_bound(found),
-        "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
+        "sizes": {name: size for name, size in report["sizes"].items() if name != "source"},
+        "peaks": [report["stock"]["peak"], report["patched"]["peak"]] if report["stock"] else None,
+        "at_least": models.is_lower_bound(report),
+        "acts": [change["name"] for change in report["changes"] if change["acts"] and change is not sizing],
         "kv_sizing": SIZED if sizing["acts"] else LEFT_ALONE if is_left_alone else REASON,
-        "not_known": [change["name"] for change in found["changes"] if change["acts"] is None],
+        "not_known": [change["name"] for change in report["changes"] if change["acts"] is None],
         "reason": sizing["reason"],
-        "fit": found["room"] and terminal.describe_verdict(found),
-        "starts": not found["room"] or found["room"]["patched"]["verdict"] != room.DOES_NOT_START,
-        "unknown": [line for line in found["unknown"] if line not in model_report.ALWAYS_UNKNOWN],
+        "fit": report["room"] and terminal.describe_verdict(report),
+        "starts": not report["room"] or report["room"]["patched"]["verdict"] != room.DOES_NOT_START,
+        "unknown": [line for line in report["unknown"] if line not in model_report.ALWAYS_UNKNOWN],
     }
 
 

@@ -39,8 +39,8 @@ def arithmetic(tmp_path_factory) -> Path:
     evaluation += ["--max-new-tokens", str(MAX_ANSWER_TOKENS)]
     servers = ["--model", str(SHIPPED / "model"), *evaluation, "--output", str(output), "--", *SERVER, ROUTED]
     # On the default release, servers spawn their processes. This is how a user's servers start.
-    done = regress(*servers, **({} if RELEASE == DEFAULT else {"PYTHONPATH": prepend_to_path(PRELOADED)}))
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = regress(*servers, **({} if RELEASE == DEFAULT else {"PYTHONPATH": prepend_to_path(PRELOADED)}))
+    assert process.returncode == 0, process.stdout + process.stderr
     return output
 
 

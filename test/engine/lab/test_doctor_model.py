@@ -116,7 +116,7 @@ def test_deepseeks_shared_expert_runs_as_a_routed_expert(answers):
 
 
 @pytest.mark.parametrize(
-    ("server", "error", "said"),
+    ("server", "error", "pattern"),
     [
         pytest.param(
             "ranks",
@@ -133,8 +133,8 @@ def test_deepseeks_shared_expert_runs_as_a_routed_expert(answers):
         ),
     ],
 )
-def test_the_engines_refusal_is_quoted_in_one_line(answers, server, error, said):
-    assert re.search(said, answers[server][error])
+def test_the_engines_refusal_is_quoted_in_one_line(answers, server, error, pattern):
+    assert re.search(pattern, answers[server][error])
     assert "\n" not in answers[server][error]
 
 

@@ -49,10 +49,10 @@ def test_a_started_server_runs_as_doctor_reported(kind: str, tmp_path: Path, che
     plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())
     variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: str(eligibility.LEAST_MARGIN)}
     path = prepend_to_path(str(tmp_path / "plugin"))
-    asked = make_server("asked", model, tmp_path, *FLAGS, backend=backend, **variables, PYTHONPATH=path)
-    limit = asked._arguments.index("--max-total-tokens")
-    del asked._arguments[limit : limit + 2]
-    with start_servers(asked) as (running,):
+    server = make_server("asked", model, tmp_path, *FLAGS, backend=backend, **variables, PYTHONPATH=path)
+    limit = server._arguments.index("--max-total-tokens")
+    del server._arguments[limit : limit + 2]
+    with start_servers(server) as (running,):
         ask_servers(running, prompts=[PROMPT])
         ran, log = read_observations(running), running.log_text()
     for variable, value in {"SGLANG_MOE_PATCHES": "all", **variables}.items():

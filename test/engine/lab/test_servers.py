@@ -175,14 +175,14 @@ def test_concurrent_requests_get_the_same_answers_as_single_requests(pair):
 @DEFAULT_ENGINE_ONLY
 def test_regress_calls_a_server_with_other_answers_worse(pair, checkpoint, tmp_path):
     """The second server has different weights, so its answers are wrong. ``test_tiny_moe.py`` tests broken patches."""
-    stock, other = pair
-    update_weights(other, checkpoint(dense_layers=0, seed=1))
+    stock, patched_server = pair
+    update_weights(patched_server, checkpoint(dense_layers=0, seed=1))
     try:
-        addresses = ["--baseline-url", stock.url, "--patched-url", other.url, *EVALUATION]
+        addresses = ["--baseline-url", stock.url, "--patched-url", patched_server.url, *EVALUATION]
         settings = ["--num-questions", "2", "--max-new-tokens", "4", "--output", str(tmp_path / "report")]
-        done = regress(*addresses, *settings)
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert "Patched is WORSE than stock" in done.stdout
-        assert "2 of 2 answers differ" in done.stdout
+        process = regress(*addresses, *settings)
+        assert process.returncode == 1, process.stdout + process.stderr
+        assert "Patched is WORSE than stock" in process.stdout
+        assert "2 of 2 answers differ" in process.stdout
     finally:
-        update_weights(other, checkpoint(dense_layers=0))
+        update_weights(patched_server, checkpoint(dense_layers=0))

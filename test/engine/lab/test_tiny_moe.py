@@ -74,10 +74,10 @@ def test_the_stock_engine_answers_most_questions_correctly(stock):
 @pytest.mark.every_release
 def test_the_patched_engine_gives_the_same_answers(engine, stock):
     with installed(*CHANGES):
-        found = compare(stock, ask_shortest(engine), require_identical=True)
-    assert found.token_identical
-    assert found.accuracy_can_tell
-    assert found.exit_code == 0
+        comparison = compare(stock, ask_shortest(engine), require_identical=True)
+    assert comparison.token_identical
+    assert comparison.accuracy_can_tell
+    assert comparison.exit_code == 0
 
 
 @DEFAULT_ENGINE_ONLY
@@ -92,11 +92,13 @@ def test_a_broken_patch_is_called_worse(engine, stock_for_mutations, name, patch
     mutations.MUTATIONS[name](patcher)
     with installed(*CHANGES):
         mutated = ask_first(engine)
-    found = compare(stock_for_mutations, mutated, require_identical=True)
-    print(name, f"{100 * mutated.accuracy:.0f} %", found.p_worse, len(found.differing))
-    assert found.exit_code == 1
-    assert found.differing
-    assert f"{len(found.differing)} of {MUTATION_QUESTIONS} answers differ" in " ".join(report.make_summary(found))
+    comparison = compare(stock_for_mutations, mutated, require_identical=True)
+    print(name, f"{100 * mutated.accuracy:.0f} %", comparison.p_worse, len(comparison.differing))
+    assert comparison.exit_code == 1
+    assert comparison.differing
+    assert f"{len(comparison.differing)} of {MUTATION_QUESTIONS} answers differ" in " ".join(
+        report.make_summary(comparison)
+    )
 
 
 @pytest.mark.every_release

@@ -87,8 +87,8 @@ def record_server(checkpoint, tmp_path: Path, *arguments: str, **variables: str)
     with start_servers(patched):
         ask_servers(patched, prompts=[[7, 8, 9]])
     did: dict[int, list[str]] = {}
-    for process, what in map(json.loads, written.read_text().splitlines()):
-        did.setdefault(process, []).append(what)
+    for process, events in map(json.loads, written.read_text().splitlines()):
+        did.setdefault(process, []).append(events)
     log = patched.log_text()
     assert "activation-segments: applied" in log
     return list(did.values()), log
@@ -98,10 +98,10 @@ def record_server(checkpoint, tmp_path: Path, *arguments: str, **variables: str)
 @pytest.mark.long("a server's start")
 @pytest.mark.skipif(RELEASE not in (DEFAULT, releases.ALL[-1]), reason="its seam is that of the default release")
 def test_segments_are_switched_after_the_start_and_before_the_first_request(checkpoint, tmp_path: Path):
-    (what,), log = record_server(checkpoint, tmp_path)
-    assert what.count(switch.ON) == 1
-    assert what.index("__init__") < what.index(switch.ON)
-    assert "forward" in what[what.index(switch.ON) :]
+    (events,), log = record_server(checkpoint, tmp_path)
+    assert events.count(switch.ON) == 1
+    assert events.index("__init__") < events.index(switch.ON)
+    assert "forward" in events[events.index(switch.ON) :]
     assert log.count("activation-segments: expandable segments are on from now on") == 1
 
 
@@ -113,7 +113,7 @@ def test_two_ranks_make_the_same_decision_about_segments(checkpoint, tmp_path: P
     ordinary segments."""
     ranks, log = record_server(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
     assert len(ranks) == 2
-    set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
+    set_ = [[each for each in events if each in (switch.ON, switch.OFF)] for events in ranks]
     assert [each[-1] for each in set_] == [switch.OFF if fails_on else switch.ON] * 2
     assert log.count("activation-segments: expandable segments are on from now on") == (0 if fails_on else 2)
     assert log.count("another rank stays with ordinary segments") == (1 if fails_on else 0)

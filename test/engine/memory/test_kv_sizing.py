@@ -206,10 +206,10 @@ def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("kv")
+    path = tmp_path_factory.mktemp("kv")
     for name in PLUGINS:
-        plugins.write_module(made / "plugin", name, STAND_INS[name])
-    return made
+        plugins.write_module(path / "plugin", name, STAND_INS[name])
+    return path
 
 
 @pytest.fixture
@@ -225,13 +225,13 @@ def sized_server(
 
     :param limited: whether the server has the ``--max-total-tokens`` of all test servers.
     """
-    given = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN}
+    kv_sizing_variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN}
     path = {"PYTHONPATH": prepend_to_path(str(folder.parent / "plugin"))}
-    made = make_server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
-    made._arguments.remove("--disable-radix-cache")
+    server = make_server(name, model, folder, *SMALL, *arguments, **{**kv_sizing_variables, **path, **variables})
+    server._arguments.remove("--disable-radix-cache")
     if not limited:
-        remove_argument(made, "--max-total-tokens")
-    return made
+        remove_argument(server, "--max-total-tokens")
+    return server
 
 
 def remove_argument(server: Server, argument: str) -> None:
@@ -281,17 +281,17 @@ def reported_values(running: Server) -> dict[str, object]:
     once = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept may be closed under a slow answer
     with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True, limits=once) as client:
         endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
-        found: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
+        values: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
         for path, methods in endpoints.items():
             # An endpoint that also takes POST has an effect, and one with a parameter has many pages.
             if "get" in methods and "post" not in methods and "{" not in path:
                 answer = client.get(path)
                 is_json = "json" in answer.headers.get("content-type", "")
-                found |= plain_values(
+                values |= plain_values(
                     path, {"status": answer.status_code, "says": answer.json() if is_json else answer.text}
                 )
-        found |= metric_samples(client.get("/metrics").raise_for_status().text)
-    return {name: value for name, value in found.items() if not VARYING_NAMES.search(name)}
+        values |= metric_samples(client.get("/metrics").raise_for_status().text)
+    return {name: value for name, value in values.items() if not VARYING_NAMES.search(name)}
 
 
 USER_LIMITS = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
@@ -340,9 +340,9 @@ def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_r
 
 def tokens(running: Server) -> int:
     """Return the KV cache size in tokens, after a check that the launcher and all schedulers report the same size."""
-    told = server_info(running)
-    (found,) = {told["max_total_num_tokens"], *capacities(running)}
-    return int(found)
+    info = server_info(running)
+    (count,) = {info["max_total_num_tokens"], *capacities(running)}
+    return int(count)
 
 
 def capacities(running: Server) -> set[int]:
@@ -358,10 +358,10 @@ def number(text: str) -> int:
 def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
     """Return three values for each change of the KV cache size in the log: the new size in tokens, the size by the
     engine's rule in tokens, and the log line."""
-    found = [
+    matches = [
         re.match(r"KV cache (?:grown|shrunk) from ([\d,]+) to ([\d,]+) tokens; ", line) for line in log_lines(running)
     ]
-    return [(number(match[2]), number(match[1]), match.string) for match in found if match]
+    return [(number(match[2]), number(match[1]), match.string) for match in matches if match]
 
 
 def only_logged_size(running: Server) -> tuple[int, int, str]:
@@ -383,9 +383,9 @@ def answers_at_once(running: Server, prompts: list[list[int]]) -> list[list[int]
         return list(pool.map(lambda prompt: ask_servers(running, prompts=[prompt])[0][0], prompts))
 
 
-def wait_for(what: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     for _ in range(600):
-        if what():
+        if condition():
             return
         time.sleep(0.5)
     raise AssertionError("it does not happen")
@@ -632,8 +632,8 @@ def find_processes(command: str) -> list[psutil.Process]:
 
 @pytest.mark.product
 @pytest.mark.every_release
-@pytest.mark.parametrize("who", ["launcher", "rank"])
-def test_a_server_can_be_ended_while_it_rehearses(who: str, place: Path, checkpoint):
+@pytest.mark.parametrize("process_kind", ["launcher", "rank"])
+def test_a_server_can_be_ended_while_it_rehearses(process_kind: str, place: Path, checkpoint):
     """If the launcher or a rank is ended during the rehearsal, all processes of the server end. Kubernetes sends
     SIGTERM to the launcher."""
     ended = sized_server("ended", checkpoint(), place, "--tp", "2", HOLDS="1")
@@ -641,7 +641,7 @@ def test_a_server_can_be_ended_while_it_rehearses(who: str, place: Path, checkpo
 
     def end(seconds: float, line: str) -> None:
         if "a forward pass is held" in ended.log_text() and not signalled:
-            if who == "launcher":
+            if process_kind == "launcher":
                 signalled.extend(find_processes(f"{sys.executable} -m sglang.launch_server"))
                 signalled[0].terminate()
             else:

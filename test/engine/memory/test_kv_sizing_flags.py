@@ -114,19 +114,21 @@ class Session:
 @pytest.fixture(scope="module")
 def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Iterator[dict[str, Server]]:
     """The stock server, and the sized servers of the tests that run."""
-    mine = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
-    wanted = {item.callspec.params["kind"] for item in mine if isinstance(item, pytest.Function)}
+    items = [
+        item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
+    ]
+    kinds = {item.callspec.params["kind"] for item in items if isinstance(item, pytest.Function)}
     made = tmp_path_factory.mktemp("kv")
     plugins.write_module(made / "plugin", "tells_memory", STAND_INS["tells_memory"])
     place = made / "servers"
     place.mkdir()
     model = checkpoint(family="qwen3-moe")  # with this attention, the engine refuses deterministic DeepSeek
     # With a seed, only a deterministic server's answers repeat.
-    seeds = ["--enable-deterministic-inference"] if "deterministic" in wanted else []
+    seeds = ["--enable-deterministic-inference"] if "deterministic" in kinds else []
     variables = {"SGLANG_MOE_PATCHES": "none", **INTERPRETED}
     found = {"stock": sized_server("stock", model, place, *seeds, limited=True, **variables)}
     for name, flags in SERVERS.items():
-        if name in wanted:
+        if name in kinds:
             variables = {**FREE, **CHECKED, **INTERPRETED, **flags.variables, "SHORT": str(place / f"short {name}")}
             found[name] = sized_server(name.replace(" ", "-"), model, place, *flags.arguments, **variables)
     with start_servers(*found.values()):

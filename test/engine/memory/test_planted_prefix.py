@@ -65,9 +65,9 @@ def checked_cache_tokens(scheduler: Any) -> int:
     """Return the number of tokens in the prefix cache. First check that free and cached tokens add up to all tokens.
     The engine uses the same check to find leaks."""
     tree, free = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator.available_size()
-    kept = tree.evictable_size() + tree.protected_size()
-    assert free + kept == SIZE
-    return kept
+    cached_tokens = tree.evictable_size() + tree.protected_size()
+    assert free + cached_tokens == SIZE
+    return cached_tokens
 
 
 CACHES = [

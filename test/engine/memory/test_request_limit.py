@@ -25,18 +25,18 @@ def request_of(**sampling: Any) -> Any:
         max_new_tokens=5, **sampling
     )
     params.normalize(SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None))
-    made = schedule.Req("a name", "", array("q", [7]), params, vocab_size=VOCABULARY)
-    made.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
-    return made
+    request = schedule.Req("a name", "", array("q", [7]), params, vocab_size=VOCABULARY)
+    request.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
+    return request
 
 
 def batch_of(*requests: Any) -> Any:
     """Make an engine batch, with the attributes that sampling reads in a scheduler's running batch."""
-    made = engine_code.import_module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
-    made.device, made.return_logprob = "cpu", any(each.return_logprob for each in requests)
+    batch = engine_code.import_module("sglang.srt.managers.schedule_batch").ScheduleBatch(reqs=list(requests))
+    batch.device, batch.return_logprob = "cpu", any(each.return_logprob for each in requests)
     kind = engine_code.import_module("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo
-    made.sampling_info = kind.from_schedule_batch(made, VOCABULARY)
-    return made
+    batch.sampling_info = kind.from_schedule_batch(batch, VOCABULARY)
+    return batch
 
 
 @pytest.mark.every_release
