@@ -46,9 +46,9 @@ def install_release(release: str) -> Iterator[Path]:
     was_there = (place / ".installed").exists()
     print(f"SGLang {release}: installing", flush=True)
     try:
-        made = run(["make", "env", f"ENGINE={release}", f"PYTHON={sys.executable}"])
-        if made.returncode:
-            sys.exit(f"installing SGLang {release} failed:\n{made.stderr}")
+        installation = run(["make", "env", f"ENGINE={release}", f"PYTHON={sys.executable}"])
+        if installation.returncode:
+            sys.exit(f"installing SGLang {release} failed:\n{installation.stderr}")
         yield place
     finally:
         if not was_there:
@@ -61,14 +61,14 @@ def run_doctor(release: str, place: Path) -> dict[str, Any]:
     :returns: the release's torch version, model families and changes.
     :raises SystemExit: doctor printed nothing.
     """
-    asked = run([str(place / "bin/sglang-moe-patches"), "doctor", "--json"])
-    if not asked.stdout.strip():
-        sys.exit(f"doctor failed on SGLang {release}:\n{asked.stderr}")
-    found = json.loads(asked.stdout)
+    doctor = run([str(place / "bin/sglang-moe-patches"), "doctor", "--json"])
+    if not doctor.stdout.strip():
+        sys.exit(f"doctor failed on SGLang {release}:\n{doctor.stderr}")
+    report = json.loads(doctor.stdout)
     return {
-        "torch": found["torch"].split("+")[0],
+        "torch": report["torch"].split("+")[0],
         **scan_families(release, place),
-        "changes": {change["name"]: list(change["engine"].values()) for change in found["changes"]},
+        "changes": {change["name"]: list(change["engine"].values()) for change in report["changes"]},
     }
 
 
@@ -170,25 +170,25 @@ def main() -> None:
     parser.add_argument("--doctor", action="store_true", help="only run doctor; keep the recorded test results")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="only record the results of `make test-all`")
     options = parser.parse_args()
-    found: dict[str, Any] = json.loads(pages.FOUND.read_text())
+    records: dict[str, Any] = json.loads(pages.FOUND.read_text())
     wanted = [] if options.record else options.releases or releases.ALL
     if unknown := [release for release in wanted if release not in releases.ALL]:
         parser.error(f"unknown release {', '.join(unknown)}; add it to releases.toml")
-    if options.doctor and (untested := [release for release in wanted if release not in found]):
+    if options.doctor and (untested := [release for release in wanted if release not in records]):
         parser.error(f"--doctor: {', '.join(untested)} was never tested; run it without --doctor")
     if options.record:
         save(pages.WHOLE, read_test_all(options.record, json.loads(pages.WHOLE.read_text())))
     for release in wanted:
         with install_release(release) as place:
             print(f"SGLang {release}: running doctor{'' if options.doctor else ' and tests'}", flush=True)
-            tests = found[release]["tests"] if options.doctor else run_tests(release, place)
-            found[release] = {**run_doctor(release, place), "tests": tests}
-        found = {name: found[name] for name in releases.ALL if name in found}
-        save(pages.FOUND, found)
+            tests = records[release]["tests"] if options.doctor else run_tests(release, place)
+            records[release] = {**run_doctor(release, place), "tests": tests}
+        records = {name: records[name] for name in releases.ALL if name in records}
+        save(pages.FOUND, records)
     for release in wanted:
-        print("\n".join(describe_differences(release, found)))
+        print("\n".join(describe_differences(release, records)))
     print("Pages written: " + (", ".join(pages.write()) or "none, all were up to date") + ". Check git diff.")
-    if failed := [release for release in wanted if not has_passed(found[release]["tests"])]:
+    if failed := [release for release in wanted if not has_passed(records[release]["tests"])]:
         sys.exit(f"tests failed on SGLang {', '.join(failed)}; their last lines are above")
 
 

@@ -247,8 +247,8 @@ class _Engine:
         forward = self.method(kind, "forward")
         if forward is None or any(proofs.find_layer_loops(forward)):
             return False
-        given = [each.arg for each in forward.args.args]
-        return "hidden_states" in given and ("forward_batch" in given or forward.args.kwarg is not None)
+        parameters = [each.arg for each in forward.args.args]
+        return "hidden_states" in parameters and ("forward_batch" in parameters or forward.args.kwarg is not None)
 
     def skip_reason(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str | None:
         """Return why a layer cannot offer its dead input, or ``None`` if all proofs succeed."""

@@ -86,33 +86,34 @@ def ask(server: Server, requests: Sequence[Request]) -> list[Answer]:
     """
     import httpx
 
-    def one(asked: Request) -> Answer:
+    def send_request(request: Request) -> Answer:
         body = {
-            "input_ids": prompt(asked.tokens, asked.seed),
-            "sampling_params": {"temperature": 0, "max_new_tokens": asked.new_tokens, "ignore_eos": True},
+            "input_ids": prompt(request.tokens, request.seed),
+            "sampling_params": {"temperature": 0, "max_new_tokens": request.new_tokens, "ignore_eos": True},
             "return_logprob": True,
-            **asked.more,
+            **request.more,
         }
         answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).raise_for_status().json()
         return Answer(answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
 
-    alone = {number: one(asked) for number, asked in enumerate(requests) if not asked.together}
-    others = [number for number, asked in enumerate(requests) if asked.together]
-    with ThreadPoolExecutor(max(1, len(others))) as pool:
-        together = dict(zip(others, pool.map(lambda number: one(requests[number]), others), strict=True))
+    alone = {number: send_request(request) for number, request in enumerate(requests) if not request.together}
+    numbers = [number for number, request in enumerate(requests) if request.together]
+    with ThreadPoolExecutor(max(1, len(numbers))) as pool:
+        answers = pool.map(lambda number: send_request(requests[number]), numbers)
+        together = dict(zip(numbers, answers, strict=True))
     return [{**alone, **together}[number] for number in range(len(requests))]
 
 
 def find_differences(requests: Sequence[Request], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
     """Compare two servers' answers to the same requests, bit for bit."""
     different = []
-    for number, (asked, a, b) in enumerate(zip(requests, one, other, strict=True)):
+    for number, (request, a, b) in enumerate(zip(requests, one, other, strict=True)):
         sides = [list(zip(answer.tokens, answer.logprobs, strict=True)) for answer in (a, b)]
         longest = max(map(len, sides))
         padded = [[*side, *[None] * (longest - len(side))] for side in sides]
         where = next((at for at, (x, y) in enumerate(zip(*padded, strict=True)) if x != y), None)
         if where is not None:
-            different.append(Difference(number, asked, where, *(side[where] for side in padded)))
+            different.append(Difference(number, request, where, *(side[where] for side in padded)))
     return different
 
 
@@ -131,8 +132,8 @@ def save_mismatch(
         new_folder = folder.with_name(f"{folder.name}-{number}")
     new_folder.mkdir(parents=True)
     record = {
-        "differences": [{**asdict(one), "said": str(one)} for one in different],
-        "answers": {name: [asdict(answer) for answer in given] for name, given in answers.items()},
+        "differences": [{**asdict(difference), "said": str(difference)} for difference in different],
+        "answers": {name: [asdict(answer) for answer in server_answers] for name, server_answers in answers.items()},
     }
     (new_folder / "mismatch.json").write_text(json.dumps(record, indent=1))
     for file in files:
@@ -151,17 +152,18 @@ def find_cause(stock: Sequence[bool], patched: Sequence[bool]) -> str:
     """
     from scipy.stats import fisher_exact
 
-    control, ours = sum(stock), sum(patched)
+    control, differing = sum(stock), sum(patched)
     counts = (
-        f"stock and patched differed in {ours} of {len(patched)} runs, stock and stock in {control} of {len(stock)}"
+        f"stock and patched differed in {differing} of {len(patched)} runs, "
+        f"stock and stock in {control} of {len(stock)}"
     )
-    table = [[ours, len(patched) - ours], [control, len(stock) - control]]
+    table = [[differing, len(patched) - differing], [control, len(stock) - control]]
     p = float(fisher_exact(table, alternative="greater").pvalue)
     if p < LEVEL:
         return f"OURS: {counts} (p = {p:.2g})"
     if control:
         return f"THE ENGINE'S: {counts}; it differs from itself, and patched no more often (p = {p:.2g})"
-    if ours:
+    if differing:
         return f"OPEN: {counts} (p = {p:.2g}); run it more often"
     most = [100 * (1 - LEVEL ** (1 / max(1, len(runs)))) for runs in (patched, stock)]
     return f"NOT SEEN: {counts}; with 95 % less than {most[0]:.0f} and {most[1]:.0f} % of runs do"

@@ -70,32 +70,32 @@ def run_start(options: argparse.Namespace, start: int) -> list[tuple[bool, bool]
 
     :returns: for each round, whether the two stock servers differed, and whether stock and patched differed.
     """
-    asked, found = make_requests(options.tokens), []
+    requests, outcomes = make_requests(options.tokens), []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "run"
-        made = make_setups(options, work)
-        made[STOCK].prepare()
+        setups = make_setups(options, work)
+        setups[STOCK].prepare()
         plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
-        with run_servers(made, at_once=True) as servers:
+        with run_servers(setups, at_once=True) as servers:
             for round_ in range(options.rounds):
                 # Every second round asks the servers in reverse order, so that no server is always the first.
-                answers = {name: mismatch.ask(servers[name], asked) for name in NAMES[:: -1 if round_ % 2 else 1]}
+                answers = {name: mismatch.ask(servers[name], requests) for name in NAMES[:: -1 if round_ % 2 else 1]}
                 differing = {
-                    n: mismatch.find_differences(asked, answers[STOCK], answers[n]) for n in (CONTROL, PATCHED)
+                    n: mismatch.find_differences(requests, answers[STOCK], answers[n]) for n in (CONTROL, PATCHED)
                 }
                 for name, differences in differing.items():
                     if differences:
                         files = [*(server.log for server in servers.values()), *work.glob("*.forwards")]
                         into = options.output / f"start-{start}-round-{round_}-{name}"
-                        kept = mismatch.save_mismatch(into, differences, answers, files)
+                        place = mismatch.save_mismatch(into, differences, answers, files)
                         print(
-                            f"stock and {name} differ in {differences[0]} ({len(differences)} in all); kept in {kept}"
+                            f"stock and {name} differ in {differences[0]} ({len(differences)} in all); kept in {place}"
                         )
-                found.append((bool(differing[CONTROL]), bool(differing[PATCHED])))
+                outcomes.append((bool(differing[CONTROL]), bool(differing[PATCHED])))
             acted = not all(one.is_untouched for one in forwards.read(work / f"{PATCHED}.forwards"))
     if not acted:
         raise SystemExit("pipeline: the patched server did nothing in any forward, so nothing was compared")
-    return found
+    return outcomes
 
 
 def main() -> int:
