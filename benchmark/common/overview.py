@@ -104,7 +104,7 @@ def table(load: Load) -> str:
     """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
     results = first_starts(load)
     rows = [(readme_label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
-    note = f"{BOLD} *An H100's free memory*: {H100_FREE_MIB:,} MiB. [Settings](#settings)."
+    note = f"{BOLD} *An H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB. [Settings](#settings)."
     return f"\n{output.table((f'server, {README_GPU}', *FIGURES), rows, left=4)}\n{note}\n"
 
 
@@ -128,7 +128,7 @@ def make_readme_settings(load: Load) -> str:
 
 
 FIGURES = ("KV tokens", "tokens/s", "ms per token")
-BOLD = "**Bold tokens/s**: stock starts, but its KV cache is smaller than the load."
+BOLD = "**Bold tokens/s**: the load does not fit stock's KV cache."
 """Explanation of the bold cells of throughput, for the notes of tables."""
 
 

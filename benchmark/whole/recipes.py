@@ -130,11 +130,11 @@ def on_hopper(results: list[output.Result]) -> str:
     sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
     return (
         f"- **On Hopper, gains inside MoE layers are mostly small.** `doctor` examined {len(found)} [published recipes]"
-        f"(docs/commands/models.md). In {idle} of them no change acts inside MoE layers. `doctor` predicts the peak "
-        f"memory of a forward pass for {len(predicted)}, and {little} of these save at most {100 * SMALL_SAVING:.0f} % "
-        f"of it. The KV cache can grow in {sized} recipes with `SGLANG_MOE_PATCHES_KV_SIZING=auto`. In {left_alone} "
-        "more, which have a `--mem-fraction-static`, the KV cache can grow with `always`. *fp4-weights* "
-        f"makes the weights of {packed} smaller."
+        f"(docs/commands/models.md). In {idle} recipes no change acts inside MoE layers. For {len(predicted)} recipes "
+        f"`doctor` predicts the peak memory of a forward pass, and {little} of these save at most "
+        f"{100 * SMALL_SAVING:.0f} % of this peak. In {packed} recipes *fp4-weights* makes the weights smaller.\n"
+        "- **The KV cache** can grow with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in "
+        f"{sized} of these {len(found)} recipes. {left_alone} more set `--mem-fraction-static`, so they need `always`."
     )
 
 

@@ -118,7 +118,8 @@ class DeferredSharedExperts:
             return routed.add_(deferred._compute())
         raise TypeError(
             "sglang-moe-patches: the engine used the deferred shared experts in an unexpected way "
-            f"({getattr(function, '__name__', function)}); set SGLANG_MOE_PATCHES to leave deferred-shared-experts out"
+            f"({getattr(function, '__name__', function)}); to turn deferred-shared-experts off, set "
+            "SGLANG_MOE_PATCHES to the names of the other changes"
         )
 
 

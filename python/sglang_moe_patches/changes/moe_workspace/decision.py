@@ -38,7 +38,7 @@ def decide(built: BuiltModel) -> Decision:
         if decide_layer := decides.get(str(runners.find_runner(experts))):
             return decide_layer(experts, built, offered=any(experts is each for each in offering))
     others = sorted({runners.find_runner(experts) or "a kernel of their quantization method" for experts in layers})
-    return Decision(reason=f"the routed experts run on {', '.join(others)}")
+    return Decision(reason=f"the routed experts run on {', '.join(others)}, and not on Triton or Marlin")
 
 
 def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:

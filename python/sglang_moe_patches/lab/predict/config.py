@@ -143,7 +143,9 @@ def check_class(config: Mapping[str, Any], source: str) -> None:
     """
     for name, words in (("architectures", "the class of the model"), ("model_type", "the kind of the configuration")):
         if not config.get(name):
-            raise NoConfig(f"{source}: config.json has no {name} ({words}); copy it from the model's page")
+            raise NoConfig(
+                f"{source}: config.json has no {name} ({words}); copy this field from config.json on the model's page"
+            )
 
 
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}

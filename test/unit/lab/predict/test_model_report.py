@@ -171,7 +171,7 @@ def test_marlins_workspace_is_predicted_without_and_with_column_slices():
         ({"layer": None}, "not predicted: the runner"),
         ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: the quantized inputs of SomethingNew"),
         ({"moe_a2a_backend": "deepep"}, "not predicted: all-to-all by deepep"),
-        ({"tp_size": 3}, "does not divide by 3"),
+        ({"tp_size": 3}, "is not divisible by 3"),
     ],
     ids=["runner", "no layer", "format", "all-to-all", "ranks"],
 )
