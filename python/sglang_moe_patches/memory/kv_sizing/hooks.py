@@ -93,8 +93,8 @@ class SchedulerHooks:
         launches = self._gather_launch_memory(maker, pre_model_load_memory)
         if self.reason:
             source = "the given --mem-fraction-static" if self.fraction_is_given else "the engine's default fraction"
-            fraction_in_force = engine_rule.fraction_in_force(maker)
-            log_on_rank_0(self.leads, f"using {source} {fraction_in_force:.4f} because {self.reason}")
+            fraction_in_use = self.launch.fraction or engine_rule.fraction_in_force(maker)
+            log_on_rank_0(self.leads, f"using {source} {fraction_in_use:.4f} because {self.reason}")
             return original(maker, pre_model_load_memory)
         fraction, raised = None, 0.0
         try:
