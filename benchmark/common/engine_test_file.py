@@ -24,7 +24,7 @@ from typing import Any
 SIDES = ("stock", "patched")
 
 
-def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *, is_free: bool = False) -> int:
+def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *, ignores_time: bool = False) -> int:
     """Return the smallest slice width that the GEMM's alignment allows. It replaces
     ``column_slices.choose_slice_width``."""
     return int(min(layer.hidden, gemm.alignment_columns))

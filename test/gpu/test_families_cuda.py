@@ -115,13 +115,13 @@ def run_family(name: str, folder: Path) -> dict[str, Any]:
         "tokens": stock[0] == patched[0],
         "logits": torch.equal(stock[1], patched[1]),
         "distinct": stock[1].unique().numel(),
-        "in_place": getattr(_experts(engine.runner.model).moe_runner_config, "inplace", False),
+        "in_place": getattr(_find_first_moe_layer(engine.runner.model).moe_runner_config, "inplace", False),
         "peak": [round(one[2] / 1e6, 1) for one in (stock, patched)],
         "acted": counting.describe_actions(statuses, tally.acted),
     }
 
 
-def _experts(model: Any) -> Any:
+def _find_first_moe_layer(model: Any) -> Any:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return next(module for module in model.modules() if isinstance(module, FusedMoE))

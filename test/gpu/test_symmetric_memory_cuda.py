@@ -101,7 +101,7 @@ def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> Non
             prefill = dict(seen)
             tokens, logits = engine.generate(model, PROMPTS, STEPS)
             both = Counter(seen) - Counter(prefill) - Counter(prefill)
-        found[name] = {"prefill": prefill, "decodes": dict(both), "tokens": tokens, "bits": bits(logits),
+        found[name] = {"prefill": prefill, "decodes": dict(both), "tokens": tokens, "bits": sum_bit_patterns(logits),
                        "in place": model.model.layers[-1].mlp.experts.moe_runner_config.inplace}  # fmt: skip
         (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
         if rank == 0:
@@ -110,7 +110,7 @@ def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> Non
         del model
 
 
-def bits(logits: Any) -> int:
+def sum_bit_patterns(logits: Any) -> int:
     return int(logits.float().cpu().contiguous().view(torch.int32).long().sum())
 
 

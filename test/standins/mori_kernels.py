@@ -265,8 +265,9 @@ class _Meeting:
         return self._result[rank]
 
 
-def networks() -> list[Network]:
-    """Return the networks of all operations that were created since :func:`forget_networks`."""
+def list_networks() -> list[Network]:
+    """Return the simulated networks that were created since :func:`forget_networks`. All dispatch and combine
+    operations with the same sizes share one network."""
     return [meeting.network for meeting in _Meeting._all.values()]
 
 

@@ -79,8 +79,8 @@ def random_case(seed: int) -> Case:
     return Case(arguments, page * pick.randrange(context // page + 4, 400), slots, context, tuple(requests))
 
 
-def find_attribute(owner: Any, *names: str) -> str:
-    """Return the first of ``names`` that is an attribute of ``owner``. The name differs between engine releases."""
+def find_attribute_name(owner: Any, *names: str) -> str:
+    """Return the first of ``names`` that ``owner`` has as an attribute. The name differs between engine releases."""
     return next(name for name in names if hasattr(owner, name))
 
 
@@ -183,12 +183,12 @@ def tokens_of_forwards():
             extends = batch.forward_mode.is_extend()
             found.append((True, batch.extend_num_tokens) if extends else (False, batch.batch_size()))
             for req in batch.reqs:
-                middle_chunks = find_attribute(req, "inflight_middle_chunks", "is_chunked")
+                middle_chunks = find_attribute_name(req, "inflight_middle_chunks", "is_chunked")
                 if extends and getattr(req, middle_chunks) > 0:
                     setattr(req, middle_chunks, getattr(req, middle_chunks) - 1)
                     continue
                 req.output_ids.append(pick.randrange(VOCABULARY))
-                getattr(req, find_attribute(req, "update_finish_state", "check_finished"))()
+                getattr(req, find_attribute_name(req, "update_finish_state", "check_finished"))()
                 if req.finished():
                     release_kv_cache(req, cache)
                 elif extends and req not in (batch.decoding_reqs or []):

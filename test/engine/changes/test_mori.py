@@ -1,10 +1,15 @@
 """Tests of mori-input-truncation on the engine's MoE layers that receive their rows from MoRI. There is one layer per
 rank, with stand-ins for AMD's kernels.
 
-The change cuts rows that cannot have arrived off the kernel's input. Up to 0.5.12.post1 the class ``MoriEPMoE`` cuts,
-and the engine's constructor builds it here. In later releases AITER's runner cuts, and the layer's constructor needs a
-GPU. The tests' layers therefore have only the attributes that ``run_moe_core`` and the runner need. The reference
-network makes the dispatch outputs. Where the whole forward pass runs, the engine's own dispatcher makes them.
+The change shortens the kernel's input: it removes the rows that cannot have arrived. The tests build their layers in
+two ways:
+
+- Up to 0.5.12.post1 the class ``MoriEPMoE`` removes the rows. The engine's constructor builds the layers.
+- In later releases AITER's runner removes the rows, and the layer's constructor needs a GPU. The tests' layers have
+  only the attributes that ``run_moe_core`` and the runner need.
+
+Tests that call ``run_moe_core`` get the dispatch outputs from a stand-in for MoRI's network. Tests of the whole forward
+pass use the engine's own dispatcher.
 """
 
 from __future__ import annotations
@@ -276,7 +281,7 @@ def test_the_change_supports_this_engine():
 def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]:
     """Run ``MoriEPMoE.forward`` on all ranks at once, each rank in a thread."""
     results: list[Any] = [None] * RANKS
-    for network in reference.networks():
+    for network in reference.list_networks():
         network.generator.manual_seed(0)
 
     def play(rank: int) -> None:

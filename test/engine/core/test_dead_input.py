@@ -527,19 +527,19 @@ def expert_outputs(monkeypatch):
 
 @pytest.mark.usefixtures("require_package_pool", "use_triton")
 @pytest.mark.parametrize(
-    ("selected", "columns_pay"), [("deferred-shared-experts", True), ("all", True), ("all", False)]
+    ("selected", "cuts_columns"), [("deferred-shared-experts", True), ("all", True), ("all", False)]
 )
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
-    selected, columns_pay, write_bf16, engine, run, expert_outputs, monkeypatch
+    selected, cuts_columns, write_bf16, engine, run, expert_outputs, monkeypatch
 ):
     """If the server uses symmetric memory, the output of the experts must lie in the pool of that memory. The stock
     Triton runner writes over its input, which is in the pool. The changes write elsewhere, so they must allocate the
     output in the pool and ignore an offered buffer.
 
-    The first of the four layers never offers its input. If ``columns_pay`` is False, its output is not cut into column
-    slices either.
+    The first of the four layers never offers its input. If ``cuts_columns`` is False, no layer is cut into column
+    slices. The first layer then allocates its output without an offered buffer and without slices.
     """
-    if not columns_pay:
+    if not cuts_columns:
         monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", 0)
     path = write_bf16("deepseek-v3")
     stock = run(path)

@@ -608,7 +608,7 @@ def test_a_sized_server_with_further_flags_answers_as_stock_before_and_after_shr
         expected = ask_servers(stock, prompts=PROMPTS)
         assert ask_servers(grown, prompts=PROMPTS) == expected
         if kind == "grammar":
-            assert grammar_answer(grown) == grammar_answer(stock) != expected[0][0]
+            assert ask_with_grammar(grown) == ask_with_grammar(stock) != expected[0][0]
         now, rule, _ = only_logged_size(grown)
         assert tokens(grown) == now > rule
         short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
@@ -667,7 +667,7 @@ def test_a_rank_that_is_killed_while_memory_is_freed_ends_the_server(place: Path
         assert psutil.wait_procs([launcher], timeout=PATIENCE)[1] == []
 
 
-def grammar_answer(running: Server) -> list[int]:
+def ask_with_grammar(running: Server) -> list[int]:
     """Return the tokens of an answer to a request with a grammar."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no){1,9}"}
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling}

@@ -194,10 +194,10 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
 
 
 def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
-    """Check that slices of ``width`` columns need at most ``limit`` bytes, and that fewer, wider slices would need
-    more.
+    """Check that ``width`` is the width of the fewest slices with which the runner needs at most ``limit`` bytes.
 
-    The narrowest possible slices may need more than ``limit``.
+    There are two exceptions. A limit below the memory around the slices counts as that memory. If even the narrowest
+    slices need more than ``limit``, ``width`` is the narrowest width.
     """
     around, during = predict_bytes(layer, gemm, width)
     limit = max(around, limit)

@@ -103,8 +103,11 @@ def test_the_offer_ends_with_its_block_also_after_an_error(run):
     assert channel.get_offered_buffer() is None
 
 
-def test_outputs_are_allocated_in_symmetric_memory_unless_its_context_is_entered(symmetric_memory):
-    """The engine's context of symmetric memory cannot be entered twice."""
+def test_the_output_context_is_the_pools_unless_it_is_disabled_or_already_entered(symmetric_memory):
+    """If the server uses symmetric memory, ``output_context`` returns the engine's context manager of the pool. If the
+    engine has already entered that context manager, ``output_context`` returns an empty one, because the engine's
+    cannot be entered twice.
+    """
     entered = nullcontext()
     memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)
     assert memory.output_context() is not entered

@@ -186,9 +186,9 @@ def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
     The method returns the largest number of tokens in a forward pass. The check raises an error if
     ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` is too small for this number (:func:`check_budget`).
 
-    If the engine computes such a number itself (:func:`is_sized_by_engine`), this function changes nothing. Other parts
-    of the engine have the size that the engine's number gives, and the engine's own check accepts or rejects the
-    variable. The wrapper's buffers have the size that this package computes, whether the engine has the method or not.
+    If the engine has such a method of its own (:func:`is_sized_by_engine`), this function adds nothing. Other code of
+    the engine sizes its buffers by the engine's number, and the engine itself checks the variable. In both cases this
+    package computes the size of CuteDSL's buffers (:func:`.tokens.compute_wrapper_tokens`).
 
     The launcher and every other process call this function. In the launcher, ``check_server_args`` runs after all
     arguments are resolved.

@@ -83,8 +83,8 @@ models, ``Mxfp4MarlinMoEMethod`` for DeepSeek-V4 on Marlin."""
 _SWIZZLE_MXFP4 = "_swizzle_mxfp4"
 """Name of the engine's function that lays out MXFP4 experts for ``triton_kernels``."""
 _NONZERO_CREATORS = ("empty", "ones", "full", "tensor", "rand", "arange")
-"""Names of PyTorch's functions that create tensors with other values than zero. If ``create_weights`` calls one of
-them, it may not create only zeros (:func:`creates_only_zeros`)."""
+"""Names of PyTorch's functions that create tensors whose values may differ from zero. If the code of
+``create_weights`` refers to one of them, :func:`creates_only_zeros` returns False."""
 _HOPPER_SCALES = "HOPPER_SCALE"
 """Name of the layout that ``triton_kernels`` gives scales on Hopper."""
 _SCALE_BYTES_AT_ONCE = 128

@@ -258,7 +258,7 @@ class MarlinGemm(NamedTuple):
 
 
 def choose_slice_width(
-    layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None, *, is_free: bool = False
+    layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None, *, ignores_time: bool = False
 ) -> int:
     """Return how many columns of the second GEMM's output the Triton runner computes and sums at a time.
 
@@ -280,7 +280,7 @@ def choose_slice_width(
     :param max_bytes: memory limit of the runner in bytes, or ``None``. It replaces the three limits: the result is then
         the width of the fewest slices with which the runner keeps the limit. A limit below the memory at the activation
         counts as that memory.
-    :param is_free: whether to ignore the time that slices cost.
+    :param ignores_time: whether to ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
@@ -291,13 +291,13 @@ def choose_slice_width(
         -(-layer.tensor_bytes // (memory.at_activation - gemm.input_bytes(layer))),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
-    if gemm.tiles is not None and not is_free:
+    if gemm.tiles is not None and not ignores_time:
         slices = min(slices, find_max_affordable_slices(layer, gemm))
     return _compute_even_width(layer.hidden, slices, gemm.alignment_columns)
 
 
 def choose_packed_slice_width(
-    layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None, *, is_free: bool = False
+    layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None, *, ignores_time: bool = False
 ) -> int:
     """Return how many columns of the second GEMM's output Marlin computes and sums at a time.
 
@@ -307,7 +307,7 @@ def choose_packed_slice_width(
     slices save nothing.
 
     :param max_bytes: memory limit of the runner in bytes, as for :func:`choose_slice_width`.
-    :param is_free: whether to ignore the time that slices cost.
+    :param ignores_time: whether to ignore the time that slices cost.
     """
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
@@ -320,7 +320,7 @@ def choose_packed_slice_width(
         -(-layer.hidden // max(1, (memory.at_activation - memory.beside_slice) // memory.slice_column)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
     )
-    if not is_free:
+    if not ignores_time:
         budget_us = MAX_SLOWDOWN_FRACTION * layer.estimate_layer_us(
             MARLIN_OPERATIONS_PER_US
         ) - gemm.estimate_slicing_us(layer, 1)
@@ -329,21 +329,21 @@ def choose_packed_slice_width(
 
 
 def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Callable[..., int]) -> str:
-    """Return a phrase that advises the user to set a memory limit with which the runner cuts this tensor.
+    """Return a phrase that advises the user to set ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``, so that the runner cuts
+    the expert outputs.
 
-    The phrase contains the limit, the memory saved and the time that the slices cost.
-
-    The limit is a value for ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``. It is the peak memory with the slices that the
-    default rule would choose if slices cost no time. If such slices save no memory, the result is empty.
+    The phrase contains the limit, the memory saved and the time that the slices cost. To find the limit, the default
+    rule chooses slices as if they cost no time. The limit is the runner's peak memory with these slices, rounded up to
+    a megabyte. If these slices save no memory, the phrase is empty.
 
     :param choose_width: :func:`choose_slice_width` or :func:`choose_packed_slice_width`.
     """
     memory = gemm.compute_memory(layer)
-    free_width = choose_width(layer, gemm, is_free=True)
-    megabytes = ceil(memory.peak_bytes(free_width) / 1e6)
+    width_without_time_limit = choose_width(layer, gemm, ignores_time=True)
+    megabytes = ceil(memory.peak_bytes(width_without_time_limit) / 1e6)
     width = choose_width(layer, gemm, megabytes * 10**6)
     saved_bytes = max(memory.at_activation, memory.uncut) - memory.peak_bytes(width)
-    if free_width == layer.hidden or width == layer.hidden or saved_bytes <= 0:
+    if width_without_time_limit == layer.hidden or width == layer.hidden or saved_bytes <= 0:
         return ""
     slowdown = gemm.estimate_slowdown(layer, len(split_columns(layer.hidden, width)))
     return (

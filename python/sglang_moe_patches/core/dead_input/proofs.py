@@ -128,7 +128,8 @@ def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str 
 def _find_second_alias(statement: ast.stmt | None) -> str | None:
     """Return the name to which a statement assigns the layer's input, or ``None`` if the statement does something else.
 
-    The statement may also assign the tensor of the input (:data:`TENSOR_OF_HANDLE`).
+    In some releases the input is a handle. The statement may then assign the handle's tensor (:data:`TENSOR_OF_HANDLE`)
+    instead of the handle.
     """
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -501,7 +502,7 @@ def loop_keeps_nothing(forward: Code) -> bool:
     definition = _parse_definition(forward)
     match list(find_layer_loops(definition)):
         case [loop]:
-            return _loop_keeps_no_input(loop) and not _is_read_elsewhere(definition)
+            return _loop_keeps_no_input(loop) and not _reads_hidden_states_elsewhere(definition)
     return False
 
 
@@ -521,7 +522,7 @@ def _runs_layer(node: ast.AST) -> bool:
     return False
 
 
-def _is_read_elsewhere(definition: ast.FunctionDef) -> bool:
+def _reads_hidden_states_elsewhere(definition: ast.FunctionDef) -> bool:
     """Return whether code outside the function's own statements may read its local name ``hidden_states``.
 
     Such code is an inner function, a ``global`` statement or a call such as ``locals()``.

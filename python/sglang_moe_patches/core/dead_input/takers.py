@@ -26,10 +26,11 @@ TRTLLM_RUNNER = "fused_experts_none_to_flashinfer_trtllm_fp4"
 
 class OutputTorch:
     """Stand-in for the module ``torch`` inside an engine function. Its ``empty_like`` returns the offered buffer if it
-    fits.
+    fits, and otherwise allocates a tensor.
 
-    A stock runner that works in place writes its output over its input, which may lie in the pool of NCCL symmetric
-    memory. A new output must then come from the same pool, because the next collective expects it there on all ranks.
+    If the server uses NCCL symmetric memory, the result lies in its pool: a buffer outside the pool does not fit, and a
+    new tensor is allocated in the pool. The next collective expects the output there on all ranks, because a stock
+    runner that works in place writes over its input, which lies in the pool.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:

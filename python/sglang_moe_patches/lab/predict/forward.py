@@ -7,11 +7,11 @@ benchmarks' servers.
 A *place* is a step of the forward pass at which its memory can be largest. The peak is the largest sum of tensors over
 all places. The places and their tensors, in bytes:
 
-- The Triton runner has two moments. First, the output of its first GEMM (4IR) and the output of the activation (2IR)
-  are alive. Later the output of the activation and the [tokens, top-k, hidden] tensor (2HR) are. FP8 in blocks adds
-  each GEMM's quantized input, with a float32 scale for every 128 columns.
-- Marlin: 2IR, the larger of 4IR and 2HR, and its output. If moe-workspace sums in slices of columns, the larger of two
-  sums: 6IR, or 2IR, the output, and 2R and the weights for each column of a slice.
+- The Triton runner can have its peak at two places. At the activation, the outputs of the first GEMM (4IR) and of the
+  activation (2IR) are alive. At the second GEMM, the output of the activation (2IR) and the [tokens, top-k, hidden]
+  tensor (2HR) are alive. FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns.
+- Marlin needs 2IR + max(4IR, 2HR) + its output. With moe-workspace's slices of W columns it needs
+  max(6IR, 2IR + its output + W x (2R + bytes of one column's weights)).
 - The router of GLM-4-MoE and MiniMax-M2: its input in float32, 4H for each token.
 - Attention, while the output projection runs: its input (or the residual), the residual, the projection's output, the
   output of attention, and queries, keys and values in every form that a Python name still refers to.

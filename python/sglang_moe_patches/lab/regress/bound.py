@@ -192,7 +192,8 @@ def _max_probability(questions: int, score: float, drop: float) -> float:
 
 @functools.cache
 def _critical_score(questions: int, drop: float, alpha: float) -> float:
-    """Smallest score that rejects a drop of ``drop`` or more."""
+    """Smallest value of the score statistic (:func:`_scores`) that rejects, at the level ``alpha``, the null hypothesis
+    that the accuracy drops by ``drop`` or more."""
     low, high = 0.0, 10.0
     while high - low > 1e-4:
         middle = (low + high) / 2

@@ -120,8 +120,8 @@ class Comparison:
     tokens_differ: int
     """Number of questions to which the two servers gave different token ids."""
     detectable_drop: int | None
-    """Smallest drop that this run can detect, as a number of losses without gains; ``None`` if even a loss of all
-    questions is not significant."""
+    """Smallest number of losses that is significant if there are no gains. It is the smallest drop that a run with so
+    many questions can detect; ``None`` if even losing every question would not be significant."""
     differing: tuple[tuple[int, Answer, Answer], ...]
     """Tuples (index of the question, stock answer, patched answer) for all answers that differ in text or token ids."""
     reasons: tuple[str, ...]

@@ -12,9 +12,10 @@ A start that fails goes on as follows:
 
 - A rank has no memory to map: the KV cache keeps the size that it had before.
 - A rank publishes nothing for a minute: the KV cache has at most its first size, and the server serves.
-- A rehearsed forward pass raises on all ranks: as before, and users' requests are not affected.
-- It raises on one rank only, or in a pipeline: the server ends, because the other ranks wait for this rank.
-- A rank's process dies: the server ends. The engine's launcher notices it, and no code of this package.
+- A rehearsed forward pass raises on all ranks: the KV cache has at most its first size, and the server serves.
+- A rehearsed forward pass raises on some ranks only, or in a pipeline: the server ends, because the other ranks wait
+  for the failed rank.
+- A rank's process dies: the engine's launcher ends the server. This package does nothing.
 """
 
 from __future__ import annotations
@@ -597,9 +598,10 @@ class StartRunner:
             self._orders.read_instead, self._orders.on_turn = step.poll, step.read_turn_memory
 
     def obey(self, order: ResumeStart) -> None:
-        """Carry out rank 0's order to resume the start. Every rank carries it out in the same turn.
+        """Carry out rank 0's order: end the present exchange (:class:`Exchange`), and resume the start with the values
+        of all ranks. Every rank does this in the same turn.
 
-        If this rank still rehearses, its rehearsal ends without a result, and the start goes on to the exchange.
+        If this rank still rehearses, it ends its rehearsal without a result, and publishes no value for the exchange.
         """
         if isinstance(self._step, Rehearsal):
             # Rank 0 no longer waits for this rank, for example because rank 0 could not begin its own rehearsal. Nobody

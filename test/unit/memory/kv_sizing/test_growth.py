@@ -559,8 +559,9 @@ def divide_by_zero():
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
-    """If a rehearsal ends early, some forward passes have not run, so their need is not known. One GB then stays free
-    for them, in addition to the margin."""
+    """If a rehearsal ends early, the need of the forward passes that did not run is not known. One GB more then stays
+    free, so the KV cache shrinks, and the rehearsal is repeated with the smaller KV cache. After three rehearsals the
+    server serves with the last size."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     for tokens in (900, 800, 700):
         assert ranks.serving == []
