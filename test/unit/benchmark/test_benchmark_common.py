@@ -15,7 +15,7 @@ def test_a_layer_is_divided_among_ranks_by_experts_and_columns():
     kimi = MODELS["kimi-k2.5"]
     assert kimi.per_rank(Layout()) == Rank(384, 8, 7168, 2048)
     assert kimi.per_rank(Layout(tp=8, ep=2)) == Rank(192, 8, 7168, 512)
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="are not divisible"):
         TINY.per_rank(Layout(tp=16, ep=16))
     with pytest.raises(ValueError, match="ep must divide tp"):
         Layout(tp=4, ep=3)

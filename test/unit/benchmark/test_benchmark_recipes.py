@@ -26,7 +26,10 @@ def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     ]
     results = [{"figures": {"recipes": list(answers)}} for answers in zip(*rows, strict=True)]
     text = recipes.on_hopper(results)
-    assert "examined 4 [published recipes](docs/commands/models.md). In 3 of them no change acts inside" in text
-    assert "the peak memory of a forward pass for 3, and 2 of these save at most 5 % of it." in text
-    assert "can grow in 2 recipes with `SGLANG_MOE_PATCHES_KV_SIZING=auto`. In 1 more, which have" in text
-    assert "*fp4-weights* makes the weights of 1 smaller." in text
+    assert "examined 4 [published recipes](docs/commands/models.md). In 3 recipes no change acts inside" in text
+    assert "For 3 recipes `doctor` predicts the peak memory" in text
+    assert "and 2 of these save at most 5 % of this peak." in text
+    assert (
+        "with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in 2 of these 4 recipes. 1 more set `--mem-fraction-static`" in text
+    )
+    assert "In 1 recipes *fp4-weights* makes the weights smaller." in text
