@@ -147,7 +147,7 @@ the reason, or the test that covers the row."""
 def rows_of_the_page() -> list[str]:
     """Return the first cells of the page's tables about servers that keep the engine's own KV cache size."""
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
-    tables = page.partition("## When it does nothing")[2].partition("Of the [published recipes]")[0]
+    tables = page.partition("## When it does nothing")[2].partition("<!-- figures:recipes-kv-sizing -->")[0]
     headers = ("---", "server")
     cells = re.findall(r"^\| (.+?) \|", tables, re.MULTILINE)
     return [cell for cell in cells if cell not in headers]
