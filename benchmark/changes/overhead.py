@@ -15,7 +15,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -239,8 +238,7 @@ def added_host_time(results: Sequence[output.Result]) -> str:
         "All changes together add [host time](../benchmarks/overheads-and-checks.md#host-time) to each MoE layer of an "
         f"eager forward pass. With one token, on SGLang {releases}, they add:"
     )
-    text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-    return f"{text}\n\n{output.table(('machine', 'MoE runner', 'added microseconds'), rows, left=2)}"
+    return f"{output.wrap_text(text)}\n\n{output.table(('machine', 'MoE runner', 'added microseconds'), rows, left=2)}"
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ CONFIGS["gpt-oss-120b-mxfp4"] = CONFIGS["gpt-oss-120b"] | {
         ],
     }
 }
-RUNNERS = {"gpt-oss-120b-mxfp4": "triton_kernel"}
+RUNNERS = {"gpt-oss-120b-mxfp4": "triton_kernel", "qwen3-235b-nvfp4": "marlin"}
 """``--moe-runner-backend`` by model. Models without an entry use ``triton``."""
 CONFIGS["kimi-k2.5-int4"] = (
     CONFIGS["deepseek-r1"]

@@ -16,7 +16,8 @@ VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936}
 }
 """Vocabulary size of each model that these servers can load."""
 NVFP4 = {"qwen3-235b-nvfp4": "qwen3-235b"}
-"""Models with NVFP4 experts, which Marlin runs on Hopper from 0.5.13 on. The value has the same sizes in bfloat16."""
+"""Models with NVFP4 experts, which Marlin runs on Hopper from 0.5.13 on. The value is the bfloat16 model of the same
+sizes."""
 VOCABULARY |= {name: VOCABULARY[source] for name, source in NVFP4.items()}
 
 
@@ -58,7 +59,7 @@ def write_model(folder: Path, options: argparse.Namespace) -> Path:
     source = NVFP4.get(name, name)
     whole: Model = MODELS[source].shard(shard) if shard > 1 else MODELS[source]
     dense = min(whole.dense_layers, 1)
-    # In a model folder, the quantization of the experts depends on the runner.
+    # A ServedModel derives the quantization of its experts from the runner. NVFP4 checkpoints are the same for Marlin.
     runner = "flashinfer_trtllm_routed" if name in NVFP4 else "triton"
     config = weights.config(ServedModel(whole, dense_layers=dense, moe_layers=layers - dense, runner=runner))
     return weights.write_folder(folder, config | {"vocab_size": VOCABULARY[name], "max_position_embeddings": context})
@@ -71,7 +72,6 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
         arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
     runner = "triton" if options.quick else dummy_models.RUNNERS.get(options.model, "triton")
     if options.model in NVFP4 and not options.quick:
-        runner = "marlin"
         arguments += ["--quantization", "modelopt_fp4"]
     arguments += ["--moe-runner-backend", runner, "--tp", str(options.tp), "--chunked-prefill-size", str(options.chunk)]
     if options.requests:

@@ -193,10 +193,14 @@ def index(
             f"{checks}#rows-behind-mori",
         ),
     ]
-    names = {page: page.partition("#")[0] for _, _, page in rows}
-    names = {page: "this page" if name == "README" else name for page, name in names.items()}
-    linked = [(question, answer, f"[{names[page]}]({page_of(page)})") for question, answer, page in rows]
+    linked = [(question, answer, f"[{name_of(page)}]({page_of(page)})") for question, answer, page in rows]
     return "\n" + output.table(("question", "answer, stock -> patched", "page"), linked, left=3)
+
+
+def name_of(place: str) -> str:
+    """Text of the link to a page of benchmarks, on the page ``README``."""
+    page = place.partition("#")[0]
+    return "this page" if page == "README" else page
 
 
 def page_of(place: str) -> str:

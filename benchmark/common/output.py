@@ -20,6 +20,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,9 +47,9 @@ class Parser(argparse.ArgumentParser):
         :param what: what the option lists, for its help text.
         :param default: names without the option; ``None``: all names.
         """
-        chosen = list(known) if default is None else list(default)
-        text = f"{what} (default: {'all' if default is None else ','.join(chosen)}): {', '.join(known)}"
-        self.add_argument(option, type=_choice_of(known), default=chosen, metavar="NAME,...", help=text)
+        names = list(known if default is None else default)
+        text = f"{what} (default: {'all' if default is None else ','.join(names)}): {', '.join(known)}"
+        self.add_argument(option, type=_choice_of(known), default=names, metavar="NAME,...", help=text)
 
 
 def program() -> str:
@@ -131,6 +132,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
     lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
     lines.insert(1, f"|{'---|' * left}{'--:|' * (len(header) - left)}\n")
     return "".join(lines)
+
+
+def wrap_text(text: str) -> str:
+    """Wrap a paragraph of a page at 120 characters. Links and names with hyphens stay whole."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def finish(

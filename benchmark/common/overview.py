@@ -8,7 +8,6 @@ older table of :mod:`common.headlines`, and charts of first starts are left out.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -124,7 +123,7 @@ def make_readme_settings(load: Load) -> str:
         f"`--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100, so the variable is `always`. More: "
         "[settings](docs/benchmarks/README.md#settings)."
     )
-    return f"\n{_wrap(paragraph)}\n"
+    return f"\n{output.wrap_text(paragraph)}\n"
 
 
 FIGURES = ("KV tokens", "tokens/s", "ms per token")
@@ -352,19 +351,10 @@ class Comparison(NamedTuple):
 
 
 def comparisons(load: Load) -> list[Comparison]:
-    """Compare the predicted with the measured need of each server that measured its need. First starts that are not
-    stored are left out.
-    """
+    """Compare the predicted with the measured need of each server that measured its need."""
     found = []
     for result in map(load, ROOM):
-        measured = {
-            (name, kind): (of, server) for name, kind, of, server in room.measured_servers(room.release_of(result))
-        }
-        for answer in result["figures"]["servers"]:
-            key = answer["result"], answer["server"]
-            if key not in measured and answer["result"].startswith(f"{FOLDER}/"):
-                continue
-            served, server = measured[key]
+        for answer, served, server in room.pair_servers(result):
             predicted = room.compare(answer, server)[0]["need"]["total"]
             found.append(Comparison(served["figures"]["model"], predicted, server["growth"]["need_bytes"]))
     return found
@@ -539,7 +529,7 @@ def make_charts(load: Load) -> str:
         if not chart.is_stored():
             continue
         sections.append(
-            f"\n## {chart.heading}\n\n{_wrap(chart.text)}\n\n![{chart.heading}](../images/{image})\n\n"
+            f"\n## {chart.heading}\n\n{output.wrap_text(chart.text)}\n\n![{chart.heading}](../images/{image})\n\n"
             f"<details><summary>The figures of this chart</summary>\n\n{chart.table(load)}\n</details>\n\n"
             f"More: {chart.page}.\n"
         )
@@ -553,7 +543,9 @@ def make_gains(load: Load) -> str:
     rows = [
         (ROWS[name].server, ROWS[name].as_run, *compare_servers(result)) for name, result in first_starts(load).items()
     ]
-    return f"\n{output.table(('server', 'as run', *FIGURES), rows, left=5)}\n{_wrap(describe_origin(load))}\n"
+    return (
+        f"\n{output.table(('server', 'as run', *FIGURES), rows, left=5)}\n{output.wrap_text(describe_origin(load))}\n"
+    )
 
 
 def make_index(load: Load) -> str:
@@ -585,7 +577,3 @@ def describe_origin(load: Load) -> str:
             f"has `--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100."
         )
     return line
-
-
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

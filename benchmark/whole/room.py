@@ -25,7 +25,8 @@ from sglang_moe_patches.lab.predict.room import NEED_ERROR
 
 from whole import models
 
-FOLDERS = ("serving", "first-starts")
+FIRST_STARTS = "first-starts"
+FOLDERS = ("serving", FIRST_STARTS)
 """Folders of benchmark/results with measured servers."""
 GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 """Name of each GPU model for ``doctor --gpu``, by the name that the driver reports."""
@@ -102,15 +103,26 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
     return room, room["need"]["total"] / growth["need_bytes"] - 1, room["grown_tokens"] / growth["tokens"] - 1
 
 
+def pair_servers(result: output.Result) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Yield for each server the engine's answers, the result of its measurement, and its figures. First starts that are
+    not stored are left out.
+
+    :param result: result of this benchmark.
+    """
+    measured = {(name, kind): (found, server) for name, kind, found, server in measured_servers(release_of(result))}
+    for answer in result["figures"]["servers"]:
+        key = answer["result"], answer["server"]
+        if key in measured or not answer["result"].startswith(f"{FIRST_STARTS}/"):
+            yield answer, *measured[key]
+
+
 def make_tables(results: list[output.Result]) -> str:
     """Make a table with a row for each measured server. Above it, a sentence says how many predictions have an error
     of at most :data:`NEED_ERROR`.
     """
     rows, errors, token_errors = [], [], []
     for result in results:
-        measured = {(name, kind): (found, server) for name, kind, found, server in measured_servers(release_of(result))}
-        for answer in result["figures"]["servers"]:
-            found, server = measured[answer["result"], answer["server"]]
+        for answer, found, server in pair_servers(result):
             room, error, token_error = compare(answer, server)
             errors.append(abs(error))
             memory = ", an H100's free memory" if found["figures"].get("leave_free") else ""

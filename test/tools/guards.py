@@ -204,7 +204,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("node in inside or ", ""),
             ("or node.lineno >= calls[0].lineno", ""),
             ("*_LOCALS, *WEIGHTS", "*_LOCALS,"),
-            ('and "layer" in map(_unparse, arguments)', "and False"),
+            ('and "layer" in map(ast.unparse, arguments)', "and False"),
         ],
         "test_an_expert_that_a_newer_release_reads_twice_is_not_overwritten": [
             ("engine.require(sorted(read) ==", "engine.require(True or sorted(read) ==")

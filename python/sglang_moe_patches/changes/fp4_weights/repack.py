@@ -155,9 +155,9 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
     repackers = [_parse_definition(helper)] if helper else [node for node in inner if "repack" in node.name]
     engine.require(len(repackers) == 1, f"{prepare.__name__} has no function that repacks, or several")
     (repacker,), weight = repackers, repackers[0].args.args[0].arg
-    calls = [node for node in ast.walk(whole) if isinstance(node, ast.Call) and _unparse(node.func) == repacker.name]
+    calls = [node for node in ast.walk(whole) if isinstance(node, ast.Call) and ast.unparse(node.func) == repacker.name]
     calls.sort(key=lambda call: call.lineno)
-    repacked = [_unparse(call.args[0]) for call in calls if call.args]
+    repacked = [ast.unparse(call.args[0]) for call in calls if call.args]
     engine.require(repacked == [*_LOCALS], f"{prepare.__name__} repacks {', '.join(repacked) or 'nothing'}")
     inside = {node for function in inner for node in ast.walk(function)}
     for node in ast.walk(whole):
@@ -165,14 +165,14 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 reads = name in (*_LOCALS, *WEIGHTS) and not any(node is call.args[0] for call in calls)
             case ast.Call(func=function, args=arguments):
-                name = f"the layer by {_unparse(function)}"
-                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(_unparse, arguments)
+                name = f"the layer by {ast.unparse(function)}"
+                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(ast.unparse, arguments)
             case _:
                 continue
         late = node in inside or node.lineno >= calls[0].lineno
         engine.require(not (reads and late), f"{prepare.__name__} reads {name} again")
     read = [
-        _unparse(parent)
+        ast.unparse(parent)
         for parent in ast.walk(repacker)
         for child in ast.iter_child_nodes(parent)
         if isinstance(child, ast.Name) and child.id == weight
@@ -184,7 +184,3 @@ def _parse_definition(function: Any) -> ast.FunctionDef:
     (definition,) = ast.parse(engine.read_source(function)).body
     engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
     return definition  # type: ignore[return-value]
-
-
-def _unparse(node: ast.AST) -> str:
-    return ast.unparse(node)

@@ -155,11 +155,11 @@ def image_factor(model_config: Any) -> float:
 
 
 def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """Return the GiB of the caches for images: the cache of embeddings, and from 0.5.2x on the buffer for their
+    """Return the GiB of the caches for images: the cache of embeddings, and in newer releases the buffer for their
     transport to the scheduler.
 
-    Releases from 0.5.2x on leave this memory free in every start, in addition to the KV cache. So a rehearsal finds the
-    memory free.
+    Newer releases, such as 0.5.23, leave this memory free in every start, in addition to the KV cache. So a rehearsal
+    finds the memory free.
     """
     reserved = reserved_by_configurator_gib(arguments)
     if reserved is not None:
