@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if the driver has no memory to map. All mappings are as before. The message is the driver's error."""
+    """Raised if the driver has no memory to map. No mapping has changed. The message is the driver's error."""
 
 
 class CudaMemory:
@@ -97,8 +97,9 @@ class ElasticBuffer:
     """Tensor over reserved addresses. Only the first rows of each plane are backed by memory.
 
     :param shape: shape of the whole tensor, including the rows without memory.
-    :param dtype: ``torch.dtype`` of its elements.
-    :param axis: dimension that counts rows (tokens or pages). Each index of the dimensions before it is a *plane*.
+    :param dtype: ``torch.dtype`` of the tensor's elements.
+    :param axis: dimension that counts rows (tokens or pages). A *plane* is the part of the tensor at one index of the
+        dimensions before ``axis``.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, axis: int, memory: CudaMemory) -> None:
@@ -126,7 +127,7 @@ class ElasticBuffer:
     def map_rows(self, rows: int) -> None:
         """Map zeroed memory for the first ``rows`` rows of every plane. Rows that already have memory keep it.
 
-        :raises OutOfMemory: there is not enough memory. All mappings are as before.
+        :raises OutOfMemory: there is not enough memory. No mapping has changed.
         """
         missing = [number for granules in self._granules(rows) for number in granules if number not in self._mapped]
         mapped_runs: list[range] = []
@@ -143,7 +144,7 @@ class ElasticBuffer:
     def unmap_from(self, rows: int) -> int:
         """Unmap the memory of all rows after the first ``rows`` rows, in every plane.
 
-        Before, no request may use a slot in these rows, and all kernels that read the rows must have ended.
+        At the call, no request may use a slot in these rows, and all kernels that read the rows must have ended.
 
         :param rows: number of rows in each plane that keep their memory. A granule that contains a part of such a row
             stays mapped.
@@ -173,12 +174,12 @@ class ElasticBuffer:
             yield granules
 
     def _extent(self, run: range) -> tuple[int, int]:
-        """Return the first address and the number of bytes of a run of neighbouring granules."""
+        """Return the first address and the number of bytes of neighbouring granules."""
         return self.address + run.start * self._memory.granularity, len(run) * self._memory.granularity
 
 
 def _group_consecutive(numbers: Sequence[int]) -> Iterator[range]:
-    """Yield ascending numbers as ranges of consecutive numbers."""
+    """Split ascending numbers into ranges of consecutive numbers."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:

@@ -52,17 +52,17 @@ KV_MARGIN = Variable(
     "2000",
 )
 """Environment variable for the *margin*: the memory that stays free on each GPU. The default follows from measurements
-of fourteen servers on H100s and H200s. The need of a server differed between two kinds of load by up to 1,180 MB, and
-once by 2 GB.
+of the memory that forward passes need under two kinds of load. On fourteen servers with H100s or H200s, the two needs
+differed by at most 1,180 MB. In one further measurement they differed by 2 GB.
 
 To change the default, change these places, too:
 
-- ``docs/changes/kv-sizing.md`` states it under *What it does*. ``test_the_page_states_the_default_margin`` in
-  ``test/unit/memory/kv_sizing/test_eligibility.py`` compares.
-- ``make pages`` writes the README's number.
-- ``doctor`` reports for three of the recipes with what fraction the KV cache begins. Run ``.venvs/RELEASE/bin/python
-  benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` again for each existing file (five minutes
-  each).
+- ``docs/changes/kv-sizing.md``: the section *What it does* states the default. A test in
+  ``test/unit/memory/kv_sizing/test_eligibility.py`` compares the page with this default.
+- README: ``make pages`` writes the number.
+- ``benchmark/results/recipes``: for three recipes, ``doctor`` reports a first fraction, which may depend on the margin.
+  Run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` for each
+  release that has a file there (five minutes each).
 
 Measured figures in the README, ``docs/benchmarks`` and ``docs/changes`` stay as they are: their margin was 2,000 MB.
 """
@@ -83,7 +83,7 @@ arguments and the server's environment."""
 class UnsizedKind:
     """Kind of server that keeps the KV cache size of the engine's rule.
 
-    :param name: the engine's argument, or its environment variable.
+    :param name: the engine's argument or environment variable that makes a server be of this kind.
     :param reason: clause that says why such a server is not measured.
     :param applies: function that returns whether a server is of this kind; ``None`` if a server is of this kind
         whenever the argument ``name`` is on.

@@ -77,8 +77,8 @@ def graph_bytes(runner: Any) -> int:
 def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     """Return the limits of this scheduler's forward passes.
 
-    :param fewer_requests: most requests at once, if an earlier rehearsal has lowered the number; 0 if the scheduler's
-        own number.
+    :param fewer_requests: limit of concurrent requests, if an earlier rehearsal has lowered it; 0 for the scheduler's
+        own limit.
     """
     in_force = {name: getattr(scheduler, name) for name in ("chunked_prefill_size", "max_prefill_tokens")}
     limits = derive_limits(
@@ -91,17 +91,15 @@ def limits_of(scheduler: Any, fewer_requests: int = 0) -> Limits:
     if fewer_requests:
         limits = limits.with_requests(fewer_requests)
     tokenizer = getattr(scheduler, "tokenizer", None)
-    # For a request with min_new_tokens the engine reads both attributes. If they are missing, such a request ends the
-    # server.
+    # For a request with min_new_tokens, the engine reads the following two attributes. If one is missing, such a
+    # request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
     return replace(limits, stop_token=stops, plants=can_plant(scheduler))
 
 
 def warmup_limit_s() -> float:
-    """Return the seconds after which the engine ends a server that has not answered its warm-up request.
-
-    Infinite: there is no limit. ``SGLANG_WARMUP_TIMEOUT`` sets the limit.
-    """
+    """Return the seconds after which the engine ends a server that has not answered its warm-up request; infinite if
+    there is no limit. The engine's variable ``SGLANG_WARMUP_TIMEOUT`` sets the limit."""
     try:
         from sglang.srt.environ import envs
 

@@ -39,8 +39,8 @@ def bytes_per_token(maker: Any) -> float:
 
 
 def find_rehearsal_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """Return a larger fraction for the rehearsal. With it the KV cache has room for two prefill chunks, or for the
-    context if the context is shorter.
+    """Return a larger fraction for the rehearsal. With this fraction, the KV cache has room for two prefill chunks, or
+    for the model's context length if it is shorter.
 
     The rehearsal does not begin with an even larger KV cache, because CUDA graphs are captured in the memory that the
     fraction leaves free. The KV cache grows after the need was measured.
@@ -73,7 +73,7 @@ def counts_of(config: Any) -> TokenCounts:
 def measure_launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
     """Return this rank's free memory before its KV cache is made, and the engine's settings that divide this memory.
 
-    If the server cannot be measured, only the result's ``failure`` is set. It has the reason.
+    If the server cannot be measured, the result has only ``failure``, the reason.
 
     :param before_gib: free memory before the weights were loaded, in GiB.
     """
@@ -134,7 +134,7 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
 
     :param fraction: the fraction by the engine's rule. The rule has lowered it to reserve memory for images.
     :param before_gib: free memory before the weights were loaded, in GiB.
-    :raises Unknown: the rule reserves nothing for images, or images take more memory than the rule reserves.
+    :raises Unknown: the rule reserves nothing for images, or the engine captures CUDA graphs for images.
     """
     if is_on(IMAGE_GRAPHS, os.environ):
         raise Unknown(f"{IMAGE_GRAPHS} is on: SGLang then captures graphs for images, which kv-sizing does not measure")
@@ -155,8 +155,8 @@ def image_factor(model_config: Any) -> float:
 
 
 def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """Return the GiB of the caches for images: the cache of embeddings, and in newer releases the buffer for their
-    transport to the scheduler.
+    """Return the GiB of the caches for images: the cache of embeddings, and in newer releases the GPU buffers through
+    which image features reach the scheduler.
 
     Newer releases, such as 0.5.23, leave this memory free in every start, in addition to the KV cache. So a rehearsal
     finds the memory free.
@@ -170,9 +170,9 @@ def image_cache_gib(arguments: Mapping[str, Any]) -> float:
 
 
 def reserved_by_configurator_gib(arguments: Mapping[str, Any]) -> float | None:
-    """Return the GiB that the engine's configurator leaves free for the caches for images, on a model with images.
+    """Return the GiB that the engine's rule leaves free for the caches for images, on a model with images.
 
-    :returns: ``None`` on releases whose rule leaves no memory for these caches, such as 0.5.12.post1.
+    :returns: ``None`` on releases whose rule leaves no memory free for these caches, such as 0.5.12.post1.
     """
     maker = engine.import_module(CONFIGURATOR) if engine.has_module(CONFIGURATOR) else None
     reserved = getattr(maker, "mm_runtime_reservation_gb", None)

@@ -30,7 +30,6 @@ def probe() -> Install:
     """Find the engine's functions that make the KV cache and that run the event loop, and check them.
 
     :returns: the function that patches them.
-
     :raises engine.Unsupported: the engine is not as expected.
     """
     maker = engine.require_unpatched(engine.import_module("sglang.srt.model_executor.model_runner"), "ModelRunner")
@@ -74,17 +73,18 @@ class SchedulerHooks:
         self.margin = eligibility.KV_MARGIN.read()
         self.launch = LaunchMemory()
         self.reason = "its pools have not been made"
-        """Reason why this server keeps the KV cache size of the engine's rule. "": it is measured."""
+        """Reason why this server keeps the KV cache size of the engine's rule; empty if the server is measured."""
         self.reservation: Reservation | None = None
         """KV cache over reserved addresses. Either all ranks have it, or none has."""
         self._init_info: Any = self  # an object that no pipe sends
         self._scheduler: Any = None
         self._releases: list[Callable[[], None]] = []
-        """Functions to call when the server serves. They send the held message to the launcher, and undo the pipe's
-        patch."""
+        """Functions to call when the server begins to serve. They send the message with the number of tokens to the
+        launcher, and undo the patch of ``Connection.send``."""
 
     def resolve_config(self, original: Callable[..., Any], maker: Any, pre_model_load_memory: float) -> Any:
-        """Let the engine decide on its KV cache size, reserve addresses for more tokens, and return its config.
+        """Let the engine decide on its KV cache size, reserve addresses for more tokens, and return the engine's
+        ``MemoryPoolConfig``.
 
         :param maker: the engine's ``ModelRunner``, or from 0.5.16 on its ``KVCacheConfigurator``.
         """
@@ -115,10 +115,8 @@ class SchedulerHooks:
         return config
 
     def _gather_launch_memory(self, maker: Any, before_gib: float) -> list[LaunchMemory]:
-        """Gather the launch memory of all ranks, and set ``reason`` if this server is not measured.
-
-        Collective: every rank must call it, even if the server keeps a given ``--mem-fraction-static``.
-        """
+        """Gather the memory of all ranks before their pools are made, and set ``reason`` if this server is not
+        measured. Collective, even if the server keeps a given ``--mem-fraction-static``."""
         arguments = eligibility.arguments_of(maker.server_args)
         self.leads, self.gpu = ranks.is_rank_0(), int(maker.gpu_id)
         self.fraction_is_given = eligibility.is_given_by_the_user(maker.server_args)
@@ -134,7 +132,7 @@ class SchedulerHooks:
         self.reason = next((launch.failure for launch in launches if launch.failure), "")
         if not self.reason and self.fraction_is_given:
             self.reason = eligibility.kept_fraction_reason(eligibility.KV_SIZING.read())
-        # The engine's fraction is of the free memory before the weights, on the rank with the least.
+        # The engine's fraction counts from the free memory before the weights were loaded, on the rank with the least.
         before = min((launch.free_before_load for launch in launches if not launch.failure), default=0)
         self.launch = replace(self.launch, free_before_load=before)
         return [replace(launch, free_before_load=before) for launch in launches]
@@ -143,8 +141,8 @@ class SchedulerHooks:
         """Decide for how many tokens addresses are reserved. Collective.
 
         :param config: the engine's ``MemoryPoolConfig``, with the token counts of its own rule.
-        :param raised: difference between the larger fraction with which the rehearsal begins, and the fraction that the
-            user gave or the engine chose; 0 if the rehearsal uses no larger fraction.
+        :param raised: number that was added to the fraction of the user or the engine, because the rehearsal needs a
+            larger KV cache; 0 if nothing was added.
         """
         first = engine_rule.counts_of(config)
         top, problem = first, ""
@@ -212,7 +210,7 @@ class SchedulerHooks:
 
         The message is the result of ``get_init_info``, and contains the number of tokens. In the engine's
         ``pipe.send(scheduler.get_init_info())`` Python looks up ``send`` before it calls ``get_init_info``. So ``send``
-        is patched before that.
+        must be patched before the engine reaches this line.
         """
         from multiprocessing.connection import Connection
 
@@ -256,8 +254,8 @@ def get_pools(maker: Any, built: Any) -> tuple[Any, ...]:
 
 
 def _find_machine_problem() -> str:
-    """Return the reason why the ranks of several machines cannot decide on a size together; empty if they can. All
-    machines must run this package with kv-sizing on."""
+    """Return the reason why the ranks of several machines cannot decide on a KV cache size together; empty if they can.
+    All machines must run this package with kv-sizing on."""
     try:
         together = ranks.all_machines_take_part()
     except Exception as error:

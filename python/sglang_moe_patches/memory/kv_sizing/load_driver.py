@@ -29,8 +29,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 )
 
 ATTEMPTS_PER_PHASE = 2
-"""Most attempts to run a phase until a forward pass has its sizes. An attempt may fail, because the scheduler decides
-which requests share a forward pass."""
+"""Limit of attempts to run a phase. An attempt fails if no forward pass has the phase's sizes, because the scheduler
+decides which requests share a forward pass."""
 
 
 class LoadDriver:
@@ -45,7 +45,7 @@ class LoadDriver:
         phase.
     :param abort: function that makes the request which aborts all others.
     :param seconds_to_deadline: function that returns the seconds until no further phase may begin.
-    :param grace_s: seconds after this deadline in which running requests may end.
+    :param grace_s: seconds after the deadline in which running requests may end.
     :param fits: function that returns whether there is memory for a forward pass of the estimated size.
     """
 
@@ -68,14 +68,14 @@ class LoadDriver:
         """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
         server allows."""
         self._most_requests = 0
-        """Number of requests in the largest eager decode that has begun; 0 if no eager decode had more requests than
-        the limit of penalized requests. It stays 0 with pipeline stages."""
+        """Number of requests in the largest decode that has begun without a CUDA graph. Only decodes with more requests
+        than :attr:`.Limits.penalized` count. 0 if no such decode has begun, or with pipeline stages."""
         self.restart_requests = 0
-        """Number of concurrent requests with which another rehearsal can start over: those of the eager decode before
-        the largest one, and at least the limit of penalized requests. It is 0 whenever ``_most_requests`` is 0."""
+        """Limit of concurrent requests if the rehearsal starts over with fewer: the number of the decode before the one
+        in ``_most_requests``, or :attr:`.Limits.penalized` if it was the first such decode. 0 if ``_most_requests`` is
+        0."""
         self.missed: dict[str, PhaseKind] = {}
-        """Phases that were not reached: no forward pass had their sizes. The key is the phase's name, and the value is
-        its kind."""
+        """Phases whose sizes no forward pass had. The key is the phase's name, and the value is its kind."""
         self.is_over = False
         """Whether :meth:`next_requests` has no further request: all phases have ended, or an error ended the
         rehearsal."""
@@ -84,16 +84,16 @@ class LoadDriver:
         """Names of the requests that have no answer yet."""
         self._phase: Phase | None = None
         self._is_reached = self._is_decoding = self._is_planted = False
-        """Three facts about the phase that runs: a forward pass had the phase's sizes, the phase's background requests
-        decode, and the cache has the phase's planted prefix."""
+        """Facts about the phase that runs. ``_is_reached``: a forward pass had the phase's sizes; ``_is_decoding``: the
+        phase's background requests decode; ``_is_planted``: the cache has the phase's planted prefix."""
         self._is_idle = self._is_stuck = self._is_ended = False
-        """Three facts about the scheduler: it has no request, it admits none of its waiting requests, and no further
-        phase may begin (``_is_ended``)."""
+        """Facts about the scheduler and the script. ``_is_idle``: the scheduler has no request; ``_is_stuck``: it
+        admits none of its waiting requests; ``_is_ended``: no further phase may begin."""
         self._steps = self._run()
 
     @property
     def phase_name(self) -> str:
-        """Name of the phase that runs. "": no phase runs."""
+        """Name of the phase that runs; empty if no phase runs."""
         return self._phase.name if self._phase is not None else ""
 
     def record_forward(self, batch: Batch) -> None:
@@ -113,14 +113,13 @@ class LoadDriver:
         self._is_planted = is_planted
 
     def end(self) -> None:
-        """End the load early: no further phase begins. Running requests are aborted. With speculation, they end by
+        """End the script early: no further phase begins. Running requests are aborted. With speculation, they end by
         their length instead."""
         self._is_ended = True
 
     def next_requests(self, idle: bool, stuck: bool) -> list[Any]:
-        """Return the requests that the scheduler reads in this turn, or one :class:`Plant`. Empty while requests run.
-
-        A :class:`Plant` is an order to put a prefix into the radix cache without computing it.
+        """Return the requests that the scheduler reads in this turn, or one :class:`Plant`, an order to put a prefix
+        into the radix cache without computing it. The list is empty while requests run.
 
         :param idle: whether the scheduler has no request. A request without an answer is then lost.
         :param stuck: whether the scheduler runs nothing and admits none of its waiting requests, which are then
@@ -134,7 +133,8 @@ class LoadDriver:
             return []
 
     def abort_all(self) -> list[Any]:
-        """Return the request that aborts all others. Empty with speculation: requests then end by their length."""
+        """Return a list with the request that aborts all others. With speculation, the list is empty, and requests end
+        by their length."""
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
@@ -183,7 +183,7 @@ class LoadDriver:
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
         """Yield the requests of each turn in one attempt to run a phase.
 
-        :param tokens: tokens of the prompts, which differ in each attempt.
+        :param tokens: generator of the prompts' tokens. They differ in each attempt.
         """
         self._is_decoding = self._is_planted = False
         prefix = shared_prefix(phase.shared, self.limits)

@@ -22,15 +22,15 @@ from sglang_moe_patches.memory.kv_sizing.ranks import Order
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
-"""Limit of requests in the phase whose requests share the longest prefix in one forward pass."""
+"""Limit of requests in a rehearsed forward pass whose requests share the longest prefix."""
 MAX_PART_FRACTION = 1 / 16
 """Largest part, as a fraction of the longest prefix, if the rehearsal computes a cached prefix in parts. The parts are
 small because the engine computes an aborted prompt to its end. If this took long, the engine's warm-up request would
 time out, and the server would end."""
 FIRST_PART_FRACTION = 1 / 4
-"""Part of the longest prompt that is computed first, as a fraction. The time of this part predicts the time of the full
-prompt. Without a radix cache, the number is a fraction of the whole prompt. If the prefix is planted (put into the
-radix cache without computing it), the number is a fraction of the prefix."""
+"""Fraction that gives the length of a shorter prompt. Its time predicts the time of the longest prompt, which runs
+after it. Without a radix cache, the shorter prompt has this fraction of the longest prompt. With a planted prefix (put
+into the radix cache without computing it), it has this fraction of the longest prefix, and a chunk after it."""
 LONG_PROMPT_NEW_TOKENS = 64
 """Number of tokens that each request generates in a decode with one long request. The short requests wait for the long
 prompt, and then decode in the same batch."""
@@ -40,14 +40,15 @@ SHORT_PROMPT_TOKENS = 8
 SAMPLING = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Sampling parameters as model cards recommend them. They take more memory than greedy decoding."""
 BIASED_TOKEN = 1000
-"""Token to which the rehearsal's logit bias applies. In a smaller vocabulary, the bias applies to the last token."""
+"""Token to which the rehearsal's logit bias applies. If the vocabulary is smaller, the bias applies to its last
+token."""
 PENALIZED_SAMPLING = {
     **SAMPLING,
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
     "logit_bias": {str(BIASED_TOKEN): -1.0},
 }
-"""Sampling parameters of *penalized* requests. Each parameter allocates a number for every request and every token of
-the vocabulary."""
+"""Sampling parameters of *penalized* requests. For each penalty, ``min_p`` and the bias, the engine allocates a number
+for every request and every token of the vocabulary."""
 MAX_REQUEST_RATIO = 4
 """Largest factor between the numbers of requests in two consecutive rehearsed decodes. The memory of the larger decode
 can then be predicted from the smaller decode."""
@@ -60,9 +61,9 @@ VARIED_PROMPTS = 16
 """Number of requests in the phase with prompts of many lengths. They make about a dozen chunks. Each chunk cuts a
 prompt at another place, so blocks of many sizes remain in PyTorch's allocator."""
 GROWING_PROMPTS = 8
-"""Number of prompts in the first phase. Their lengths rise up to a chunk. The free blocks in PyTorch's allocator from
-one prompt are too small for the next prompt, so the allocator allocates new blocks each time. Users' prompts have the
-same effect: among 1,000 prompts of random lengths, about 8 are longer than all prompts before them (``1 + 1/2 + ... +
+"""Number of prompts in the first phase. Each prompt is longer than the prompt before it, and the last fills a chunk. So
+the free blocks of PyTorch's allocator are always too small, and it allocates new blocks. Users' prompts have the same
+effect: among 1,000 prompts of random lengths, about 8 are longer than all prompts before them (``1 + 1/2 + ... +
 1/1000`` is 7.5)."""
 
 
@@ -72,9 +73,9 @@ MAMBA = "Mamba"
 """Value of :attr:`ServerFacts.hybrid` for a model with Mamba layers, in which each request has a state in addition to
 its KV cache."""
 STATE_INTERVAL_TOKENS = 256
-"""Number of tokens between two states that the engine keeps for the radix cache. The engine keeps a state at the end of
-a request, or at multiples of 64 to 256 tokens. The interval depends on the release, the model and the strategy. States
-at multiples of 256 tokens are always kept."""
+"""Unit of the length of a rehearsed prefix on models with Mamba layers, in tokens. The radix cache has a prefix only up
+to a state that the engine has kept. The engine keeps a state at the end of a request, or at multiples of 64 to 256
+tokens, by release, model and strategy. At multiples of 256 tokens, every engine keeps a state."""
 WINDOW_OVERHANG_TOKENS = 128
 """Limit of tokens that a request keeps in addition to its sliding window. The engine frees the tokens that have left
 the window in steps, such as 128 tokens in 0.5.23."""
@@ -96,8 +97,8 @@ class PhaseKind(StrEnum):
     """The largest decode of penalized requests. Their sampling stores a count for every request and every token of the
     vocabulary."""
     LONG_AMONG_SHORT = "long among short"
-    """A decode of short requests and one long request. An attention backend may copy the request table, which is as
-    wide as the longest request."""
+    """A decode of short requests and one long request. An attention backend may copy the slots of all requests into a
+    table that is as wide as the longest request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,7 @@ class ServerFacts:
         and not on the number of tokens.
     :param page: number of tokens in a page.
     :param vocabulary: number of tokens in the vocabulary.
-    :param hybrid: kind of a hybrid pool, which is more than one KV cache; empty if the pool is a single KV cache.
+    :param hybrid: kind of the pool if it is more than a single KV cache (sliding windows, or Mamba); else empty.
     :param window: tokens of a sliding window; 0 if no layer has a sliding window.
     :param window_tokens: KV cache tokens of the layers with a sliding window.
     :param captured: number of requests in the largest captured decode; ``None`` if no graph has been captured.
@@ -198,21 +199,20 @@ class Limits:
     stages: int = 1
     """Number of pipeline stages. With several stages, several batches run at the same time."""
     micro_batch: int = 0
-    """``--pp-max-micro-batch-size``: limit of requests in a stage's batch; 0 if the stages share the concurrent
-    requests."""
+    """``--pp-max-micro-batch-size``: limit of requests in a pipeline stage's batch; 0 if each stage has an equal share
+    of the concurrent requests."""
     mixed: bool = False
     """Whether a prefill chunk and a decode may share a forward pass (``--enable-mixed-chunk``)."""
     radix_cache: bool = True
     """Whether the server caches prefixes (no ``--disable-radix-cache``)."""
     plants: bool = False
-    """Whether a prefix can be planted, which means to put it into the radix cache without computing it
-    (:mod:`.planted_prefix`)."""
+    """Whether a prefix can be put into the radix cache without computing it (:mod:`.planted_prefix`)."""
     gathered: int = 1
     """Number of ranks of data-parallel attention. The experts compute the tokens of all these ranks together."""
     vocabulary: int = 1000
     """Number of tokens in the model's vocabulary."""
     prefill_tokens: int | None = None
-    """``--max-prefill-tokens``: limit of the tokens in one forward pass with several requests."""
+    """``--max-prefill-tokens``: limit of the tokens in one prefill of several requests; ``None``: no limit."""
     prefill_requests: int = 0
     """``--prefill-max-requests``: limit of requests in one prefill; 0 if there is no limit."""
     window: int = 0
@@ -245,8 +245,8 @@ class Limits:
         return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
 
     def with_requests(self, requests: int) -> Limits:
-        """Return limits with at most ``requests`` concurrent requests. The forward pass of each pipeline stage has its
-        share of them."""
+        """Return limits with at most ``requests`` concurrent requests. Each pipeline stage runs its share of these
+        requests."""
         share = max(1, requests // self.stages)
         return replace(self, requests=min(self.requests, requests), micro_batch=min(self.micro_batch, share))
 
@@ -266,8 +266,8 @@ class Limits:
 
     @property
     def short_requests(self) -> int:
-        """Number of short requests that fit into half of the KV cache. The number is at least that of the largest
-        captured decode."""
+        """Number of short requests that fit into half of the KV cache. Each pipeline stage gets at least as many
+        requests as the largest captured decode has, or :data:`PENALIZED_WITHOUT_GRAPHS` without graphs."""
         request_tokens = SHORT_PROMPT_TOKENS + self.tokens_beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(
@@ -275,7 +275,7 @@ class Limits:
         )
 
     def tokens_beside_prompt(self, new: int = 0) -> int:
-        """Return the number of KV cache tokens that a request takes in addition to its prompt, at most.
+        """Return the largest number of KV cache tokens that a request takes in addition to its prompt.
 
         :param new: number of tokens that the request generates.
         """
@@ -303,8 +303,8 @@ class Limits:
 
     @property
     def prompts_together(self) -> int:
-        """Number of longest prompts in one forward pass, including a last prompt that may be cut; 1 if one prompt fills
-        a chunk."""
+        """Number of prompts of the greatest length that share a forward pass, in which the last prompt may be cut; 1 if
+        one prompt fills a chunk."""
         limits = [self.cache_tokens // (self.largest_prefill_tokens + self.tokens_beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.
@@ -356,8 +356,8 @@ def derive_limits(
         draft_slots = 2 * max(draft_tokens, tree)
     captured = _read_capture_limit(info)
     if facts.captured is not None:
-        # The engine may capture fewer batch sizes than the arguments say, because ranks that share one attention divide
-        # a batch into whole tokens.
+        # The engine may capture fewer batch sizes than the arguments say. It leaves out sizes that the ranks of one
+        # attention group cannot divide evenly.
         captured = min(captured, facts.captured)
     limits = Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
@@ -426,8 +426,8 @@ def _read_capture_limit(info: Arguments) -> int:
 class Prompt(NamedTuple):
     """Length of a prompt, in tokens.
 
-    :param shared: number of tokens in the prefix that several phases share.
-    :param fresh: number of tokens after this prefix, which no other prompt has.
+    :param shared: number of tokens that the prompt has of the prefix that several phases share.
+    :param fresh: number of tokens after this prefix. No other prompt has these tokens.
     """
 
     shared: int
@@ -436,15 +436,16 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a phase's memory. The phase takes at most ``times`` the memory of an earlier phase.
+    """Estimate of a phase's memory: at most ``times`` the memory of an earlier phase.
+
+    A phase with ``fewer_requests`` is left out if it would take more memory than is free. It is also left out if it
+    would take much more memory than all phases before it, because the KV cache makes better use of this memory. If
+    there is no memory for any other phase, the rehearsal ends, and the estimate counts as part of the need.
 
     :param name: name of the earlier phase.
     :param times: factor between the memory of the two phases.
     :param with_graphs: whether the earlier phase ran in a graph. The memory of the decode graphs is then added.
-    :param fewer_requests: limit of concurrent requests if the phase is left out. A phase is left out if it would take
-        more memory than is free. It is also left out if it would take much more memory than all phases before it,
-        because the KV cache makes better use of this memory. With 0, the phase is never left out. If there is then no
-        memory for the phase, the rehearsal ends, and the estimate counts as part of the need.
+    :param fewer_requests: limit of concurrent requests if the phase is left out; 0 if the phase must not be left out.
     """
 
     name: str
@@ -468,9 +469,9 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: factor that predicts the time of a prompt, because the time of attention grows with the square of the
-        tokens. A prompt takes at most ``growth`` times as long as the slowest earlier prompt. Only prompts of phases
-        with a growth are compared. A prompt that could take too long is not sent. With 0, no time is predicted.
+    :param growth: factor that predicts the time of a prompt. The prompt takes at most ``growth`` times as long as the
+        slowest earlier prompt of a phase with a growth. A prompt that could take too long is not sent, and the
+        rehearsal ends early. With 0, no time is predicted.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
@@ -489,7 +490,7 @@ class Phase:
 
     @property
     def shared(self) -> int:
-        """Largest number of tokens of the shared prefix with which a prompt of this phase begins."""
+        """Number of tokens of the shared prefix that this phase needs: the largest ``Prompt.shared`` of its prompts."""
         return max(prompt.shared for prompt in self.prompts)
 
 
@@ -497,7 +498,7 @@ class Phase:
 class Plant(Order):
     """Order to every rank to put a prefix into its radix cache without computing it, before the next requests.
 
-    :param tokens: the tokens of the prefix: the part of the shared prefix that the next phase needs.
+    :param tokens: tokens of the prefix. It is the part that the next phase needs of a prefix that phases share.
     """
 
     tokens: tuple[int, ...]
@@ -528,9 +529,9 @@ def shared_prefix(length: int, limits: Limits) -> list[int]:
 
 
 def first_tokens(limits: Limits) -> Iterator[int]:
-    """Yield first tokens for prompts that do not begin with the shared prefix. The iterator never ends.
+    """Return an endless iterator of the tokens with which prompts begin, except prompts with the shared prefix.
 
-    A token is repeated only after all tokens of the vocabulary's used range. So the radix cache has no part of a
+    A token is repeated only after all tokens of the vocabulary's used range. So the radix cache has no part of such a
     prompt.
     """
     (taken,) = shared_prefix(1, limits)
@@ -589,7 +590,7 @@ def derive_phases(limits: Limits) -> list[Phase]:
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
             name, prompts = f"{sharers} requests behind one prefix", [Prompt(before, part)] * sharers
             phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts))
-    # each pipeline stage runs a batch at the same time
+    # Not with a pipeline, because its stages run several batches at the same time.
     if limits.mixed and limits.stages == 1 and limits.chunk is not None:
         decodes = min(MIXED_DECODES, limits.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - limits.page, requests=decodes)
@@ -631,12 +632,12 @@ def derive_phases(limits: Limits) -> list[Phase]:
 
 
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKind] = ()) -> list[Phase]:
-    """Return the phases to rehearse again. A phase is rehearsed again if it is larger with the new KV cache size, or if
-    it never ran.
+    """Return the phases of a further pass: phases that are larger with the new KV cache size, and phases that have not
+    run.
 
     :param before: limits with which the phases ran.
     :param after: limits with the new KV cache size.
-    :param missed: kinds of phases that were not reached. They run again, with their sizes by ``after``.
+    :param missed: kinds of phases whose sizes no forward pass had. They run again, with their sizes by ``after``.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
@@ -654,7 +655,8 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
 
 
 def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> list[int]:
-    """Return rising numbers of requests that end with ``last``. Each number is at most ``times`` the number before it.
+    """Return a list of rising numbers of requests. The list ends with ``last``. Each number is at most ``times`` the
+    number before it.
 
     :param before: number of requests in the decode before these. The first number is at most ``times * before``.
     """
@@ -665,8 +667,8 @@ def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> lis
 
 
 def _link_estimates(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
-    """Return the phases, in which each phase has an estimate of its memory from the phase before it. The phase before
-    has fewer requests."""
+    """Return copies of the phases. Each copy except the first has an estimate of its memory, derived from the phase
+    before it, which has fewer requests."""
     linked: list[Phase] = []
     for phase in phases:
         linked.append(_estimate_from(linked[-1], phase, limits) if linked else phase)
@@ -756,10 +758,10 @@ def growing_lengths(chunk: int) -> list[int]:
 def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
     """Return the lengths of prompts that extend the cached prefix part by part, up to ``longest`` tokens.
 
-    Each prompt adds at least a chunk to the prompt before it. Each prompt is at most twice as long as the prompt before
-    it, and adds at most :data:`MAX_PART_FRACTION` of the longest. With sliding windows, the last part is hardly longer
-    than a window. While a prefix is in use, the cache keeps the windows of the parts in which the prefix was computed.
-    A longer last part, or a short part after a long one, would leave no room for a chunk after the prefix.
+    A part is at most as long as the prefix before it, and at most :data:`MAX_PART_FRACTION` of ``longest``. Both limits
+    are at least a chunk. With sliding windows, the last part is hardly longer than a window. While a prefix is
+    in use, the cache keeps the windows of the parts in which the prefix was computed. A longer last part, or a short
+    part after a long one, would leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest
@@ -773,8 +775,8 @@ def _prompts_behind_prefix(before: int, chunk: int, limits: Limits) -> list[Prom
     """Return the prompts of the phase with a chunk after the longest prefix.
 
     The last prompt consists of the prefix and the chunk. The earlier prompts compute the prefix part by part, so that
-    the radix cache has it. Without a radix cache, or if the prefix is planted, there is a single earlier prompt, whose
-    time predicts the time of the last prompt.
+    the radix cache has the prefix. Without a radix cache, or if the prefix is planted, there is a single earlier
+    prompt. Its time predicts the time of the last prompt.
 
     :param before: number of tokens in the prefix.
     """
@@ -793,8 +795,8 @@ def _varied_prompts(chunk: int, limits: Limits) -> list[Prompt]:
     """Return prompts of many lengths, up to one and a half chunks.
 
     Forward passes of many sizes split the allocator's blocks in many ways. PyTorch's allocator then keeps more memory
-    than the largest forward pass alone needs. The number of prompts does not depend on the KV cache size, because a
-    server with a larger KV cache must rehearse these prompts, too.
+    than the largest forward pass alone needs. The number of prompts does not depend on the KV cache size, because the
+    phase usually does not run again after the KV cache has grown.
     """
     longest, draw = min(chunk + chunk // 2, limits.input_tokens), random.Random("varied")
     lengths = [longest, *(draw.randint(1, longest) for _ in range(VARIED_PROMPTS - 1))]
@@ -821,16 +823,16 @@ def _make_decode_phase(kind: PhaseKind, name: str, requests: int, limits: Limits
 
 
 def _count_decoded_meanwhile(requests: int, limits: Limits) -> int:
-    """Return the number of tokens that the first request has decoded when the last request is admitted."""
+    """Return the number of tokens that the first of ``requests`` requests has decoded when the last is admitted."""
     if not (limits.mixed and limits.prefill_requests):
         return 0  # the engine runs prefills before decodes
     return -(-requests // limits.prefill_requests) * max(1, limits.draft_tokens)
 
 
 def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
-    """Return the largest number of new tokens for each request with which ``requests`` short requests all run at once.
+    """Return how many tokens each of ``requests`` short requests may generate, if all of them run at once.
 
-    The KV cache keeps room for two of the largest prefills.
+    The KV cache keeps room for two of the largest prefills. The number is at least 2.
 
     :param wanted: upper bound of the new tokens.
     """

@@ -1,10 +1,10 @@
 """Let the engine make its KV buffers over reserved addresses, for more tokens than there is memory.
 
 A *pool* is the engine's object with the tensors of a KV cache. The engine builds its pools for as many tokens as could
-ever fit. Meanwhile this module makes each tensor with a dimension that counts tokens or pages over reserved addresses
-(:mod:`.address_space`). At first, memory is mapped only for as many tokens as the engine's own rule allows. If this
-module does not support a pool, or if another tensor grows with the tokens, the engine builds its pools once more
-without this package.
+ever fit. Meanwhile this module makes the tensors in which a dimension counts tokens or pages. These tensors are over
+reserved addresses (:mod:`.address_space`). At first, memory is mapped only for as many tokens as the engine's own rule
+allows. If this module does not support a pool, or if another tensor grows with the number of tokens, the engine builds
+its pools once more without this package.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ElasticPools:
 
     def counts_for(self, tokens: int) -> TokenCounts:
         """Return the token counts of all kinds of layers for a KV cache size. The counts are interpolated between
-        ``first`` and ``top``.
+        ``first`` and ``top``, and proportional to the size below ``first``.
 
         :param tokens: KV cache size, which this method rounds down to whole pages.
         """
@@ -140,7 +140,7 @@ class ElasticPools:
     def map(self, counts: TokenCounts) -> None:
         """Map memory for ``counts`` tokens in every buffer. If one buffer fails, no buffer keeps new memory.
 
-        :raises OutOfMemory: there is not enough memory. All mappings are as before.
+        :raises OutOfMemory: there is not enough memory.
         """
         try:
             for buffer in self._buffers:
@@ -152,8 +152,7 @@ class ElasticPools:
         self._set_usage()
 
     def unmap_from(self, counts: TokenCounts) -> int:
-        """Unmap the memory of all slots after the first ``counts`` tokens. Before, no request may use one of these
-        slots.
+        """Unmap the memory of all slots after the first ``counts`` tokens. No request may use these slots at the call.
 
         :returns: freed bytes.
         """
@@ -208,13 +207,12 @@ class ElasticPools:
         return built
 
     def _check(self, pool: Any, table: Any, others: list[Any], made: int) -> None:
-        """Raise an error if a part of the KV cache is not supported, or if another tensor grows with the number of
-        tokens.
+        """Check that the KV cache is supported, and that only its buffers grow with the number of tokens.
 
         :param others: weak references to all tensors without reserved addresses that the engine made while it built the
             pools.
         :param made: number of buffers over reserved addresses that the pools have.
-        :raises Unknown: a part is not supported, or another tensor grows with the number of tokens.
+        :raises Unknown: a part of the KV cache is not supported, or another tensor grows with the number of tokens.
         """
         parts = _pools_in(pool)
         for part in parts:

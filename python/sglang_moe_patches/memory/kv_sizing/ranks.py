@@ -33,7 +33,7 @@ WAIT_S = 60.0
 long."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 SECRET_BYTES = DIGEST_BYTES = 32
-"""Bytes of the secret that all ranks share, and bytes of an HMAC-SHA256."""
+"""Number of bytes in the secret that all ranks share, and in an HMAC-SHA256 (``DIGEST_BYTES``)."""
 _KEY = f"sglang-moe-patches {__version__}: kv-sizing: "
 _ABSENT, _ANY_RANK = "absent", -1
 
@@ -51,7 +51,7 @@ def decode(kind: Any, text: str) -> Any:
 
     :param kind: type of the value: ``int``, ``float``, ``str``, ``bool``, a ``StrEnum``, or a ``tuple[...]``, a
         ``Mapping[str, ...]``, a ``NamedTuple`` or a dataclass of such types.
-    :raises ValueError: the text is no JSON, or a field is missing or has another type.
+    :raises ValueError: the text is not JSON, or a field is missing or has another type.
     """
 
     def refuse(constant: str) -> None:
@@ -129,12 +129,12 @@ def is_rank_0() -> bool:
 def all_machines_take_part() -> bool:
     """Return whether all ranks of the server call this function in time. All ranks that call it get the same answer.
 
-    Ranks of one machine share a launcher's environment. Another machine may not have this package or its variable, so
-    waiting for its ranks in a collective could block for ever. Each rank sets a key in the store. Rank 0 decides by
-    these keys, and the decision that reaches the store first counts.
+    Ranks of one machine share a launcher's environment. Another machine may run without this package or with kv-sizing
+    off, so waiting for its ranks in a collective could block for ever. Each rank sets a key in the store. Rank 0
+    decides by these keys, and the decision that reaches the store first counts.
 
-    No secret is shared yet, so another process can write these keys. It can make the answer *no*. A false *yes* fails
-    after :data:`WAIT_S` seconds, because the ranks then connect to one another.
+    No secret is shared yet, so a foreign process can write these keys. A foreign key can make the answer *no*. If it
+    makes the answer *yes*, this function raises after :data:`WAIT_S` seconds, because a rank does not connect.
 
     :raises RuntimeError: the store does not answer, or a rank does not connect in time.
     """
@@ -234,7 +234,8 @@ class Board:
         return [None if text is None else decode(kind, text) for text in texts]
 
     def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any | None]:
-        """Block until all ranks have published, at most ``timeout_s``. Return the values as :meth:`collect` does."""
+        """Block until all ranks have published, at most ``timeout_s`` seconds. Return the values as :meth:`collect`
+        does."""
         deadline = time.monotonic() + timeout_s
         while None in (values := self.collect(topic, kind)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -254,7 +255,7 @@ class Board:
             self._store.set(self._key(topic, rank), self._digest("value", topic, rank, text) + text.encode())
 
     def _read(self, topic: str, rank: int) -> str | None:
-        """Return a rank's text on a topic. ``None``: there is no text, or its HMAC is wrong."""
+        """Return a rank's text on a topic; ``None`` if there is no text, or if its HMAC is wrong."""
         if self._store is None:
             return self._own.get(topic)
         # `get` would block if the key is deleted meanwhile. `compare_set` with a text that no rank writes only reads
@@ -277,7 +278,8 @@ class Board:
 
 @dataclass(frozen=True)
 class Order:
-    """Action that every rank carries out in the turn in which it receives the order. Each kind is a subclass."""
+    """Action that every rank carries out in the turn in which it receives the order. Each kind of order is a
+    subclass."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ class Broadcast:
 
 
 class Orders:
-    """Broadcasts of rank 0 through a scheduler's inbox; one object on every rank.
+    """Sender and receiver of rank 0's broadcasts, which travel through the schedulers' inboxes. Every rank has one
+    object.
 
     :param obey: function that is called with each order on every rank, between two turns of the scheduler.
     """
@@ -341,10 +344,8 @@ class Orders:
 
     @property
     def read_instead(self) -> Callable[[], list[Any]] | None:
-        """Function that returns the broadcasts which the scheduler reads in place of users' requests.
-
-        Users' requests wait meanwhile. ``None``: the scheduler reads users' requests.
-        """
+        """Function that returns the broadcasts which the scheduler reads in place of users' requests. Users' requests
+        wait meanwhile. With ``None``, the scheduler reads users' requests."""
         return self._read_instead
 
     @read_instead.setter
@@ -377,7 +378,7 @@ class Orders:
         return original(receiver) if broadcasts is None else broadcasts
 
     def _take_broadcasts(self) -> list[Any] | None:
-        """Return the broadcasts of this turn; ``None``: there are none, and the scheduler reads users' requests."""
+        """Return the broadcasts of this turn; ``None`` if the scheduler reads users' requests in this turn."""
         broadcasts = self._read_instead() if self._read_instead is not None else None
         while self._outbox:
             broadcasts = [*(broadcasts or ()), self._outbox.popleft()]
@@ -389,7 +390,7 @@ class _Inbox:
 
     It replaces the socket only in turns with broadcasts. In these turns users' requests wait.
 
-    :param take_broadcasts: function that returns the broadcasts of a turn; ``None``: there are none.
+    :param take_broadcasts: function that returns the broadcasts of a turn, or ``None``.
     """
 
     def __init__(self, scheduler: Any, take_broadcasts: Callable[[], list[Any] | None]) -> None:
@@ -399,17 +400,17 @@ class _Inbox:
         self._has_taken_broadcasts = False
         """Whether this turn's broadcasts were taken."""
         self.is_open = False
-        """Whether the scheduler reads this object instead of the socket."""
+        """Whether the scheduler reads from this object instead of the socket."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
 
     def open(self) -> None:
-        """Let the scheduler read this object from its next read on."""
+        """Let the scheduler read from this object instead of the socket."""
         self._scheduler.recv_from_tokenizer, self.is_open = self, True
 
     def close(self) -> None:
-        """Let the scheduler read the socket again."""
+        """Let the scheduler read from the socket again."""
         self._scheduler.recv_from_tokenizer, self.is_open, self._has_taken_broadcasts = self._socket, False, False
 
     def end_turn(self) -> None:
@@ -423,7 +424,7 @@ class _Inbox:
     def recv_pyobj(self, *flags: Any) -> Any:
         """Return the next broadcast, or the next request if this turn has no broadcasts.
 
-        :raises zmq.Again: every broadcast of this turn is read.
+        :raises zmq.Again: every broadcast of this turn has been read.
         """
         if not self._has_taken_broadcasts:
             self._has_taken_broadcasts = True

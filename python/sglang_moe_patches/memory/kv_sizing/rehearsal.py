@@ -44,15 +44,16 @@ from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast, is_idle
 from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES, MORE_REQUESTS_FRACTION
 
 REHEARSAL_TIMEOUT_S = 300.0
-"""Seconds after which no further phase begins. The engine's own warm-up request gives up after ten minutes."""
+"""Seconds after which a rehearsal begins no further phase. The engine's warm-up request gives up after ten minutes."""
 ABANDON_AFTER_S = 60.0
-"""Seconds after :data:`REHEARSAL_TIMEOUT_S` after which the rehearsal ends without a result, even if requests still
-run."""
+"""Seconds from :data:`REHEARSAL_TIMEOUT_S` to the time at which the rehearsal ends without a result, even if requests
+still run."""
 STUCK_AFTER_S = 10.0
 """Seconds without a forward pass after which a rehearsal concludes that the scheduler will not admit its waiting
 requests."""
 LOW_MEMORY_FLAG = "little memory is left"
-"""Flag that a rank raises on the board (:class:`.ranks.Board`). Rank 0 then ends the rehearsal."""
+"""Flag that a rank raises on the board (:class:`.ranks.Board`) if fewer than :data:`.MIN_FREE_BYTES` are free. Rank 0
+then ends the rehearsal."""
 WHOLE_REHEARSAL = "all"
 """Key of the whole rehearsal in :attr:`Measured.seconds`. The other keys are the names of phases."""
 
@@ -72,18 +73,18 @@ class Measured:
     """Result of a rehearsal on one rank, in bytes. Only rank 0 sets ``phases``, ``missed`` and the last two fields.
 
     :param lowest: lowest free memory in the rehearsal.
-    :param expected: free memory that a forward pass would have left, if it did not run because of too little memory. It
-        may be negative. Infinite: there was no such forward pass.
+    :param expected: estimate of the free memory that would be left by a forward pass that did not run for lack of
+        memory. The estimate may be negative. It is infinite if no forward pass lacked memory.
     :param free: free memory when the rehearsal began, after CUDA graphs were captured.
     :param graphs: memory of the decode graphs.
     :param slack: memory that PyTorch's allocator keeps in addition to the largest sum of tensors.
     :param phases: peak of the tensors in each phase, by the phase's name.
-    :param failure: reason why the need is not known; "": it is known.
+    :param failure: reason why the need is not known; empty if the need is known.
     :param stopped: whether the rehearsal ended early, before memory ran out.
     :param seconds: seconds of each phase that began, and of the whole rehearsal.
-    :param missed: kinds of the phases that were not reached, by the phases' names.
-    :param fewer_requests: :attr:`.load_driver.LoadDriver.fewer_requests`.
-    :param restart_requests: :attr:`.load_driver.LoadDriver.restart_requests`.
+    :param missed: kinds of the phases whose sizes no forward pass had, by the phases' names.
+    :param fewer_requests: limit of concurrent requests for which there is memory; 0 for the server's own limit.
+    :param restart_requests: limit of concurrent requests if the rehearsal starts over with fewer; 0 if it cannot.
     """
 
     lowest: int = 0
@@ -107,7 +108,7 @@ def timeout_s() -> float:
 
 
 def abandon_after_s() -> float:
-    """Return the seconds after :func:`timeout_s` after which the rehearsal ends without a result."""
+    """Return the seconds from :func:`timeout_s` to the time at which the rehearsal ends without a result."""
     return min(ABANDON_AFTER_S, warmup_limit_s() / 4)
 
 
@@ -147,8 +148,9 @@ class Rehearsal:
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-        # Decodes of more requests than the user asked for may be left out. The first number is the bytes that the
-        # allocator had reserved before the first of these decodes, the second the bytes that they may take.
+        # Decodes of more requests than the user asked for may be left out. `_reserved_by_others`: bytes that the
+        # allocator had reserved before the first of these decodes. `_for_more_requests`: bytes that these decodes may
+        # take.
         self._reserved_by_others: int | None = None
         self._for_more_requests = bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         self._failure, self._stopped, self._is_flushing, self._has_planted = "", False, False, False
@@ -214,7 +216,7 @@ class Rehearsal:
         return self._began + self._timeout_s - time.monotonic()
 
     def _save_random_state(self) -> None:
-        """Save the states of all random number generators until the rehearsal ends."""
+        """Save the states of all random number generators. The end of the rehearsal restores these states."""
         import numpy
         import torch
 
@@ -225,7 +227,7 @@ class Rehearsal:
             self._undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(self.gpu), self.gpu))
 
     def _save_counters(self) -> None:
-        """Save the engine's counters, and switch its metrics off, until the rehearsal ends."""
+        """Save the engine's counters, and switch its metrics off. The end of the rehearsal restores both."""
         patcher = Patcher()
         self._undo.append(patcher.undo)
         mute_metrics(patcher)
@@ -279,7 +281,7 @@ class Rehearsal:
         self._set_until_end(self.runner, "forward", forward)
 
     def _read_memory(self) -> None:
-        """Read the GPU memory. If little is left, raise a flag for rank 0."""
+        """Read the GPU memory. If fewer than :data:`.MIN_FREE_BYTES` are free, raise a flag for rank 0."""
         if self._failure:
             return
         try:

@@ -1,9 +1,9 @@
 """While a server with a sized KV cache serves, watch its free memory and limit its requests.
 
-If free memory runs short, the server frees the *tail* of the KV cache: its slots after a smaller size, the *goal*. The
-server then has a smaller KV cache and goes on. A running request is never touched. The free slots of the tail are
-*withdrawn*, so that the engine does not use them. Slots that requests free later are withdrawn, too. A slot is *held*
-if a request or a cached prefix uses it. Memory is unmapped as soon as none of its slots is held.
+If free memory runs short, the server shrinks its KV cache to a smaller size, the *goal*, and goes on serving. The slots
+after the goal are the *tail*. A slot of the tail is *held* while a request or a cached prefix uses it. A free slot of
+the tail is *withdrawn*: removed from the engine's free lists, so that no request gets it. A running request is never
+touched. Memory is unmapped when none of its slots is held any more.
 
 A *turn* is one iteration of the scheduler's event loop. An *order* is a message of rank 0, which all ranks carry out in
 the same turn. The *margin* is the memory that should stay free on each GPU. The *floor* is the size below which the KV
@@ -33,9 +33,9 @@ SAMPLE_INTERVAL_S = 1.0
 """Seconds between two readings of the free memory. PyTorch's allocator keeps the memory of forward passes, so that a
 reading includes the forward passes since the last reading."""
 SHORT_REPORT, HELD_REPORT = "memory is short", "only cached prefixes use slots of the tail"
-"""Names of the flags that a rank raises on the board (:class:`.ranks.Board`) as a report to rank 0: this rank is short
-of memory, or cached prefixes still hold slots of the tail. The number of earlier orders is appended to each name, so
-that rank 0 can ignore old reports."""
+"""Names of two flags by which a rank reports to rank 0 on the board (:class:`.ranks.Board`): the rank is short of
+memory, or cached prefixes still use slots that the rank must free. The number of earlier orders is appended to each
+name, so that rank 0 can ignore old reports."""
 FREE_LISTS = ("free_pages", "release_pages")
 """Attributes of the engine's allocator that are tensors with the numbers of free pages. From 0.5.21 on,
 ``staged_pages`` is a list of further such tensors."""
@@ -43,7 +43,7 @@ FREE_LISTS = ("free_pages", "release_pages")
 
 @dataclass(frozen=True)
 class Retire(Order):
-    """Order to free the tail of the KV cache.
+    """Order to shrink the KV cache.
 
     :param tokens: KV cache size after the order, in tokens.
     """
@@ -53,10 +53,10 @@ class Retire(Order):
 
 @dataclass(frozen=True)
 class EvictPrefixes(Order):
-    """Order to free the slots of the tail that only cached prefixes use.
+    """Order to free slots of the tail (the slots after the smaller KV cache) that only cached prefixes use.
 
-    An idle rank flushes its prefix cache. A busy rank evicts as many tokens of prefixes as there are held slots in the
-    tail. It begins with the least recently used prefixes.
+    An idle rank flushes its prefix cache. A busy rank evicts the least recently used prefixes, with as many tokens as
+    the tail still has slots in use.
     """
 
 
@@ -79,10 +79,8 @@ class FreeMemory:
         self.next_reading = self.clock() + SAMPLE_INTERVAL_S
 
     def measure_shortage(self) -> int:
-        """Read the free memory, and return the number of bytes that are missing from the whole margin.
-
-        :returns: 0 if at least half of the margin is free.
-        """
+        """Read the free memory, and return the bytes that are missing to the whole margin; 0 if at least half of the
+        margin is free."""
         free = self._read().free
         self.lowest = min(self.lowest, free)
         return self.margin - free if free < LOW_MARGIN_FRACTION * self.margin else 0
@@ -107,8 +105,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Metrics:
-    """Metrics of one rank. With ``--enable-metrics``, the endpoint ``/metrics`` reports them. Only rank 0 has
-    ``need_bytes``.
+    """Metrics of one rank. With ``--enable-metrics``, the endpoint ``/metrics`` reports them.
 
     :param arguments: the server's resolved arguments.
     :param gpu: number of the rank's GPU. It is a label, because the ranks of replicas have equal numbers.
@@ -185,8 +182,8 @@ class Serving:
         metrics.show(GIVEN_BACK, 0)
 
     def run_turn(self) -> None:
-        """Withdraw free slots, and read the free memory if it is time. The scheduler's event loop calls this method in
-        every turn."""
+        """If the KV cache is to shrink, withdraw free slots from the engine. Read the free memory every
+        :data:`SAMPLE_INTERVAL_S` seconds. The scheduler's event loop calls this method in every turn."""
         memory = self._memory
         is_due = memory.clock() >= memory.next_reading
         if is_due or self._is_shrinking:
@@ -234,9 +231,9 @@ class Serving:
     def _send_goal(self, missing_bytes: int, *, repeat: bool) -> None:
         """Order all ranks to free ``missing_bytes`` of the KV cache.
 
-        The KV cache keeps a *bound*: the floor or the longest request, whichever is larger. The bound falls when this
-        request ends. At the bound nothing is freed: the server warns once and goes on. A forward pass may then run out
-        of memory.
+        The KV cache never becomes smaller than a *bound*: the floor or the longest request, whichever is larger. The
+        bound falls when this request ends. At the bound, the server frees nothing, warns once and goes on. A forward
+        pass may then run out of memory.
 
         :param repeat: send the order even if no memory can be freed. A rank that is still short then reports again.
         """
@@ -259,10 +256,10 @@ class Serving:
             self._orders.send(Retire(wanted.tokens if frees else self._goal))
 
     def _longest_request(self) -> int:
-        """Return the KV cache size, in tokens, with which the longest request can be admitted and can end; 0 if there
-        is neither a request nor a session.
+        """Return the smallest KV cache size, in tokens, with which the longest request can be admitted and can end; 0
+        if there is neither a request nor a session.
 
-        The tokens of streaming sessions are included, because a session keeps the tokens of its request after the
+        The size includes the tokens of streaming sessions, because a session keeps the tokens of its request after the
         request has ended.
         """
         session_tokens, longest, page = tokens_of_sessions(self._scheduler.tree_cache), 0, self._pools.page
@@ -299,14 +296,14 @@ class Serving:
 
     def _publish_size(self, counts: TokenCounts) -> None:
         """Set the engine's number of KV cache tokens. The engine then rejects requests that would not fit into the
-        goal."""
+        smaller KV cache that rank 0 has ordered."""
         goal = self._pools.counts_for(self._goal)
         longest_request = (goal.full or goal.tokens) - self._extra_tokens_per_request
         token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Withdraw those slots of the tail that were freed since the last turn. Unmap the memory that no held slot
-        needs any more."""
+        """Withdraw from the engine the slots of the tail that requests have freed since the last turn. Unmap the memory
+        that no slot in use needs any more."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
             wanted = self._counts_in_whole_pages(max(self._goal, self._longest_request()))
@@ -448,21 +445,22 @@ def evict_prefixes(prefixes: Any, tokens: int) -> None:
 
 
 # --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
-# Between two turns of the scheduler, free slots of the tail are withdrawn, which means removed from the allocator's
-# free lists. The engine's number of tokens counts the slots before the tail, and the held slots of the tail. The engine
+# Between two turns of the scheduler, free slots of the tail are withdrawn: removed from the allocator's free lists. The
+# engine's number of tokens counts the slots before the tail, and the held slots of the tail. The engine
 # checks that free, cached and running tokens add up to this number. The check passes in every turn. The only patched
 # method of the allocator is ``clear``, because a flush frees every slot at once.
 
 
 class _Tail:
-    """Tail of the KV cache, for one kind of layers. It has the pages after page ``kept``, up to page ``size``.
+    """Tail of the KV cache, for one kind of layers: the pages that the smaller KV cache does not have. These are the
+    pages after page ``kept``, up to page ``size``.
 
-    The attribute ``held`` has one boolean for each page of the tail. The boolean is true until the page is withdrawn.
-    So it is also true for a free page that is not withdrawn yet.
+    The attribute ``held`` has one boolean for each page of the tail. The boolean is true until the page is withdrawn
+    (removed from the allocator's free lists). So it is also true for a free page that is not withdrawn yet.
 
     :param allocator: the allocator of these layers' slots.
-    :param size: KV cache size of these layers before the tail is freed, in tokens.
-    :param wanted: KV cache size of these layers after the tail was freed, in tokens.
+    :param size: present KV cache size of these layers, in tokens.
+    :param wanted: smaller KV cache size of these layers, in tokens.
     """
 
     def __init__(self, allocator: Any, size: int, wanted: int) -> None:
@@ -473,10 +471,10 @@ class _Tail:
         self.held = torch.ones(max(0, self.size - self.kept), dtype=torch.bool)
 
     def withdraw(self, spare: float) -> bool:
-        """Withdraw free pages of the tail from the allocator's free lists.
+        """Remove free pages of the tail from the allocator's free lists.
 
         :param spare: limit of the tokens to withdraw.
-        :returns: whether any pages were withdrawn.
+        :returns: whether any pages were removed.
         """
         before = int(self.held.sum())
 
@@ -493,7 +491,7 @@ class _Tail:
         return int(self.held.sum()) < before
 
     def _withdraw_from(self, pages: Any, most: float) -> Any:
-        """Withdraw at most ``most`` pages of the tail from a list of free pages, and return the rest of the list."""
+        """Remove at most ``most`` pages of the tail from a list of free pages, and return the rest of the list."""
         in_tail = pages > self.kept
         in_tail &= in_tail.cumsum(0) <= most
         withdrawn = pages[in_tail]
@@ -506,14 +504,15 @@ class _Tail:
         return (self.kept + int(self.held.sum())) * self.page
 
     def count_mapped(self) -> int:
-        """Return the number of tokens that need memory: all tokens up to the last held page of the tail. If no page of
-        the tail is held, these are the tokens before the tail."""
+        """Return the number of tokens that need memory: the tokens up to the last held page of the tail, or the tokens
+        before the tail if no page of the tail is held."""
         held = self.held.nonzero()
         return (self.kept + (int(held[-1]) + 1 if len(held) else 0)) * self.page
 
 
 class Retirement:
-    """One step to a smaller KV cache. The step ends when no slot of the tail is held.
+    """One step to a smaller KV cache. The step ends when no slot of the tail (the slots after the smaller size) is in
+    use.
 
     :param allocator: the scheduler's allocator.
     :param now: token counts before the step.
@@ -533,9 +532,10 @@ class Retirement:
         self.is_done = self._was_flushed = False
 
     def advance(self, spare: float = math.inf) -> bool:
-        """Withdraw the free slots of the tail. Call this method only between two turns of the scheduler.
+        """Withdraw the free slots of the tail: remove them from the allocator's free lists.
 
-        Do not call it between the allocator's ``free_group_begin`` and ``free_group_end``.
+        Call this method only between two turns of the scheduler. Do not call it between the allocator's
+        ``free_group_begin`` and ``free_group_end``.
 
         :param spare: limit of the tokens to withdraw from the KV cache of each kind of layers.
         :returns: whether fewer slots of the tail are held than before.
@@ -558,8 +558,8 @@ class Retirement:
         return max(int(tail.held.sum()) * tail.page for tail in self._tails.values())
 
     def usable_counts(self) -> TokenCounts:
-        """Return the KV cache size that the engine may use at this time: the slots before the tail, plus the number of
-        held slots in the tail."""
+        """Return the KV cache size that the engine may use at this time: the slots before the tail, and the held slots
+        of the tail."""
         return self._counts(_Tail.count_usable)
 
     def mapped_counts(self) -> TokenCounts:
@@ -594,8 +594,8 @@ class Retirement:
 
 
 def is_penalized(request: Any) -> bool:
-    """Return whether a request is penalized. The sampling of a penalized request allocates numbers for every request of
-    the batch and every token of the vocabulary.
+    """Return whether a request is penalized: its sampling allocates numbers for every request of the batch and every
+    token of the vocabulary.
 
     :param request: the engine's ``Req``.
     """
@@ -621,8 +621,8 @@ def beam_width(request: Any) -> int:
 
 
 def batch_is_penalized(batch: Any) -> bool:
-    """Return whether a batch is penalized. The sampling of a penalized batch allocates numbers for every request of the
-    batch and every token of the vocabulary.
+    """Return whether a batch is penalized: its sampling allocates numbers for every request of the batch and every
+    token of the vocabulary.
 
     The engine keeps the tensors of a logit bias and of ``min_p`` until the batch is empty, even if the request that
     asked for them has ended. This function reads only attributes of the batch, so that its time does not depend on the
@@ -663,8 +663,8 @@ class RequestLimit:
         """The running batch, into which the engine merges the requests that it admits in this turn."""
         self.rows: int | None = None
         """Limit of the rows in the batch; ``None`` if the limit has not been derived in this turn. A running request
-        with beams has one row for each beam, but the engine counts it as one row. So its other rows are subtracted from
-        this limit in advance."""
+        with beams has one row for each beam, but the engine counts only one row. So the request's other rows are
+        subtracted from this limit in advance."""
         self.widest = 1
         """Number of rows of the widest request that may join the batch: 1, or the number of its beams."""
 
@@ -675,10 +675,8 @@ class RequestLimit:
             self.rows = None
 
     def derive(self) -> int:
-        """Derive the attributes ``rows`` and ``widest`` from the waiting and running requests of this turn.
-
-        :returns: ``rows``.
-        """
+        """Derive the attributes ``rows`` and ``widest`` from the waiting and running requests of this turn. Return
+        ``rows``."""
         scheduler, penalized = self._scheduler, self._penalized_queue
         while penalized and penalized[0] not in scheduler.waiting_queue:
             penalized.popleft()

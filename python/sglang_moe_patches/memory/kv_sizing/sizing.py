@@ -15,7 +15,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MORE_REQUESTS_FRACTION = 1 / 32
 """Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
-has. A request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
+has. This is enough, because a request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
 MIN_FREE_BYTES = 1_000_000_000
 """Free memory that a forward pass of the rehearsal must leave, in bytes. If it leaves less, the rehearsal ends early,
 because the next forward pass might run out of memory. The need of the forward passes that did not run is then not
@@ -29,8 +29,8 @@ whole margin is free again."""
 FRACTION_STEP = 0.0001
 """Step to which a ``--mem-fraction-static`` is rounded. One step is 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3
-"""Limit of passes in one start. A first pass that starts over does not count. Another pass is needed if a new KV cache
-size makes some forward passes larger, or makes some possible at all."""
+"""Limit of passes (runs of the rehearsal) in one start. A first pass that starts over does not count. Another pass is
+needed if a new KV cache size makes a forward pass larger, or makes a further kind of forward pass possible."""
 SHOWN_PHASES = 3
 """Number of phases in the log line about the largest phases."""
 
@@ -90,9 +90,8 @@ class RankNeed:
     :param missed: phases that the rehearsal did not reach. The key is the phase's name, and the value is its kind.
     :param fewer_requests: largest number of concurrent requests for which there is memory; 0 if there is memory for as
         many requests as the server allows.
-    :param restart_requests: number of concurrent requests for another rehearsal, if the sizes of the last rehearsal
-        would make the KV cache smaller; 0 if no eager decode had more requests than the limit of
-        penalized requests, or with pipeline stages.
+    :param restart_requests: smaller limit of concurrent requests for another rehearsal, in case this result makes the
+        KV cache smaller; 0 if there is no such limit.
     :param can_limit_penalized: whether another rehearsal could run fewer penalized requests than
         ``--max-running-requests`` allows.
     :param request_limits: two limits that this package enforces: on the requests in a batch, and on the requests in a
@@ -118,7 +117,7 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
     :param now: tokens for which memory is mapped now.
     :param most: tokens for which addresses are reserved, or the user's limit if it is smaller.
     :param least: smallest KV cache size that is allowed.
-    :returns: the number of tokens, and the reason; empty if the size is the size that fits.
+    :returns: the number of tokens, and the reason, which is empty if the number is the number that fits.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"
@@ -150,7 +149,7 @@ def largest_phases(phases: Mapping[str, int]) -> str:
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
     """Return the ``--mem-fraction-static`` with which a stock server has the same KV cache size.
 
-    :param more_bytes: number of bytes by which the KV cache is larger than ``launch.fraction`` would make it.
+    :param more_bytes: number of bytes by which the KV cache is larger than with ``launch.fraction``.
     :returns: the fraction, rounded down; ``None`` if no fraction gives this size.
     """
     fraction = launch.fraction + more_bytes / launch.free_before_load

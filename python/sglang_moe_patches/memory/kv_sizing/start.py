@@ -75,8 +75,9 @@ class Exchange:
 
 
 Start = Generator[Exchange | Rehearsal, Any, None]
-"""Steps of a start. An exchange resumes the generator with the values of all ranks. A rehearsal resumes it with the
-rehearsal's result, or with ``None`` if rank 0 did not wait for this rank any longer."""
+"""Generator of the steps of a start. After an :class:`Exchange`, the generator resumes with the values of all ranks.
+After a :class:`.Rehearsal`, it resumes with the rehearsal's result, or with ``None`` if rank 0 did not wait for this
+rank any longer."""
 
 
 # --- The start --------------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Reservation:
     :param bytes_per_token: KV cache bytes of one token on this rank.
     :param raised_tokens: tokens that the KV cache has in addition to the engine's rule, because the rehearsal begins
         with a larger fraction.
-    :param max_tokens: ``--max-total-tokens``; 0: not given.
+    :param max_tokens: ``--max-total-tokens``; 0 if not given.
     :param fraction_is_given: whether the user gave ``--mem-fraction-static``.
     """
 
@@ -144,7 +145,7 @@ class ServerStart:
     def begin(self, problem: str) -> None:
         """Begin the start. If a rank has a problem, all ranks serve with the engine's KV cache size. Collective.
 
-        :param problem: reason why this rank's KV cache cannot be resized; "": it can.
+        :param problem: reason why this rank's KV cache cannot be resized; empty if it can.
         """
         self.board = ranks.Board(ranks.share_secret())
         if not problem:
@@ -208,7 +209,7 @@ class ServerStart:
         self._serve()
 
     def obey(self, order: ranks.Order) -> None:
-        """Carry out an order of rank 0. This is called between two turns. In a rehearsal, no request runs then."""
+        """Carry out an order of rank 0, between two turns."""
         if self._serving is not None:
             self._serving.obey(order)
         elif isinstance(order, ResumeStart):
@@ -292,7 +293,7 @@ class ServerStart:
             return False
 
     def _fail_rehearsal(self, problem: str) -> None:
-        """Drop the requests of the rehearsal, whose forward pass has raised, and end the rehearsal early.
+        """Drop the requests of a rehearsal in which a forward pass has raised, and end the rehearsal early.
 
         :param problem: description of the exception.
         """
@@ -352,8 +353,8 @@ class ServerStart:
         """Decide on the KV cache size of the server, from the needs of all ranks.
 
         :param needs: needs of all ranks; ``None`` in the place of a rank that has published none.
-        :returns: three values: the size in tokens; the reason why the server does not get the size that fits into
-            memory, or ""; whether the rehearsal of any rank ended early.
+        :returns: three values: the size in tokens; the reason why this is not the size that fits into memory, or empty
+            if it is; whether the rehearsal of any rank ended early.
         """
         now = self.pools.counts.tokens
         known = [need for need in needs if need is not None]
@@ -369,14 +370,14 @@ class ServerStart:
         return tokens, reason, any(need.stopped for need in known)
 
     def _requests_to_start_over(self, rank_0: RankNeed, is_smaller: bool, ended_early: bool) -> int | None:
-        """Return the number of requests with which the first rehearsal starts over; ``None``: it does not start over.
+        """Return the number of requests with which the first rehearsal starts over; ``None`` if it does not start over.
 
         By default the rehearsal tries more concurrent requests than the user asked for. If these would make the KV
         cache smaller than the engine's own, the rehearsal starts over with fewer requests.
 
         The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
 
-        :param is_smaller: whether the KV cache becomes smaller. It does not if a rank is silent or has failed.
+        :param is_smaller: whether the KV cache becomes smaller.
         :param ended_early: whether the rehearsal of any rank ended early, and none failed.
         """
         if self._pass > 1:
@@ -386,7 +387,7 @@ class ServerStart:
         return 0 if is_smaller and rank_0.can_limit_penalized else None
 
     def _start_over(self, requests: int) -> str:
-        """Forget all measurements, and begin the first rehearsal again. Return the reason if this rank cannot, or "".
+        """Forget all measurements, and begin the first rehearsal again. Return the reason if this rank cannot, else "".
 
         :param requests: as :meth:`_requests_to_start_over` returns it.
         """
@@ -403,7 +404,7 @@ class ServerStart:
     def _map_on_all_ranks(self, tokens: int) -> Generator[Exchange, Any, str]:
         """Map memory for a number of tokens on every rank, and yield the exchange of the results.
 
-        :returns: the reason why a rank cannot, or "".
+        :returns: the reason why a rank has not mapped the memory; empty if all ranks have mapped it.
         """
         problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
         if None in problems:
@@ -412,7 +413,7 @@ class ServerStart:
         return f"a rank had no memory to map: {problem}" if problem else ""
 
     def _try_to_map(self, tokens: int) -> str:
-        """Map memory for a number of tokens. Return the reason if this rank cannot, or ""."""
+        """Map memory for a number of tokens. Return the reason if this rank cannot, else ""."""
         try:
             self.pools.map(self.pools.counts_for(tokens))
         except Exception as error:
@@ -420,10 +421,10 @@ class ServerStart:
         return ""
 
     def _set_cache_size(self, tokens: int) -> str:
-        """Set the KV cache size in all objects of the engine, and unmap the memory of all slots after it.
+        """Set the KV cache size in all objects of the engine, and unmap the memory of all slots after this size.
 
-        :returns: the reason why the engine keeps a smaller size, or "". The reason is the same on every rank, because
-            all ranks have objects of the same kinds.
+        :returns: the reason why the engine keeps a smaller size; empty if it has the new size. The reason is the same
+            on every rank, because all ranks have objects of the same kinds.
         """
         counts, problem = self.pools.counts_for(tokens), ""
         try:
@@ -481,7 +482,7 @@ class ServerStart:
     def _log_size(self, reason: str) -> None:
         """Log the final KV cache size, and set the metrics.
 
-        :param reason: reason why the size is not the one that fits; "": it is.
+        :param reason: reason why the size is not the size that fits into memory; empty if it is.
         """
         rule, now = self._tokens_by_rule(), self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
@@ -524,10 +525,8 @@ class ServerStart:
         )
 
     def _tokens_by_rule(self) -> int:
-        """Return the KV cache size of a stock server: by the given fraction, or by the engine's own.
-
-        If the rehearsal began with a larger fraction, the KV cache began with more tokens than this.
-        """
+        """Return the KV cache size of a stock server, in tokens: by the user's ``--mem-fraction-static``, or by the
+        engine's own. If the rehearsal began with a larger fraction, the KV cache began with more tokens."""
         return max(0, self.pools.first.tokens - self.reservation.raised_tokens)
 
     def _set_metrics(self, state: str, reason: str) -> None:

@@ -37,8 +37,8 @@ COUNTS: Mapping[str, str] = {
     "full_tokens_per_layer": "full",
     "swa_tokens_per_layer": "window",
 }
-"""Attributes of the engine's objects that store a number of KV cache tokens. The value is the field of
-:class:`TokenCounts` with this number."""
+"""Attributes of the engine's objects that store a number of KV cache tokens. The value of an attribute's name is the
+field of :class:`TokenCounts` with this number."""
 HOLDERS = (
     "",
     *("tp_worker", "tp_worker.model_runner", "tp_worker.model_runner.memory_pool_config"),
@@ -83,7 +83,8 @@ def set_allocator_size(allocator: Any, counts: TokenCounts) -> None:
 
 
 def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
-    """Set the size of an allocator, and free all of its slots. If the size changes, no request may use a slot."""
+    """If an allocator has another size than ``counts``, set its size and free all of its slots. No request may use a
+    slot then."""
     if any(owner.size != getattr(counts, part) for part, owner in parts_of(allocator)):
         set_allocator_size(allocator, counts)
         allocator.clear()
