@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if the driver has no memory to map. No mapping has changed. The message is the driver's error."""
+    """Raised if the driver has no memory to map. No mapping has changed then. The message is the driver's error."""
 
 
 class CudaMemory:

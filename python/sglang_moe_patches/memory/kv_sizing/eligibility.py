@@ -60,9 +60,9 @@ To change the default, change these places, too:
 - ``docs/changes/kv-sizing.md``: the section *What it does* states the default. A test in
   ``test/unit/memory/kv_sizing/test_eligibility.py`` compares the page with this default.
 - README: ``make pages`` writes the number.
-- ``benchmark/results/recipes``: for three recipes, ``doctor`` reports a first fraction, which may depend on the margin.
-  Run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` for each
-  release that has a file there (five minutes each).
+- ``benchmark/results/recipes``: for three recipes, ``doctor`` reports the fraction with which the KV cache begins. This
+  fraction may depend on the margin. Run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
+  benchmark/results/recipes/RELEASE.json`` for each release that has a file there (five minutes each).
 
 Measured figures in the README, ``docs/benchmarks`` and ``docs/changes`` stay as they are: their margin was 2,000 MB.
 """
@@ -83,7 +83,7 @@ arguments and the server's environment."""
 class UnsizedKind:
     """Kind of server that keeps the KV cache size of the engine's rule.
 
-    :param name: the engine's argument or environment variable that makes a server be of this kind.
+    :param name: the engine's argument or environment variable that identifies such servers.
     :param reason: clause that says why such a server is not measured.
     :param applies: function that returns whether a server is of this kind; ``None`` if a server is of this kind
         whenever the argument ``name`` is on.

@@ -29,8 +29,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 )
 
 ATTEMPTS_PER_PHASE = 2
-"""Limit of attempts to run a phase. An attempt fails if no forward pass has the phase's sizes, because the scheduler
-decides which requests share a forward pass."""
+"""Limit of attempts to run a phase. The scheduler decides which requests share a forward pass. So an attempt may fail:
+no forward pass has the phase's sizes."""
 
 
 class LoadDriver:
@@ -71,9 +71,9 @@ class LoadDriver:
         """Number of requests in the largest decode that has begun without a CUDA graph. Only decodes with more requests
         than :attr:`.Limits.penalized` count. 0 if no such decode has begun, or with pipeline stages."""
         self.restart_requests = 0
-        """Limit of concurrent requests if the rehearsal starts over with fewer: the number of the decode before the one
-        in ``_most_requests``, or :attr:`.Limits.penalized` if it was the first such decode. 0 if ``_most_requests`` is
-        0."""
+        """Limit of concurrent requests if the rehearsal starts over with fewer. It is the number of requests in the
+        decode before that of ``_most_requests``, or :attr:`.Limits.penalized` if there was no such decode. 0 if
+        ``_most_requests`` is 0."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases whose sizes no forward pass had. The key is the phase's name, and the value is its kind."""
         self.is_over = False
@@ -183,7 +183,7 @@ class LoadDriver:
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
         """Yield the requests of each turn in one attempt to run a phase.
 
-        :param tokens: generator of the prompts' tokens. They differ in each attempt.
+        :param tokens: generator of the prompts' tokens, which differ in each attempt.
         """
         self._is_decoding = self._is_planted = False
         prefix = shared_prefix(phase.shared, self.limits)

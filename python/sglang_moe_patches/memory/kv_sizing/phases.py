@@ -22,15 +22,15 @@ from sglang_moe_patches.memory.kv_sizing.ranks import Order
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
-"""Limit of requests in a rehearsed forward pass whose requests share the longest prefix."""
+"""Largest number of requests that share the longest prefix in one rehearsed forward pass."""
 MAX_PART_FRACTION = 1 / 16
 """Largest part, as a fraction of the longest prefix, if the rehearsal computes a cached prefix in parts. The parts are
 small because the engine computes an aborted prompt to its end. If this took long, the engine's warm-up request would
 time out, and the server would end."""
 FIRST_PART_FRACTION = 1 / 4
-"""Fraction that gives the length of a shorter prompt. Its time predicts the time of the longest prompt, which runs
-after it. Without a radix cache, the shorter prompt has this fraction of the longest prompt. With a planted prefix (put
-into the radix cache without computing it), it has this fraction of the longest prefix, and a chunk after it."""
+"""Length of a trial prompt, as a fraction. The time of the trial prompt predicts the time of the longest prompt.
+Without a radix cache, the trial prompt has this fraction of the longest prompt. With a planted prefix (put into the
+radix cache without computing it), the trial prompt has this fraction of the longest prefix, and a chunk after it."""
 LONG_PROMPT_NEW_TOKENS = 64
 """Number of tokens that each request generates in a decode with one long request. The short requests wait for the long
 prompt, and then decode in the same batch."""
@@ -40,8 +40,7 @@ SHORT_PROMPT_TOKENS = 8
 SAMPLING = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Sampling parameters as model cards recommend them. They take more memory than greedy decoding."""
 BIASED_TOKEN = 1000
-"""Token to which the rehearsal's logit bias applies. If the vocabulary is smaller, the bias applies to its last
-token."""
+"""Token to which the rehearsal's logit bias applies, or the last token of a smaller vocabulary."""
 PENALIZED_SAMPLING = {
     **SAMPLING,
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
@@ -73,9 +72,10 @@ MAMBA = "Mamba"
 """Value of :attr:`ServerFacts.hybrid` for a model with Mamba layers, in which each request has a state in addition to
 its KV cache."""
 STATE_INTERVAL_TOKENS = 256
-"""Unit of the length of a rehearsed prefix on models with Mamba layers, in tokens. The radix cache has a prefix only up
-to a state that the engine has kept. The engine keeps a state at the end of a request, or at multiples of 64 to 256
-tokens, by release, model and strategy. At multiples of 256 tokens, every engine keeps a state."""
+"""Number of tokens to which the length of a rehearsed prefix is rounded down, on models with Mamba layers. The radix
+cache has a prefix only up to a state of these layers that the engine has kept. The engine keeps a state at the end of a
+request, or at multiples of 64 to 256 tokens, depending on release, model and strategy. In all of these cases, it keeps
+a state at a multiple of 256 tokens."""
 WINDOW_OVERHANG_TOKENS = 128
 """Limit of tokens that a request keeps in addition to its sliding window. The engine frees the tokens that have left
 the window in steps, such as 128 tokens in 0.5.23."""
@@ -122,7 +122,6 @@ class Sizes:
 
 
 SIZES = tuple(size.name for size in fields(Sizes))
-"""Names of the fields of :class:`Sizes`."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +387,6 @@ def derive_limits(
 
 
 def speculates(info: Arguments) -> bool:
-    """Return whether a server uses speculative decoding."""
     return bool(info.get("speculative_algorithm"))
 
 
@@ -426,7 +424,7 @@ def _read_capture_limit(info: Arguments) -> int:
 class Prompt(NamedTuple):
     """Length of a prompt, in tokens.
 
-    :param shared: number of tokens that the prompt has of the prefix that several phases share.
+    :param shared: number of tokens at the beginning that come from the prefix which several phases share.
     :param fresh: number of tokens after this prefix. No other prompt has these tokens.
     """
 
@@ -439,8 +437,9 @@ class Estimate:
     """Estimate of a phase's memory: at most ``times`` the memory of an earlier phase.
 
     A phase with ``fewer_requests`` is left out if it would take more memory than is free. It is also left out if it
-    would take much more memory than all phases before it, because the KV cache makes better use of this memory. If
-    there is no memory for any other phase, the rehearsal ends, and the estimate counts as part of the need.
+    would take much more memory than all phases before it, because the KV cache makes better use of this memory. If a
+    phase without ``fewer_requests`` would take more memory than is free, the rehearsal ends, and the estimate counts as
+    part of the need.
 
     :param name: name of the earlier phase.
     :param times: factor between the memory of the two phases.
@@ -498,7 +497,7 @@ class Phase:
 class Plant(Order):
     """Order to every rank to put a prefix into its radix cache without computing it, before the next requests.
 
-    :param tokens: tokens of the prefix. It is the part that the next phase needs of a prefix that phases share.
+    :param tokens: tokens of the prefix that the next phase needs.
     """
 
     tokens: tuple[int, ...]
@@ -540,8 +539,8 @@ def first_tokens(limits: Limits) -> Iterator[int]:
 
 
 def derive_phases(limits: Limits) -> list[Phase]:
-    """Return the phases of a rehearsal in their order. The phases with the largest forward passes come first, and the
-    phases with larger sampling follow."""
+    """Return the phases of a rehearsal in their order: prefills, decodes, decodes with penalties, decodes that may be
+    left out, a decode with one long request, and prompts of many lengths."""
     phases: list[Phase] = []
 
     chunk = limits.largest_prefill_tokens
@@ -759,9 +758,9 @@ def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
     """Return the lengths of prompts that extend the cached prefix part by part, up to ``longest`` tokens.
 
     A part is at most as long as the prefix before it, and at most :data:`MAX_PART_FRACTION` of ``longest``. Both limits
-    are at least a chunk. With sliding windows, the last part is hardly longer than a window. While a prefix is
-    in use, the cache keeps the windows of the parts in which the prefix was computed. A longer last part, or a short
-    part after a long one, would leave no room for a chunk after the prefix.
+    are at least a chunk. With sliding windows, the last part is hardly longer than a window. While a prefix is in use,
+    the cache keeps the windows of the parts in which the prefix was computed. A longer last part, or a short part after
+    a long part, would leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest

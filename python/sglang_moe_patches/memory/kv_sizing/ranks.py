@@ -133,8 +133,9 @@ def all_machines_take_part() -> bool:
     off, so waiting for its ranks in a collective could block for ever. Each rank sets a key in the store. Rank 0
     decides by these keys, and the decision that reaches the store first counts.
 
-    No secret is shared yet, so a foreign process can write these keys. A foreign key can make the answer *no*. If it
-    makes the answer *yes*, this function raises after :data:`WAIT_S` seconds, because a rank does not connect.
+    No secret is shared yet, so a foreign process can write these keys. A foreign key can make the answer *no*. If a
+    foreign key makes the answer *yes*, this function raises after :data:`WAIT_S` seconds, because a rank does not
+    connect.
 
     :raises RuntimeError: the store does not answer, or a rank does not connect in time.
     """
@@ -234,8 +235,7 @@ class Board:
         return [None if text is None else decode(kind, text) for text in texts]
 
     def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any | None]:
-        """Block until all ranks have published, at most ``timeout_s`` seconds. Return the values as :meth:`collect`
-        does."""
+        """Return the values as :meth:`collect`, after all ranks have published or after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while None in (values := self.collect(topic, kind)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -278,8 +278,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Order:
-    """Action that every rank carries out in the turn in which it receives the order. Each kind of order is a
-    subclass."""
+    """Action that every rank carries out in the turn in which it receives the order. Subclasses are the kinds."""
 
 
 @dataclass(frozen=True)

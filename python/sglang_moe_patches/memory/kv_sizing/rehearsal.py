@@ -84,7 +84,7 @@ class Measured:
     :param seconds: seconds of each phase that began, and of the whole rehearsal.
     :param missed: kinds of the phases whose sizes no forward pass had, by the phases' names.
     :param fewer_requests: limit of concurrent requests for which there is memory; 0 for the server's own limit.
-    :param restart_requests: limit of concurrent requests if the rehearsal starts over with fewer; 0 if it cannot.
+    :param restart_requests: limit of concurrent requests if the rehearsal starts over with fewer; 0 for no such limit.
     """
 
     lowest: int = 0
@@ -123,7 +123,7 @@ class Rehearsal:
     :param leads: whether this is rank 0, which puts the requests into the inbox.
     :param peaks: peak bytes of the tensors in the phases of earlier rehearsals, by the phases' names.
     :param bytes_per_token: bytes of one token in the KV cache.
-    :param margin: bytes that must stay free when more requests run at once than the user asked for.
+    :param margin: bytes that must stay free in a decode that the rehearsal may leave out.
     """
 
     def __init__(
@@ -148,9 +148,8 @@ class Rehearsal:
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-        # Decodes of more requests than the user asked for may be left out. `_reserved_by_others`: bytes that the
-        # allocator had reserved before the first of these decodes. `_for_more_requests`: bytes that these decodes may
-        # take.
+        # Decodes of many requests may be left out. `_reserved_by_others`: bytes that the allocator had reserved before
+        # the first of these decodes. `_for_more_requests`: bytes that these decodes may take.
         self._reserved_by_others: int | None = None
         self._for_more_requests = bytes_per_token * limits.cache_tokens * MORE_REQUESTS_FRACTION
         self._failure, self._stopped, self._is_flushing, self._has_planted = "", False, False, False
@@ -319,7 +318,7 @@ class Rehearsal:
         if self._reserved_by_others is None:
             self._reserved_by_others = self._peak_reserved
         # The allocator often reserves new memory for a larger decode, even if an earlier forward pass had more tensors.
-        # So count the memory that it has reserved since the first decode of more requests than the user asked for.
+        # So count the memory that it has reserved since the first decode that may be left out.
         cost = self._peak_reserved - self._reserved_by_others + taken_next - peak_bytes
         # The margin must stay free, too, so that more requests never make the KV cache smaller than the engine's own.
         return cost <= self._for_more_requests and free_bytes >= self._margin + MIN_FREE_BYTES

@@ -55,8 +55,8 @@ class Retire(Order):
 class EvictPrefixes(Order):
     """Order to free slots of the tail (the slots after the smaller KV cache) that only cached prefixes use.
 
-    An idle rank flushes its prefix cache. A busy rank evicts the least recently used prefixes, with as many tokens as
-    the tail still has slots in use.
+    An idle rank flushes its prefix cache. A busy rank evicts prefixes, the least recently used first, until it has
+    evicted as many tokens as the tail has slots in use.
     """
 
 
@@ -79,8 +79,8 @@ class FreeMemory:
         self.next_reading = self.clock() + SAMPLE_INTERVAL_S
 
     def measure_shortage(self) -> int:
-        """Read the free memory, and return the bytes that are missing to the whole margin; 0 if at least half of the
-        margin is free."""
+        """Read the free memory, and return the number of bytes by which it is less than the margin; 0 if at least half
+        of the margin is free."""
         free = self._read().free
         self.lowest = min(self.lowest, free)
         return self.margin - free if free < LOW_MARGIN_FRACTION * self.margin else 0
@@ -108,7 +108,7 @@ class Metrics:
     """Metrics of one rank. With ``--enable-metrics``, the endpoint ``/metrics`` reports them.
 
     :param arguments: the server's resolved arguments.
-    :param gpu: number of the rank's GPU. It is a label, because the ranks of replicas have equal numbers.
+    :param gpu: number of the rank's GPU, a label of each metric. Ranks of two replicas may have the same rank number.
     """
 
     def __init__(self, arguments: Mapping[str, Any], gpu: int) -> None:
@@ -182,7 +182,7 @@ class Serving:
         metrics.show(GIVEN_BACK, 0)
 
     def run_turn(self) -> None:
-        """If the KV cache is to shrink, withdraw free slots from the engine. Read the free memory every
+        """If the KV cache is to shrink, remove free slots from the allocator's free lists. Read the free memory every
         :data:`SAMPLE_INTERVAL_S` seconds. The scheduler's event loop calls this method in every turn."""
         memory = self._memory
         is_due = memory.clock() >= memory.next_reading
@@ -302,8 +302,8 @@ class Serving:
         token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Withdraw from the engine the slots of the tail that requests have freed since the last turn. Unmap the memory
-        that no slot in use needs any more."""
+        """Remove the slots of the tail that requests have freed since the last turn from the allocator's free lists.
+        Unmap the memory that no slot in use needs any more."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
             wanted = self._counts_in_whole_pages(max(self._goal, self._longest_request()))
@@ -675,8 +675,7 @@ class RequestLimit:
             self.rows = None
 
     def derive(self) -> int:
-        """Derive the attributes ``rows`` and ``widest`` from the waiting and running requests of this turn. Return
-        ``rows``."""
+        """Derive ``rows`` and ``widest`` from the waiting and running requests of this turn. Return ``rows``."""
         scheduler, penalized = self._scheduler, self._penalized_queue
         while penalized and penalized[0] not in scheduler.waiting_queue:
             penalized.popleft()

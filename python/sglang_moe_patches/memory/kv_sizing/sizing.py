@@ -15,7 +15,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MORE_REQUESTS_FRACTION = 1 / 32
 """Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
-has. This is enough, because a request takes about 2 MB in a decode, and tens of times as much in the KV cache."""
+has. The fraction is small because a request takes about 2 MB in a decode, but tens of times as much in the KV
+cache."""
 MIN_FREE_BYTES = 1_000_000_000
 """Free memory that a forward pass of the rehearsal must leave, in bytes. If it leaves less, the rehearsal ends early,
 because the next forward pass might run out of memory. The need of the forward passes that did not run is then not
@@ -117,7 +118,7 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
     :param now: tokens for which memory is mapped now.
     :param most: tokens for which addresses are reserved, or the user's limit if it is smaller.
     :param least: smallest KV cache size that is allowed.
-    :returns: the number of tokens, and the reason, which is empty if the number is the number that fits.
+    :returns: the number of tokens, and the reason. The reason is empty if this many tokens fit into memory.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"
@@ -133,7 +134,6 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
 
 
 def format_megabytes(size: float) -> str:
-    """Format a number of bytes in megabytes, with the unit."""
     return f"{size / 1e6:,.0f} MB"
 
 

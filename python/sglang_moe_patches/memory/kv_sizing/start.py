@@ -8,7 +8,7 @@ run of the rehearsal is a *pass*; its parts are *phases*. The *need* is the memo
 buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. An *order* is a message of
 rank 0 that all ranks carry out in the same turn.
 
-A start that fails goes on as follows:
+Failures in a start have these effects:
 
 - A rank has no memory to map: the KV cache keeps the size that it had before.
 - A rank publishes nothing for a minute: the KV cache has at most its first size, and the server serves.
@@ -372,8 +372,8 @@ class ServerStart:
     def _requests_to_start_over(self, rank_0: RankNeed, is_smaller: bool, ended_early: bool) -> int | None:
         """Return the number of requests with which the first rehearsal starts over; ``None`` if it does not start over.
 
-        By default the rehearsal tries more concurrent requests than the user asked for. If these would make the KV
-        cache smaller than the engine's own, the rehearsal starts over with fewer requests.
+        If ``--max-running-requests`` is not given, the rehearsal also runs decodes of more requests than the largest
+        CUDA graph has. If these would make the KV cache smaller than the engine's own, it starts over with fewer.
 
         The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
 
@@ -530,7 +530,6 @@ class ServerStart:
         return max(0, self.pools.first.tokens - self.reservation.raised_tokens)
 
     def _set_metrics(self, state: str, reason: str) -> None:
-        """Set the metrics of this rank."""
         self.metrics.show(serving.STATE, 1, state=state, reason=reason)
         self.metrics.show(serving.TOKENS, self.pools.counts.tokens)
         self.metrics.show(serving.BY_RULE, self._tokens_by_rule())

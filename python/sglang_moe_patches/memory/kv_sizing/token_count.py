@@ -37,8 +37,8 @@ COUNTS: Mapping[str, str] = {
     "full_tokens_per_layer": "full",
     "swa_tokens_per_layer": "window",
 }
-"""Attributes of the engine's objects that store a number of KV cache tokens. The value of an attribute's name is the
-field of :class:`TokenCounts` with this number."""
+"""Fields of :class:`TokenCounts`. The key is the name of an attribute in which the engine's objects store the same
+number."""
 HOLDERS = (
     "",
     *("tp_worker", "tp_worker.model_runner", "tp_worker.model_runner.memory_pool_config"),
