@@ -219,8 +219,8 @@ class Limits:
     window_tokens: int = 0
     """KV cache size of the layers with a sliding window, in tokens; 0 if no layer has a sliding window."""
     states: bool = False
-    """Whether layers (such as Mamba layers) keep a state for each request. A prefix is then cached only up to a kept
-    state."""
+    """Whether layers (such as Mamba layers) keep a state for each request. The radix cache then has a prefix only up to
+    a state that the engine has kept."""
     stop_token: bool = False
     """Whether the tokenizer has an end-of-sequence token. The rehearsal then uses ``min_new_tokens``, which forbids
     this token."""

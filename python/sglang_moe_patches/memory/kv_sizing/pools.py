@@ -30,8 +30,8 @@ KNOWN_POOLS = {
 }
 """Names of the engine's pool classes that this module supports. ``docs/changes/kv-sizing.md`` has the same list."""
 KNOWN_TABLES = {"ReqToTokenPool", "HybridReqToTokenPool"}
-"""Names of the engine's request table classes that this module supports. The second class also has the states of Mamba
-layers, whose number does not depend on the tokens."""
+"""Names of the engine's request table classes that this module supports. ``HybridReqToTokenPool`` also has the states
+of Mamba layers, whose number does not depend on the number of tokens."""
 FACTORIES = ("zeros", "empty", "ones", "full")
 """Names of the functions of ``torch`` that make a tensor of a given shape."""
 

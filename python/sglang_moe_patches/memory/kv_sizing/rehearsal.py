@@ -44,7 +44,8 @@ from sglang_moe_patches.memory.kv_sizing.ranks import Board, Broadcast, is_idle
 from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES, MORE_REQUESTS_FRACTION
 
 REHEARSAL_TIMEOUT_S = 300.0
-"""Seconds after which a rehearsal begins no further phase. The engine's warm-up request gives up after ten minutes."""
+"""Seconds after which a rehearsal begins no further phase. The engine's warm-up request waits for the rehearsal, and
+gives up after ten minutes."""
 ABANDON_AFTER_S = 60.0
 """Seconds from :data:`REHEARSAL_TIMEOUT_S` to the time at which the rehearsal ends without a result, even if requests
 still run."""
