@@ -1,8 +1,8 @@
 """Model of PyTorch's caching allocator, and a recorder of the memory that a function allocates and frees.
 
-Together they show, without a GPU, how much memory PyTorch's allocator would reserve for the function, and how much of
-this memory no tensor could use. The function runs on the CPU. With tensors that are too large for the CPU, it runs on
-PyTorch's ``meta`` device.
+They show how much GPU memory PyTorch's allocator would reserve for the function, and how much of this memory no tensor
+could use. No GPU is needed: the function runs on the CPU. If its tensors are too large, it runs on PyTorch's ``meta``
+device.
 
 The model follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 and 2.14 with default settings, one stream and
 no limit of memory. It supports only one setting, ``max_split_size_mb``.
@@ -50,7 +50,7 @@ class _Block:
     :param small: whether the block belongs to the allocator's pool for small allocations.
     :param before: previous block of the same segment; ``None`` at the segment's start.
     :param after: next block of the same segment; ``None`` at the segment's end.
-    :param order: number that rises with each new block. Of two free blocks of one size, the allocator takes the older.
+    :param order: number that rises with each new block. The allocator takes the older of two equal free blocks.
     """
 
     size: int
@@ -66,7 +66,7 @@ class _Block:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key of a free block. The allocator takes the smallest block that is large enough."""
+        """Sort key of free blocks: the size, then the age. The allocator takes the first block that is large enough."""
         return self.size, self.order
 
 
@@ -88,7 +88,7 @@ class Allocator:
         return self.reserved - self.allocated
 
     def run(self, events: Iterable[Event]) -> None:
-        """Replay the steps of a recording."""
+        """Replay recorded allocations, releases and calls of ``empty_cache``."""
         for key, size in events:
             if key is None:
                 self.empty_cache()
@@ -130,7 +130,7 @@ class Allocator:
         bisect.insort(self._free[block.small], block, key=lambda free: free.rank)
 
     def empty_cache(self) -> None:
-        """Return all segments to the driver in which no block is in use."""
+        """Return each segment without a used block to CUDA's driver. A segment is one allocation from the driver."""
         for pool in self._free.values():
             returned = [block for block in pool if block.is_whole_segment]
             self.reserved -= sum(block.size for block in returned)
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, list[Event]]:
-    """Call a function, and record the memory of a device that it allocates and frees.
+    """Call a function, and record the memory that the function allocates and frees on one device.
 
     :returns: the function's result, and the recorded events in order.
     """

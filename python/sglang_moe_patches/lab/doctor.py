@@ -86,10 +86,8 @@ def _examine_here() -> dict[str, Any]:
 
 
 def _describe_wrong_values() -> list[str]:
-    """Return one line for each environment variable with a wrong value. The line is the server's error message.
-
-    Some variables belong to a feature. Only a server that uses the feature would refuse such a value.
-    """
+    """Return one error message for each environment variable with a wrong value. Only servers in which the variable's
+    change applies refuse this value."""
     lines = []
     for change, variable in patch.list_variables(CHANGES):
         try:
@@ -112,8 +110,8 @@ def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
 
 @functools.cache
 def _arguments_without_flags() -> Any:
-    """Return the default values of the engine's arguments. They are not resolved, because the engine cannot resolve
-    them without a model."""
+    """Return the default values of the engine's server arguments. Values that the engine derives from a model are not
+    set."""
     from sglang.srt.server_args import ServerArgs
 
     if dataclasses.is_dataclass(ServerArgs):
@@ -159,7 +157,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # The garbage collector is off. Importing thousands of modules creates no garbage worth collecting.
+    gc.disable()  # Importing thousands of modules creates no garbage worth collecting.
     try:
         result = _examine_here()
     except (ValueError, ImportError) as problem:

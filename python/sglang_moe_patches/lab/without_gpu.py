@@ -23,8 +23,8 @@ class UnusableEnvironment(RuntimeError):
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables with which a new process can import the engine. On a machine with a GPU, the
-    dictionary is empty.
+    """Return the environment variables that a new process needs to import the engine without a GPU. The result is empty
+    on a machine with a GPU.
 
     :raises UnusableEnvironment: a C compiler, the engine's kernels, or a library that the kernels load is missing.
     """
@@ -39,13 +39,13 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def build_stub_libcuda(folder: Path) -> Path:
-    """Build a stub ``libcuda.so.1``, unless it already exists. All of its functions return 100
+    """Build a stub ``libcuda.so.1``, unless it already exists.
+
+    The library defines only the ``cu*`` functions that the engine's compiled kernels import. All of them return 100
     (``CUDA_ERROR_NO_DEVICE``).
 
-    The library defines only the ``cu*`` symbols that the engine's compiled kernels import.
-
     :returns: path of the library, in its own folder below ``folder``.
-    :raises UnusableEnvironment: the library cannot be built, or the kernels lack another library.
+    :raises UnusableEnvironment: the library cannot be built, or another library that the kernels load is missing.
     """
     if not (libraries := _libraries("sgl_kernel")):
         raise UnusableEnvironment("the engine's kernels (sgl_kernel) are not installed in this environment")
@@ -56,7 +56,7 @@ def build_stub_libcuda(folder: Path) -> Path:
         raise UnusableEnvironment(
             "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
         )
-    # The driver's functions are named cuXxx. Functions of the runtime (cudaXxx), cuBLAS (cublasXxx) and others are not.
+    # The driver's functions are named cuXxx, unlike those of the CUDA runtime (cudaXxx) and of cuBLAS (cublasXxx).
     symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
     source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols)
     target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"

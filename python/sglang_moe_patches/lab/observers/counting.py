@@ -1,11 +1,11 @@
 """Count what each change does in a running server: how often, and in which MoE layers.
 
-Each change declares the functions to count (:class:`sglang_moe_patches.core.patch.Count`). In an observed process these
-functions are wrapped. In all other processes nothing is wrapped, so counting costs them nothing. The engine's
-``FusedMoE.run_moe_core`` calls every MoE runner. It is wrapped, too, so that each call of a counted function can be
-assigned to a layer.
+Each change declares the functions to count (:class:`sglang_moe_patches.core.patch.Count`). In an observed process
+(:mod:`.forwards`) these functions are wrapped. Other processes have no wrappers, so counting costs them nothing. The
+engine's ``FusedMoE.run_moe_core``, which calls every MoE runner, is wrapped, too. Each call of a counted function can
+then be assigned to a layer.
 
-A CUDA graph runs Python code only when it is captured. So the actions of a replayed graph are not counted.
+A CUDA graph runs Python code only when it is captured, so the actions of a replayed graph are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_co
 def active_counts(statuses: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
     """Return the counters (:class:`Count`) of each active change. The key is the change's name.
 
-    If several active changes have a counter of the same name, only the first of these changes keeps it.
+    If several active changes share an action, only the first of these changes keeps the action's counter.
     """
     by_change = {status.change: status.status for status in statuses}
     counts: dict[str, tuple[Count, ...]] = {}
@@ -66,21 +66,20 @@ class Tally:
         self.counts, self._attempt = tuple(counts), attempt
         self._acts: dict[tuple[str, int | None, bool], Act] = {}
         self._pending: dict[str, tuple[bool, int]] = {}
-        """Counted calls that belong to the MoE layer which runs next. The key is the count's name. Each value is
-        (whether a CUDA graph is captured, amount)."""
+        """Actions before a MoE layer, which are counted for the layer that runs next. The key is the action's name. The
+        value is (whether a CUDA graph is being captured, amount)."""
         self._layers: set[int] = set()
         self._layer: int | None = None
-        """Index of the MoE layer that runs now, or that ran last."""
+        """Index of the MoE layer that runs now; ``None`` outside of all layers."""
         self._largest: MoeInput | None = None
 
     @property
     def acted(self) -> Acts:
-        """Records (:class:`Act`) of what the changes did since the last :meth:`drain`, in the order of their first
-        occurrence."""
+        """Actions of the changes since the last call of :meth:`drain`, in the order in which they first happened."""
         return Acts(tuple(sorted(self._layers)), tuple(self._acts.values()), self._largest)
 
     def drain(self) -> Acts:
-        """Return the records of what the changes did since the last call of this method, and clear the records."""
+        """Return the actions of the changes since the last call of this method, and clear them."""
         drained = self.acted
         self._acts, self._layers, self._largest = {}, set(), None
         return drained
@@ -162,7 +161,7 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
     """Return the sizes of the input of a layer's routed experts.
 
     :param dispatch_output: output of the engine's token dispatcher.
-    :returns: ``None`` if this dispatcher's output has another form.
+    :returns: ``None`` if the output has no matrices ``hidden_states`` and ``topk_ids``.
     """
     hidden_states: Any = getattr(dispatch_output, "hidden_states", None)
     topk_ids: Any = getattr(getattr(dispatch_output, "topk_output", dispatch_output), "topk_ids", None)
@@ -176,8 +175,8 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
 
 
 def describe_actions(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
-    """Return one sentence for each active change: its actions, or the reason why it did nothing. The list is empty if
-    nothing was observed."""
+    """Return one sentence for each active change with counters: its actions, or the reason why it did nothing. The list
+    is empty if nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
     return [f"{name}: {_describe_change(counts, acted)}" for name, counts in active_counts(statuses).items() if counts]
@@ -192,9 +191,9 @@ def _describe_change(counts: Iterable[Count], acted: Acts) -> str:
 
 
 def select_acts(acted: Acts, name: str) -> list[Act]:
-    """Return the acts of one count, sorted by layer.
+    """Return the records of one action, sorted by layer.
 
-    :param name: name of the :class:`~sglang_moe_patches.core.patch.Count`.
+    :param name: name of the action (:class:`~sglang_moe_patches.core.patch.Count`).
     """
     return sorted((act for act in acted.acts if act.name == name), key=lambda act: (act.layer is not None, act.layer))
 

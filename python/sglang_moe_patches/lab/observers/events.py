@@ -1,9 +1,7 @@
 """Records that a server's processes write about themselves, and the records' file format.
 
-The observers write records with :func:`write`. ``regress`` and the benchmarks read them with :func:`collect`. The
-server's stand-in in tests writes the same records.
-
-Memory sizes are in bytes. Without CUDA, they are zero.
+The observers write records with :func:`write`. ``regress`` and the benchmarks read the records with :func:`collect`. In
+tests, a stand-in for a server writes the same records.
 """
 
 from __future__ import annotations
@@ -29,46 +27,43 @@ class ChangeStatus(NamedTuple):
 
 @dataclass
 class Memory:
-    """Memory figures of one model process.
+    """Memory figures of one model process. A figure is ``None`` if it was not observed.
 
-    A figure is ``None`` if it was not observed. There are two reasons: a kernel ran that is not observed, or a kernel
-    left the sum over the top-k to a later kernel.
-
-    An *observed kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. For any other MoE runner, the whole call
-    of the runner counts as one kernel, whose output is unknown.
+    An *observed kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. For any other MoE runner, a whole call of
+    the runner counts as one kernel, whose output tensor is unknown.
     """
 
     device: str | None = None
     """Type of the device: 'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
-    """Peak of the bytes that one forward pass of ``tokens`` tokens allocates. Memory that was allocated before the
-    forward pass does not count. Only on CUDA. If there are several such forward passes, the smallest figure counts, so
-    that workspaces which a library allocates once are left out."""
+    """Peak of the bytes that the forward pass with the most tokens allocates; ``None`` without CUDA. If several forward
+    passes have as many tokens, the smallest peak counts. It contains no workspaces that a library allocates only
+    once."""
     live_at_kernel_bytes: int | None = None
-    """Bytes of tensors that are alive when a MoE kernel starts. Tensors that were alive when the forward pass started
-    do not count. The figure is the largest of all layers, in a forward pass of ``tokens`` tokens. If there are several
-    such forward passes, the smallest figure counts."""
+    """Growth of the bytes of tensors from the start of the forward pass with the most tokens to the start of one of its
+    MoE kernels. The kernel with the largest growth counts. If several forward passes have as many tokens, the smallest
+    value counts."""
     tokens: int = 0
-    """Number of tokens in the largest forward pass."""
+    """Number of tokens in the forward pass with the most tokens."""
     forwards: int = 0
     """Number of forward passes."""
     moe_layers: int | None = None
-    """Number of MoE kernels that ran in one forward pass."""
+    """Largest number of MoE kernels that ran in one forward pass."""
     output_buffers: int | None = None
-    """Number of distinct allocations for the outputs of the observed kernels, in the forward pass with the most
-    allocations."""
+    """Largest number of different buffers into which the MoE kernels of one forward pass wrote their outputs; ``None``
+    if the output tensor of a kernel was unknown in every forward pass."""
     kernel_buffer_bytes: int | None = None
-    """Bytes of the buffers that CuteDSL's wrappers keep between forward passes; ``None`` if they keep none."""
+    """Bytes of the buffers that CuteDSL's wrapper objects keep between forward passes; ``None`` if they keep none."""
     cache_token_bytes: float | None = None
     """Bytes of one token in the KV cache of one rank; ``None`` if the model has KV caches of several kinds."""
     reserved_bytes: int | None = None
-    """Growth of the bytes that PyTorch's allocator reserves, from the first forward pass to the largest value. Only on
-    CUDA."""
+    """Largest growth of the memory that PyTorch's allocator reserves, since the first forward pass began; ``None``
+    without CUDA."""
     slack_bytes: int | None = None
-    """Part of ``reserved_bytes`` that tensors never used. It is ``reserved_bytes`` minus the growth of allocated
-    memory, from the first forward pass to its peak. Only on CUDA."""
+    """Part of ``reserved_bytes`` that tensors never used: ``reserved_bytes`` minus the largest growth of the memory
+    that tensors use; ``None`` without CUDA."""
     gpu: str = ""
-    """Name of the GPU model. Only on CUDA."""
+    """Name of the GPU model; empty without CUDA."""
 
 
 class MoeInput(NamedTuple):
@@ -89,14 +84,14 @@ class MoeInput(NamedTuple):
 
 
 class Act(NamedTuple):
-    """Record that a change did one thing in one MoE layer; see :class:`sglang_moe_patches.core.patch.Count`.
+    """Record of one action of a change in one MoE layer; see :class:`sglang_moe_patches.core.patch.Count`.
 
-    :param name: name of the ``Count``.
-    :param layer: index of the MoE layer; ``None`` if the act happened outside of all layers, mostly while the model was
-        built.
-    :param captured: whether the act happened while a CUDA graph was captured. Replays of the graph are not counted.
-    :param times: number of calls.
-    :param most: largest amount of one call, such as bytes; see the ``Count``.
+    :param name: name of the action.
+    :param layer: index of the MoE layer; ``None`` if the action happened outside of all layers, mostly while the model
+        was built.
+    :param captured: whether the action happened while a CUDA graph was captured. Replays of the graph are not counted.
+    :param times: number of calls that performed the action.
+    :param most: largest amount of one call, such as bytes. The ``Count`` defines the amount.
     :param total: sum of the amounts of all calls.
     """
 
@@ -110,11 +105,11 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True)
 class Acts:
-    """All acts of the changes in a process.
+    """Actions of all changes in one process.
 
     :param layers: indices of the MoE layers that ran.
-    :param acts: records of the acts: one for each ``Count`` and layer. Acts during a capture have their own record.
-    :param largest: sizes of the input with the largest [tokens, top-k, hidden] tensor.
+    :param acts: one record for each action and layer. Actions during the capture of a CUDA graph have their own record.
+    :param largest: sizes of the MoE input with the most :attr:`MoeInput.expert_rows_bytes`.
     """
 
     layers: tuple[int, ...] = ()
@@ -128,7 +123,8 @@ class Process:
 
     :param changes: status of each change.
     :param memory: memory figures.
-    :param acted: acts of the changes. The last few forward passes may be missing in their counts.
+    :param acted: actions of the changes. Repeated actions are written only every hundred forward passes, so the last of
+        them may be missing.
     :param failure: error that ended the observation; empty if there was no error.
     """
 
@@ -152,7 +148,7 @@ def parse_process(document: Mapping[str, Any]) -> Process:
 
 
 def parse_acts(document: Mapping[str, Any]) -> Acts:
-    """Make the acts of the changes from their JSON document."""
+    """Make the actions of the changes from their JSON document."""
     largest = document["largest"]
     acts = tuple(Act(*act) for act in document["acts"])
     return Acts(tuple(document["layers"]), acts, None if largest is None else MoeInput(*largest))
@@ -162,7 +158,7 @@ def collect(folder: Path) -> Process | None:
     """Read the records of a server's processes.
 
     :param folder: folder with one ``*.json`` file per process (one process per tensor-parallel rank).
-    :returns: the record of the process that used the most memory, with the acts of all processes; ``None`` if the
+    :returns: the record of the process that used the most memory, with the actions of all processes; ``None`` if the
         folder has no record.
     """
     processes = [parse_process(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
@@ -177,9 +173,8 @@ def collect(folder: Path) -> Process | None:
 
 
 def merge(records: Sequence[Acts]) -> Acts:
-    """Merge the acts of several processes. Tensor-parallel ranks do the same in the same layers. Therefore, if several
-    processes recorded the same act, the largest numbers are taken, and not the sum. Pipeline stages have different
-    layers."""
+    """Merge the actions of several processes. Tensor-parallel ranks do the same in the same layers. If several
+    processes recorded the same action in a layer, the largest numbers therefore count, and not the sum."""
     acts: dict[tuple[Any, ...], Act] = {}
     for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)

@@ -1,8 +1,8 @@
-"""Observer of the forward passes of a model process: their memory, and the acts of the changes.
+"""Observer of the forward passes of a model process: their memory, and the actions of the changes.
 
-``regress`` and the benchmarks turn the observer on with an environment variable. The process writes its record to
-``<folder>/<pid>.json`` at the start and whenever a figure grows, so the record survives a killed server. Observing
-never ends a server. After its first error the observer records the error and observes nothing more.
+``regress`` and the benchmarks turn the observer on with ``SGLANG_MOE_PATCHES_OBSERVE=FOLDER``. The process writes its
+record to ``FOLDER/<pid>.json`` at the start and whenever a figure grows, so the record survives a killed server. An
+error of the observer never ends a server. The observer records its first error, and then observes nothing more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_moe_patches.lab.observers import counting, events
 from sglang_moe_patches.memory.kv_sizing.pools import hybrid_kind, pool_bytes, pools_of
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
-"""Names of FlashInfer's functions that run an observed MoE kernel."""
+"""Names of FlashInfer's functions that run a MoE kernel and that the observer wraps."""
 
 _MARK = "_moe_patches_forward"
 """Attribute that marks the storage of a MoE output with the number of the last forward pass that wrote into it."""
@@ -60,14 +60,15 @@ class Observer:
         self.unknown_outputs = 0
         """Number of MoE kernels of the current forward pass whose output tensor is not known."""
         self.live = 0
-        """Bytes of tensors that were allocated between the start of the current forward pass and the start of one of
-        its MoE kernels. The largest value of all kernels."""
+        """Bytes that the current forward pass had allocated when a MoE kernel started: the largest value of all its
+        kernels so far."""
         self.wrappers: WeakSet[Any] = WeakSet()
         """CuteDSL's wrapper objects that ran a kernel."""
         self.tally: counting.Tally | None = None
 
     def attempt(self, step: Callable[..., None], *args: Any) -> None:
-        """Run one step of observing. If it raises, record and log the error, and skip all later steps."""
+        """Run one step of the observer. If the step raises an error, record and log the error, and skip all later
+        steps."""
         if self.process.failure:
             return
         try:
@@ -80,7 +81,7 @@ class Observer:
                 self.write()
 
     def write(self) -> None:
-        """Write the record."""
+        """Write the process's record to its file."""
         events.write(self.process, self.path)
 
     def start_forward(self, tokens: int, cuda: bool) -> None:
@@ -132,10 +133,10 @@ class Observer:
             self.end_kernel(None)
 
     def end_kernel(self, result: Any) -> None:
-        """Observe the return of a kernel that received no output tensor.
+        """Observe the return of a kernel whose output tensor was not known when the kernel started.
 
         :param result: the output tensor, or a list that begins with the output tensor; ``None`` if a later kernel sums
-            over the top-k and writes the layer's output.
+            over the top-k and writes the layer's output, or if the output is not known.
         """
         if result is None:
             self.unknown_outputs += 1
@@ -185,7 +186,8 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Return the acts without their numbers of calls. If two results differ, a change did something new."""
+    """Return the actions without their numbers of calls. Two results differ only if a change did something new
+    meanwhile."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 
@@ -224,7 +226,7 @@ def _tensor_bytes() -> int:
 
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
-    """Observe this process from this call on.
+    """Start to observe this process.
 
     :param folder: existing folder for the record.
     :param plans: plan of each change, with its status in this process.
@@ -238,8 +240,8 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
 
 
 def _observe_forwards(observer: Observer) -> None:
-    """Wrap ``ModelRunner.forward``, so that the observer sees every forward pass. If a CUDA graph captures a draft
-    model's forward pass, this forward pass is not observed."""
+    """Wrap ``ModelRunner.forward``, so that the observer sees every forward pass. A forward pass that a CUDA graph
+    captures, such as a draft model's, is not observed."""
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
