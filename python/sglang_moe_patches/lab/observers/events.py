@@ -40,11 +40,11 @@ class Memory:
     passes have as many tokens, the smallest peak counts. It contains no workspaces that a library allocates only
     once."""
     live_at_kernel_bytes: int | None = None
-    """Growth of the bytes of tensors from the start of the forward pass with the most tokens to the start of one of its
-    MoE kernels. The kernel with the largest growth counts. If several forward passes have as many tokens, the smallest
-    value counts."""
+    """Growth of the memory of tensors, in bytes, from the start of a forward pass to the start of one of its MoE
+    kernels. The figure is the largest growth in the forward pass with the most tokens. If several forward passes have
+    as many tokens, the smallest of their figures counts."""
     tokens: int = 0
-    """Number of tokens in the forward pass with the most tokens."""
+    """Largest number of tokens in one forward pass."""
     forwards: int = 0
     """Number of forward passes."""
     moe_layers: int | None = None

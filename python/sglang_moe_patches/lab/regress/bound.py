@@ -2,16 +2,17 @@
 
 Both servers answer the same ``n`` questions. A *loss* is a question that only the stock server answers correctly. A
 *gain* is a question that only the patched server answers correctly. The drop is the share of losses minus the share of
-gains. Nearly all questions are neither. The usual interval (the difference and 1.64 standard errors) is then too
-narrow: without losses and gains its width is zero. This module inverts an exact unconditional test instead. The null
-hypothesis is "the accuracy drops by at least ``drop``". Tables of losses and gains are ordered by the score statistic:
+gains. Nearly all questions are neither a loss nor a gain. The usual interval (the difference and 1.64 standard errors)
+is then too narrow: without losses and gains its width is zero. This module inverts an exact unconditional test instead.
+The null hypothesis is "the accuracy drops by at least ``drop``". The possible results of a run, called *tables*, are
+pairs of a number of losses and a number of gains. They are ordered by the score statistic:
 
 - The variance of the score comes from the most likely table with exactly this drop (Nam, Tango).
 - The p-value is the probability of all tables with at least this score, for the worst rate of gains. The sum over the
   multinomial distribution is exact. Only the rates of gains are restricted to a grid (Hsueh and others).
 
-The bound is wrong with a probability of at most ``alpha``, whatever the true rates are. A larger drop makes losses more
-probable and leaves gains unchanged, so no favourable table becomes more probable.
+The bound is wrong with a probability of at most ``alpha``, whatever the true rates are. A true drop larger than
+``drop`` makes losses more probable and leaves gains unchanged, so tables with a high score become no more probable.
 
 scipy and statsmodels have no interval for paired proportions: ``confint_proportions_2indep`` of statsmodels is for
 independent proportions. This module uses only the distributions of scipy.
@@ -33,22 +34,23 @@ CHURN = 0.03
 """Expected share of questions that are losses or gains, for two equally good servers. Different batches round
 differently, so a model's answers differ even at temperature 0."""
 POWER = 0.8
-"""Probability that a run with :func:`questions_for` questions leads to the verdict "no worse", if both servers are
+"""Probability of the verdict "no worse" with the number of questions from :func:`questions_for`, if both servers are
 equally good."""
 GRID_RATES = 160
-"""Number of rates of gains over which the p-value is maximized. The rates lie closer together near zero."""
+"""Number of rates of gains for which the p-value is computed. The largest p-value counts. The rates lie closer together
+near zero."""
 MIN_PROBABILITY = 1e-12
-"""Smallest probability of a number of gains that is examined. Tables whose number of gains is less probable count as
-favourable."""
+"""Smallest probability of a number of gains that is examined. Less probable numbers of gains count toward the p-value
+with any number of losses, so that the p-value is never too small."""
 TIE_TOLERANCE = 1e-9
 """Largest difference between two scores that count as equal."""
 
 
 def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
-    """Exact one-sided p-value of the null hypothesis that the accuracy drops by at least ``drop``.
+    """Return the exact one-sided p-value of the null hypothesis that the accuracy drops by at least ``drop``.
 
-    The p-value is the probability that a run has at least this run's score, if the true drop is ``drop``. The true rate
-    of gains is unknown, so the rate with the largest probability counts.
+    The p-value is the probability that a run has at least the score (:func:`_scores`) of this run, if the true drop is
+    ``drop``. The true rate of gains is unknown, so the rate with the largest probability counts.
 
     :param drop: drop in accuracy as a share, above 0 and below 1.
     """
@@ -56,9 +58,9 @@ def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
 
 
 def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, threshold: float) -> float:
-    """Upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
+    """Return the upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
 
-    :param threshold: a drop, as a share. The result is smaller than the threshold exactly if :func:`p_value` of the
+    :param threshold: a drop, as a share. The result is at most the threshold exactly if :func:`p_value` of the
         threshold is at most ``alpha``.
     :returns: the drop as a share of the questions, accurate to 0.0001.
     """
@@ -78,8 +80,8 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, thres
 
 @functools.cache
 def min_questions(drop: float, alpha: float) -> int:
-    """Smallest number of questions with which a run can show that the accuracy drops by less than ``drop``. This number
-    suffices for a run without losses and gains."""
+    """Return the smallest number of questions with which a run can show that the accuracy drops by less than ``drop``.
+    The number suffices if the run has neither losses nor gains."""
     # if the share of losses is `drop`, a run without any loss is improbable
     questions = ceil(log(alpha) / log(1 - drop))
     while p_value(questions, 0, 0, drop) > alpha:
@@ -88,8 +90,8 @@ def min_questions(drop: float, alpha: float) -> int:
 
 
 def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains: float = CHURN / 2) -> int | None:
-    """Number of questions with which a run shows that the accuracy drops by less than ``drop``, with the probability
-    ``POWER``. The number comes from Nam's formula.
+    """Return the number of questions with which a run shows, with the probability ``POWER``, that the accuracy drops by
+    less than ``drop``. The number comes from Nam's formula.
 
     :param losses: true share of losses.
     :param gains: true share of gains.
@@ -106,7 +108,7 @@ def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains
 
 
 def pass_probability(questions: int, drop: float, alpha: float, losses: float, gains: float) -> float:
-    """Probability that a run shows that accuracy drops by less than ``drop``.
+    """Return the probability that a run shows that the accuracy drops by less than ``drop``.
 
     :param losses: true share of losses.
     :param gains: true share of gains.
@@ -119,8 +121,8 @@ def pass_probability(questions: int, drop: float, alpha: float, losses: float, g
 
 
 def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Most likely rate of gains, if the rate of losses is the rate of gains plus ``drop``. It is the root of the
-    likelihood's derivative."""
+    """Return the most likely rate of gains, if the rate of losses is the rate of gains plus ``drop``. At this rate, the
+    derivative of the likelihood is zero."""
     import numpy as np
 
     linear = 2 * questions * drop - losses * (1 + drop) - gains * (1 - drop)
@@ -130,12 +132,13 @@ def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> 
 
 
 def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Variance of (losses - gains) for one question, in the most likely table with the drop ``drop``."""
+    """Return the variance of (losses - gains) for one question, with the most likely rates of losses and gains whose
+    difference is ``drop``."""
     return 2 * _likeliest_gains(questions, losses, gains, drop) + drop - drop * drop
 
 
 def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
-    """Score of each table: the distance of its drop below ``drop``, in standard errors."""
+    """Return the score of each run: the distance of the run's drop below ``drop``, in standard errors."""
     import numpy as np
 
     return (questions * drop - (losses - gains)) / np.sqrt(questions * _variance(questions, losses, gains, drop))
@@ -145,10 +148,10 @@ def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
 
 
 def _max_losses(questions: int, score: float, drop: float) -> Any:
-    """Largest number of losses with which a table has at least ``score``, for each number of gains.
+    """Return, for each number of gains, the largest number of losses whose score is at least ``score``.
 
-    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if no table with this
-        number of gains has the score. The numbers are found by bisection, because the score falls with each loss.
+    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if even zero losses have a
+        lower score. The numbers are found by bisection, because the score falls with each loss.
     """
     import numpy as np
 
@@ -162,8 +165,8 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
 
 def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
-    """Probability of all tables that have at most ``max_losses`` losses for their number of gains, at each pair of
-    rates.
+    """Return the probability that a run has at most ``max_losses`` losses for its number of gains. The result has one
+    probability for each pair of rates.
 
     :param max_losses: array of shape [questions + 1], indexed by the number of gains.
     :param losses: array of shape [rates]: shares of losses.
@@ -183,7 +186,8 @@ def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any)
 
 
 def _max_probability(questions: int, score: float, drop: float) -> float:
-    """Largest probability, over all rates of gains, of a table with at least ``score`` if the drop is ``drop``."""
+    """Return the probability that a run has at least ``score``, if the true drop is ``drop``. The rate of gains with
+    the largest probability counts."""
     import numpy as np
 
     rates = (1 - drop) / 2 * (np.arange(GRID_RATES) / GRID_RATES) ** 2
@@ -192,8 +196,8 @@ def _max_probability(questions: int, score: float, drop: float) -> float:
 
 @functools.cache
 def _critical_score(questions: int, drop: float, alpha: float) -> float:
-    """Smallest value of the score statistic (:func:`_scores`) that rejects, at the level ``alpha``, the null hypothesis
-    that the accuracy drops by ``drop`` or more."""
+    """Return the smallest score (:func:`_scores`) that rejects, at the level ``alpha``, the null hypothesis that the
+    accuracy drops by ``drop`` or more."""
     low, high = 0.0, 10.0
     while high - low > 1e-4:
         middle = (low + high) / 2

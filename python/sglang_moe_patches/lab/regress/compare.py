@@ -2,8 +2,8 @@
 
 Both servers answer the same questions, so the comparison is paired. Questions that both servers answer correctly, or
 both wrongly, say nothing about a difference. The test uses only losses (only the stock server is right) and gains (only
-the patched server is right). Without a real difference, a loss and a gain are equally likely. Losses then follow
-Binomial(losses + gains, 1/2), which is the exact form of McNemar's test.
+the patched server is right). Without a real difference, a loss and a gain are equally likely. The number of losses then
+follows Binomial(losses + gains, 1/2). This is the exact form of McNemar's test.
 
 A difference that is not significant may still be real. The verdict "no worse" therefore requires more: the confidence
 interval of the drop in accuracy must end below the allowed drop (:mod:`~sglang_moe_patches.lab.regress.bound`).
@@ -120,8 +120,8 @@ class Comparison:
     tokens_differ: int
     """Number of questions to which the two servers gave different token ids."""
     detectable_drop: int | None
-    """Smallest number of losses that is significant if there are no gains. It is the smallest drop that a run with so
-    many questions can detect; ``None`` if even losing every question would not be significant."""
+    """Smallest drop in accuracy that the run can detect, as a number of losses without gains; ``None`` if even losing
+    every question would not be significant."""
     differing: tuple[tuple[int, Answer, Answer], ...]
     """Tuples (index of the question, stock answer, patched answer) for all answers that differ in text or token ids."""
     reasons: tuple[str, ...]
@@ -175,8 +175,8 @@ class Comparison:
 
     @property
     def conclusive(self) -> bool:
-        """Whether the run leads to a verdict: "worse", "no worse" by more than ``max_drop``, or identical answers if
-        they are required."""
+        """Whether the run leads to the verdict "worse" or "no worse". If identical answers are required, it always
+        does."""
         return self.worse or self.require_identical or self.is_within_max_drop
 
     @property
@@ -193,9 +193,9 @@ class Comparison:
 
     @property
     def accuracy_can_tell(self) -> bool:
-        """Whether the accuracy can tell a worse server: the stock server is accurate enough for a comparison.
+        """Whether the stock server answers enough questions correctly for a comparison.
 
-        It is accurate enough if a patched server without any correct answer would be significantly worse, by more than
+        The number is enough if a patched server without any correct answer would be significantly worse, by more than
         ``max_drop``.
         """
         few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
@@ -235,12 +235,12 @@ class Comparison:
 
 
 def mcnemar(losses: int, gains: int) -> tuple[float, float]:
-    """McNemar's exact test.
+    """Compute McNemar's exact test for pairs of answers to the same questions.
 
     :param losses: number of pairs in which only the first answer is right.
     :param gains: number of pairs in which only the second answer is right.
-    :returns: the two-sided p-value, and the one-sided p-value against "the second answers are at least as accurate".
-        Both are 1 without losses and gains.
+    :returns: the two-sided p-value, and the one-sided p-value. The one-sided null hypothesis is that the second answers
+        are at least as accurate. Both are 1 without losses and gains.
     """
     from scipy.stats import binomtest
 
@@ -252,19 +252,21 @@ def mcnemar(losses: int, gains: int) -> tuple[float, float]:
 
 
 def min_losses(alpha: float) -> int:
-    """Smallest number of losses, without gains, that is significant. ``k`` losses have the p-value ``2 ** -k``."""
+    """Return the smallest number of losses that is significant if there are no gains. Without gains, ``k`` losses have
+    the p-value ``2 ** -k``."""
     return next(k for k in count(1) if 0.5**k < alpha)
 
 
 def compare(
     stock: Run, patched: Run, *, require_identical: bool, alpha: float = 0.05, max_drop: float = MAX_DROP
 ) -> Comparison:
-    """Compare two runs of the same questions.
+    """Compare two runs of the same questions. The verdict is one of three:
 
     - *Worse*: the patched server answers significantly fewer questions correctly. With ``require_identical``, one
       answer with a different text or different token ids is enough.
-    - *No worse*: a drop of ``max_drop`` or more is rejected at the level ``alpha``.
-    - *Inconclusive*: neither of the two.
+    - *No worse*: a drop of ``max_drop`` or more is rejected at the level ``alpha``. With ``require_identical``,
+      identical answers are enough.
+    - *Inconclusive*: the run shows neither.
 
     :param alpha: significance level of the one-sided tests, between 0 and 1.
     :param max_drop: allowed drop in accuracy in percentage points, between 0 and 100.

@@ -87,7 +87,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Send all questions to the server at ``url``, at temperature 0, and return its answers.
 
-    :param environment: environment of the client's process.
+    :param environment: environment of the *client*, the process that sends the questions.
     :param work: folder for the client's files.
     :param while_waiting: function that is called five times a second with the number of answered questions and the
         seconds since the start. The function can raise an exception to end the evaluation.
@@ -140,8 +140,8 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
     endpoint = few_shot_gsm8k.RuntimeEndpoint
 
     class CountingEndpoint(endpoint):  # type: ignore[misc, valid-type]
-        """Client for an engine server that appends a byte to a file after each answer. The parent process counts the
-        bytes."""
+        """Client for an engine server. The client appends a byte to a file after each answer, and the parent process
+        counts the bytes."""
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             answer = super().generate(*args, **kwargs)

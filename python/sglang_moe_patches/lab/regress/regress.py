@@ -76,7 +76,8 @@ class Criterion:
 
 
 def default_questions(data_path: Path | None, criterion: Criterion) -> int:
-    """Return the number of questions that suffices for the verdict "no worse", if both servers are equally good.
+    """Return the number of questions that suffices for the verdict "no worse", with a probability of 80 %, if both
+    servers are equally good.
 
     :param data_path: file with questions; ``None`` to use the test set of GSM8K.
     :raises CannotRun: the file has too few questions or cannot be read.
@@ -213,7 +214,7 @@ class _Evaluator:
     :param interrupt: function that is called several times a second while the evaluator waits. The function can raise
         an exception to end the run.
     :param console: console for progress lines.
-    :param announcement: line to print before the first server.
+    :param announcement: line to print before the first server is evaluated.
     """
 
     evaluation: Evaluation

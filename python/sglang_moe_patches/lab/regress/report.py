@@ -64,7 +64,7 @@ def _format_accuracy(run: Run) -> str:
 
 
 def _accuracy_interval(run: Run) -> tuple[float, float]:
-    """Wilson's 95 % confidence interval of the accuracy, 0 to 1."""
+    """Return the ends of Wilson's 95 % confidence interval of the accuracy, 0 to 1."""
     from scipy.stats import binomtest
 
     interval = binomtest(run.correct, len(run.answers)).proportion_ci(0.95, method="wilson")
@@ -172,8 +172,8 @@ class Saving(NamedTuple):
 
 
 def _find_saving(comparison: Comparison) -> Saving | None:
-    """Return the activation memory of both servers, if the patched server saves some; ``None`` if it saves less than
-    0.5 %, or if the memory was not measured."""
+    """Return the activation memory of both servers; ``None`` if the patched server saves less than 0.5 %, or if the
+    memory was not measured."""
     for moment, name in (
         ("at the peak of one forward pass", "peak_forward_bytes"),
         ("live when the MoE kernel starts", "live_at_kernel_bytes"),
@@ -270,8 +270,7 @@ def _incomplete(comparison: Comparison) -> list[str]:
 
 
 def list_notes(comparison: Comparison) -> list[str]:
-    """Return sentences about the meaning and the limits of the figures, and about steps of the comparison that did not
-    run."""
+    """Return sentences about the meaning and the limits of the figures, and about tests that were not run."""
     drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
     lines = [
         "Both servers answered the same questions at temperature 0. McNemar's test uses only the questions that one "
@@ -422,7 +421,7 @@ def _common_prefix_length(stock: Sequence[Any], patched: Sequence[Any]) -> int:
 
 
 def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
-    """Return the template's values for the section about one differing answer."""
+    """Return the values with which the template of report.html shows one question with differing answers."""
     same = _common_prefix_length(stock.text, patched.text)
     token = _common_prefix_length(stock.tokens, patched.tokens)
     return {

@@ -31,7 +31,7 @@ scratch_folders: list[Scratch] = []
 
 @contextmanager
 def scratch(keep_in: Path | None = None) -> Iterator[Path]:
-    """Create a temporary folder for the length of the block; see :class:`Scratch`."""
+    """Create a temporary folder for the length of a ``with`` block; see :class:`Scratch`."""
     with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-", ignore_cleanup_errors=True) as folder:
         created = Scratch(Path(folder), None if keep_in is None else keep_in.absolute())
         scratch_folders.append(created)
@@ -42,7 +42,7 @@ def scratch(keep_in: Path | None = None) -> Iterator[Path]:
 
 
 def clear_scratch(scratch: Scratch) -> None:
-    """Remove the temporary folder of a killed process. Before, copy the folder's logs and answers to ``keep_in``."""
+    """Copy the logs and answers of a killed process to ``scratch.keep_in``, and remove its temporary folder."""
     if scratch.keep_in is not None and scratch.folder.exists():
         answers = {path.name: path.read_bytes() for path in sorted(scratch.folder.glob("*.json*"))}
         if files := {**logs_in(scratch.folder), **answers}:

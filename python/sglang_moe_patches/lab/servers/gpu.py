@@ -1,4 +1,5 @@
-"""Wait until the memory of the GPUs is free again, by ``nvidia-smi``. This needs no CUDA context and no torch."""
+"""Wait until the memory of the GPUs is free again, by ``nvidia-smi``. The module needs neither a CUDA context nor
+torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable
 
 SLACK_MIB = 512
-"""Growth of the used memory that is ignored, in MiB. Other processes use a little memory, too."""
+"""Growth of a GPU's used memory, in MiB, that is ignored, because other processes use a little memory, too."""
 TIMEOUT_S = 60.0
 
 
@@ -33,7 +34,7 @@ def read_used_mib() -> dict[str, int]:
 def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -> None:
     """Wait until every GPU has as much free memory as before the stock server.
 
-    :param before: :func:`read_used_mib` before the stock server started.
+    :param before: result of :func:`read_used_mib` before the stock server started.
     :param while_waiting: function that is called about four times a second. The function can raise an exception to end
         the waiting.
     :raises MemoryInUse: a GPU's memory is still in use after ``TIMEOUT_S`` seconds.

@@ -1,8 +1,8 @@
 """Handle signals in a command that has running servers, so that every server ends with the command.
 
-A signal handler that raises can raise anywhere: also while the command ends its servers, and again for a second signal.
-A server would then outlive the command. The handler here only records the signal. The command raises
-``KeyboardInterrupt`` itself, at a safe point while it waits.
+A signal handler that raises an exception could interrupt the code that ends the servers, so a server could outlive the
+command. The handler of this module therefore only records the signal. The command raises ``KeyboardInterrupt`` itself,
+at a safe point while it waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def catch_signals() -> Iterator[Callable[[], None]]:
-    """Record ``SIGNALS`` within the block, and let no other handler run.
+    """Context manager that records the signals of ``SIGNALS``, and calls no other handler for them.
 
     :returns: a function that raises ``KeyboardInterrupt`` if a signal has arrived.
     """

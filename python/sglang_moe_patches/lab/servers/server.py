@@ -32,8 +32,8 @@ class ServerFailed(RuntimeError):
 def free_port() -> int:
     """Return a free port. The port 10,000 above it is also free, because the engine uses that port for gRPC.
 
-    Both ports lie below 32768. Linux assigns higher ports to outgoing connections, and a server binds its port many
-    seconds after this function chose it.
+    Both ports lie below 32768, because Linux could assign a higher port to an outgoing connection before the server
+    binds it.
     """
     while True:
         port = random.randrange(20000, 22768)
@@ -178,7 +178,7 @@ PROGRESS_INTERVAL_S = 30.0
 def show_progress(console: Console, activity: str) -> Iterator[Callable[..., None]]:
     """Context manager that shows progress: in one changing line on a terminal, otherwise in one line every 30 seconds.
 
-    :param activity: first line.
+    :param activity: line to show until the first update.
     :returns: a function that updates the line. Its arguments are the seconds since the start, a line, and a text that
         is appended only on a terminal.
     """

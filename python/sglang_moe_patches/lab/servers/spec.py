@@ -35,14 +35,13 @@ class ServerSpec:
 
     @property
     def server_arguments(self) -> list[str]:
-        """Return the server arguments with the model, but without host and port."""
+        """Server arguments with the model, but without host and port."""
         path = Path(self.model).expanduser()
         return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
 
     @property
     def names_device(self) -> bool:
-        """Return whether the arguments contain ``--device``. A ``--config`` counts, too, because its file may contain
-        ``--device``."""
+        """Whether the arguments may name a device: with ``--device``, or in the file of ``--config``."""
         return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
 
     def check(self, environment: Mapping[str, str]) -> None:

@@ -1,20 +1,21 @@
-"""Run a command so that the command and all of its processes end with the process that started it.
+"""Run a command so that all of its processes end with the process that started the command.
 
-A server consists of dozens of processes. They run in several sessions and process groups. :class:`Supervised` starts a
-*supervisor* process between the server and its *owner*, the process that uses :class:`Supervised` (``python -m
-sglang_moe_patches.lab.servers.supervisor COMMAND...``). The server's processes are the *family*. The supervisor adopts
-every process that loses its parent, so no process can leave the family. The supervisor also reads from a pipe to the
-owner. If the owner closes the pipe or is killed, even with SIGKILL, the supervisor ends the whole family.
+A server consists of dozens of processes, in several sessions and process groups: the *family*. The *owner* is the
+process that uses :class:`Supervised`. It starts a *supervisor* process (``python -m
+sglang_moe_patches.lab.servers.supervisor``), which starts the server. The supervisor adopts every process of the family
+that loses its parent, so no process can leave the family. The supervisor also reads from a pipe to the owner. If the
+owner closes the pipe or is killed, even with SIGKILL, the supervisor ends the whole family.
 
 The family ends in steps:
 
 1. The command receives SIGTERM.
 2. After a few seconds, the remaining processes receive SIGKILL. Processes that clean up after others (the resource
-   trackers of Python and torch) receive it last.
+   trackers of Python and torch) receive SIGKILL last.
 3. The supervisor removes the family's shared memory if no process maps it any more. An engine kills its own resource
-   trackers, so they cannot do this. The supervisor lists the shared memory before step 1.
-4. The supervisor removes the family's own folder for temporary files, because no engine process removes some sockets.
-5. If the owner was killed, the supervisor clears the owner's temporary folders and keeps its logs and answers.
+   trackers, so they cannot remove it. The supervisor lists the shared memory before step 1.
+4. The supervisor removes the family's own folder for temporary files. The engine leaves some sockets in the folder.
+5. If the owner was killed, the supervisor saves the owner's logs and answers, and removes the owner's temporary
+   folders.
 """
 
 from __future__ import annotations
@@ -44,29 +45,31 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 TERM_TIMEOUT_S = 6.0
 """Seconds from SIGTERM to SIGKILL. SGLang checks every 5 seconds whether SIGTERM arrived."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Texts by which the command line of a cleaner is recognized. A *cleaner* is a process that waits until other processes
-have ended, and then removes their shared memory."""
+"""Texts that identify the command line of a *cleaner*: a process that waits until other processes have ended, and then
+removes their shared memory."""
 CLEANUP_TIMEOUT_S = 5.0
-"""Seconds from SIGTERM until the processes of ``CLEANERS`` receive SIGKILL."""
+"""Seconds in which the processes of ``CLEANERS`` may end by themselves after all other processes have ended. Then they
+receive SIGKILL."""
 SUPERVISOR_TIMEOUT_S = 20.0
 """Seconds within which a supervisor must end its family. Afterwards its owner ends the family itself."""
 END_MESSAGE = b"."
-"""Byte that an owner writes before it closes the pipe. If the byte is missing, the owner was killed."""
+"""Byte that an owner writes into the pipe to its supervisor before it closes the pipe. If the owner was killed, the
+supervisor reads no such byte."""
 KILL_TIMEOUT_S = 120.0
 """Seconds within which processes must end after SIGKILL. The GPU's driver frees their memory before they end."""
 
 
 class StillRunning(RuntimeError):
-    """Raised if processes still run long after SIGKILL. The message names them."""
+    """Raised if processes still run long after SIGKILL. The message names the processes."""
 
 
 class Supervised:
-    """Running command, whose processes are ended by a supervisor process.
+    """Running command with a supervisor process, which ends all processes of the command.
 
     :param environment: complete environment of the command.
     :param output: file for the command's standard output and standard error.
     :param cwd: working directory of the command.
-    :param scratch: temporary folders of this process, which the supervisor clears if this process is killed.
+    :param scratch: temporary folders of this process. If this process is killed, the supervisor removes them.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class Supervised:
         self._ended = False
 
     def exit_code(self) -> int | None:
-        """Exit code of the command: negative for the signal that ended it, ``None`` while it runs."""
+        """Exit code of the command; ``None`` while the command runs. If a signal ended the command, the exit code is
+        the signal's negative number."""
         return self._supervisor.poll()
 
     def end(self) -> None:
@@ -126,12 +130,13 @@ class Supervised:
 
 
 MAX_FOLDER_LENGTH = 107 - len("/pymp-12345678/listener-12345678")
-"""Maximum length of the path of a folder for temporary files, in characters. Paths of sockets have at most 107."""
+"""Maximum length of the path of a folder for temporary files, in characters. Python's ``multiprocessing`` makes sockets
+in the folder, and the path of a socket has at most 107 characters."""
 
 
 def _temporary_folder(environment: dict[str, str]) -> str | None:
-    """Create the folder for the command's temporary files, in the place where the command would put them; ``None`` if
-    the folder cannot be created."""
+    """Create the folder for the command's temporary files in the command's ``TMPDIR``; ``None`` if the folder cannot be
+    created, or if its path would be too long for sockets."""
     with suppress(OSError):
         folder = tempfile.mkdtemp(prefix="moe-", dir=environment.get("TMPDIR") or None)
         if len(folder) <= MAX_FOLDER_LENGTH:
@@ -141,26 +146,26 @@ def _temporary_folder(environment: dict[str, str]) -> str | None:
 
 
 def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str, str]:
-    """Return a copy of the environment in which ``folder`` is the folder for temporary files. PyTorch's cache of
-    compiled kernels is not moved.
+    """Return a copy of the environment with ``folder`` as the folder for temporary files. PyTorch's cache of compiled
+    kernels stays in its old folder.
 
-    Without this cache, a server would compile its kernels again. The server chooses kernels by timing, so it might
-    choose other kernels than the previous server. They might round differently.
+    With an empty cache, a server would choose its kernels again, by timing. It might choose other kernels than the
+    server before, and these might round differently.
     """
     if folder is None:
         return environment
     child = {**environment, "TMPDIR": folder}
     with suppress(KeyError, OSError):  # the user has no name on this system
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        # PyTorch's default folder. The variable is not the first one, because PyTorch sets it again. A process that has
-        # set its first variable again cannot set its title.
+        # This is PyTorch's default folder. The variable is appended: PyTorch sets it again, and a process that sets the
+        # first variable of its environment again can no longer set its title.
         child.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(os.path.dirname(folder), f"torchinductor_{user}"))
     return child
 
 
 def find_family(root: psutil.Process) -> list[psutil.Process]:
-    """Return the processes of a family: ``root``, its descendants, and its session. This process and zombies are left
-    out."""
+    """Return the processes of a family: ``root``, its descendants, and the processes in its session. The result
+    contains neither this process nor zombies."""
     processes = {}
     if root.is_running():  # False if the process has ended and another process has its number
         with suppress(psutil.NoSuchProcess):
@@ -206,10 +211,10 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the command of a family, and later SIGKILL to the remaining processes: steps 1 and 2 of this
-    module's docstring.
+    """Send SIGTERM to the command of a family, and later SIGKILL to the family's other processes. Processes in
+    ``CLEANERS`` receive no SIGKILL, and have ``CLEANUP_TIMEOUT_S`` seconds to end.
 
-    :param root: the supervisor.
+    :param root: the supervisor, which is not ended.
     :param command: first process of the family.
     """
     if command.poll() is None:
@@ -241,7 +246,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_files() -> dict[Path, int]:
-    """Return the shared memory files of this user. Each file's inode is the value."""
+    """Return the inode of each shared memory file of this user. The key is the file's path."""
     files = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
@@ -252,10 +257,8 @@ def _shared_files() -> dict[Path, int]:
 
 
 def _mapped_inodes(pids: Iterable[int]) -> set[int]:
-    """Return the inodes of the shared memory that processes map.
-
-    The path of a mapping may differ, because a semaphore is mapped before it has its final name.
-    """
+    """Return the inodes of the shared memory files that processes map. Paths would not do: a process maps a semaphore
+    before the semaphore's file has its final name."""
     inodes = set()
     for pid in pids:
         with suppress(OSError):
@@ -284,14 +287,15 @@ def _remove_shared_files(files: dict[Path, int]) -> None:
 
 
 def _main(folders_json: str, command: list[str]) -> int:
-    """Run the command as its supervisor, until the command ends or the owner ends it. This module's docstring has the
-    steps.
+    """Run the command as its supervisor. End the family when the command ends, when a signal arrives, or when the owner
+    writes into the pipe, closes the pipe or is killed.
 
-    :param folders_json: folders to remove at the end: ``temporary`` (the family's) and ``scratch`` (the owner's).
+    :param folders_json: JSON object with the folders to remove: ``temporary`` is the family's. ``scratch`` has the
+        owner's folders, which are removed only if the owner was killed.
     :returns: exit code of the command.
     """
     signals: list[int] = []
-    for number in SIGNALS:  # handlers, because the command would inherit SIG_IGN
+    for number in SIGNALS:  # set handlers, because the command would inherit SIG_IGN
         signal.signal(number, lambda signum, frame: signals.append(signum))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
