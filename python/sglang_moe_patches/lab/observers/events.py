@@ -46,7 +46,6 @@ class Memory:
     tokens: int = 0
     """Largest number of tokens in one forward pass."""
     forwards: int = 0
-    """Number of forward passes."""
     moe_layers: int | None = None
     """Largest number of MoE kernels that ran in one forward pass."""
     output_buffers: int | None = None
@@ -142,13 +141,11 @@ def write(process: Process, path: Path) -> None:
 
 
 def parse_process(document: Mapping[str, Any]) -> Process:
-    """Make a process's record from its JSON document."""
     changes = tuple(ChangeStatus(*status) for status in document["changes"])
     return Process(changes, Memory(**document["memory"]), parse_acts(document["acted"]), document.get("failure", ""))
 
 
 def parse_acts(document: Mapping[str, Any]) -> Acts:
-    """Make the actions of the changes from their JSON document."""
     largest = document["largest"]
     acts = tuple(Act(*act) for act in document["acts"])
     return Acts(tuple(document["layers"]), acts, None if largest is None else MoeInput(*largest))

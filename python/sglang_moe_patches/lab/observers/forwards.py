@@ -81,7 +81,6 @@ class Observer:
                 self.write()
 
     def write(self) -> None:
-        """Write the process's record to its file."""
         events.write(self.process, self.path)
 
     def start_forward(self, tokens: int, cuda: bool) -> None:

@@ -135,11 +135,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_class(config: Mapping[str, Any], source: str) -> None:
-    """Raise an error if a ``config.json`` does not name the model's class. The engine cannot build a model without the
-    name.
+    """Raise an error if a ``config.json`` lacks ``architectures`` or ``model_type``. The engine cannot build a model
+    without them.
 
     :param source: name of the model, for the error message.
-    :raises NoConfig: the file names no class.
+    :raises NoConfig: one of the two fields is missing.
     """
     for name, words in (("architectures", "the class of the model"), ("model_type", "the kind of the configuration")):
         if not config.get(name):
@@ -188,8 +188,8 @@ def read_sizes(config: Mapping[str, Any], source: str) -> ModelSizes:
         return next((text[name] for name in names if text.get(name) is not None), None)
 
     def largest(value: Any) -> Any:
-        """Return the largest value of a list. Hunyuan lists one value per layer, and ERNIE VL one value per kind of
-        experts."""
+        """Return the largest number of a list, or a single number itself. Hunyuan lists one number per layer, and ERNIE
+        VL lists one number per kind of experts."""
         return max(value) if isinstance(value, list) and value and all(type(item) is int for item in value) else value
 
     def size(*names: str) -> int:

@@ -31,18 +31,17 @@ on an H100 with one rank. On H200s, up to 2,800 MB were measured. ``MEASURED`` i
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory of one GPU of a server, in bytes: the weights and the KV cache, as they fit into the GPU.
+    """Memory of one GPU of a server, in bytes, and the weights and the KV cache that fit into the GPU.
 
     :param memory: memory of the GPU, without :data:`HELD_BYTES`.
     :param weights: bytes of the weights on this rank.
     :param beside: name of a part of the model that ``weights`` does not count, such as "a draft model"; empty if
         ``weights`` counts all parts.
     :param loading: bytes that stay in use after loading, in addition to the weights.
-    :param layout: peak of the bytes that one layer's experts take in addition to ``weights`` and ``loading`` while the
-        engine changes their layout.
+    :param layout: additional bytes, at their peak, while the engine changes the layout of one layer's experts.
     :param fraction: value of ``--mem-fraction-static``, chosen by the user or by the engine.
     :param given: whether the user chose ``fraction``.
-    :param refusal: reason why the engine makes no KV cache, in the engine's own words; empty if it makes one.
+    :param refusal: reason why the engine makes no KV cache, in the engine's own words; empty if it makes a KV cache.
     :param tokens: tokens of the KV cache; ``None`` if not known.
     :param unknown: reason why ``tokens`` is not known.
     :param token_bytes: bytes that the engine allocates for each token of the KV cache; ``None`` if not known.
@@ -81,19 +80,19 @@ class Fit:
 
     @property
     def loads(self) -> bool:
-        """Whether there is enough memory to load the model. The fraction has no effect on loading."""
+        """Whether there is enough memory to load the model. ``--mem-fraction-static`` has no effect on loading."""
         return self.least_memory <= self.memory
 
     @property
     def starts(self) -> bool:
-        """Whether the model loads, and the server's fraction is large enough for the weights and a KV cache."""
+        """Whether the model loads, and ``--mem-fraction-static`` is large enough for the weights and a KV cache."""
         has_cache = not (self.refusal or self.memory * self.fraction <= self.loaded)
         return self.loads and (self.begins_with is not None or has_cache)
 
     @property
     def least_fraction(self) -> float | None:
-        """Smallest fraction that is large enough for the weights; ``None`` if the model does not load, or if no
-        fraction is large enough."""
+        """Smallest ``--mem-fraction-static`` that is large enough for the weights; ``None`` if the model does not load,
+        or if no value is large enough."""
         if not self.loads:
             return None
         least = math.ceil(self.loaded / self.memory / FRACTION_STEP) * FRACTION_STEP
@@ -114,19 +113,20 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe(fit: Fit) -> dict[str, Any]:
-    """Return a dictionary for JSON with the fields and the properties of a fit."""
+    """Return the fields and the main properties of a :class:`Fit`, as a dictionary for JSON."""
     derived = {name: getattr(fit, name) for name in ("starts", "loads", "least_memory", "least_fraction")}
     return asdict(fit) | derived
 
 
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
-    """Compute the KV cache that the engine would make, and the reason why kv-sizing would not size this KV cache.
+    """Compute the size of the KV cache that the engine would make, and the reason why kv-sizing would not size this KV
+    cache.
 
     :param runner: model runner, as :func:`make_runner` makes it.
     :param fit: memory of the server. The fields about the KV cache are not set yet.
     :param sizes: whether the server's arguments let kv-sizing size the KV cache.
-    :returns: the fit with the KV cache, and the reason; empty if kv-sizing would size the KV cache. A reason that is
-        known only after the pools were made is not found.
+    :returns: the fit with the KV cache, and the reason. The reason is empty if kv-sizing would size the KV cache, or if
+        only a server that runs could find a reason.
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
@@ -255,8 +255,7 @@ class _RequestTable:
 
 
 class _PoolChosen(Exception):
-    """Raised at the moment when the engine would make its first KV pool. The argument is the name of the pool's
-    class."""
+    """Raised when the engine would make its first KV pool. The argument is the name of the pool's class."""
 
 
 def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:

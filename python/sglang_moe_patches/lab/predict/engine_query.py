@@ -109,7 +109,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 QUERY_TIMEOUT_S = 600
-"""Time limit of a query, in seconds. On an idle machine, a query takes ten to twenty seconds."""
+"""Time limit of an engine query, in seconds. On an idle machine, a query takes ten to twenty seconds."""
 
 
 class CannotAsk(RuntimeError):
@@ -174,7 +174,7 @@ def _query_once(query: dict[str, Any], environ: dict[str, str]) -> dict[str, Any
 
 
 def run_query(query: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run one query in its own process, because the engine stores the resolved arguments in global variables."""
+    """Run an engine query in its own process, because the engine stores the resolved arguments in global variables."""
     # -P: the process imports no module from the user's current folder.
     command = [sys.executable, "-P", "-m", __name__]
     return subprocess.run(command, input=query, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
@@ -185,8 +185,8 @@ def run_query(query: str, environ: dict[str, str]) -> subprocess.CompletedProces
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the engine's own output
-    gc.disable()  # thousands of modules are imported, and nothing is thrown away
+    os.dup2(2, 1)  # the engine's own output goes to standard error
+    gc.disable()  # importing thousands of modules creates no garbage worth collecting
     query = json.load(sys.stdin)
     if query["leave_out_unused"]:
         unused_imports.replace_packages()
@@ -200,7 +200,7 @@ def main() -> None:
         sys.exit(describe_error(error))
     json.dump(answer, out)
     out.close()
-    os._exit(0)  # taking thousands of modules apart takes a second
+    os._exit(0)  # an ordinary exit takes a second, because thousands of modules are imported
 
 
 @contextmanager
@@ -227,7 +227,7 @@ _MODEL_CLASSES = "sglang.srt.models.registry"
 
 
 def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
-    """Return a server's arguments, resolved and checked as in its start, and whether the user set
+    """Return a server's arguments, resolved and checked as in a server's start, and whether the user set
     ``--mem-fraction-static``."""
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -265,7 +265,7 @@ AT_LEAST_ONE = (
 
 
 def find_wrong_value(arguments: Mapping[str, Any]) -> str:
-    """Return the reason why the value of an argument must be a mistake, in one line; empty if all values are possible.
+    """Return an error message for an argument whose value must be a mistake; empty if all values are possible.
 
     Some releases accept such values, and fail later in the start.
     """
@@ -285,8 +285,7 @@ def find_wrong_value(arguments: Mapping[str, Any]) -> str:
 
 
 def _add_near_options(refusal: str) -> str:
-    """Return the parser's error message. For each unknown option, add the options of this release with a similar
-    name."""
+    """Return the parser's error message, extended by the options of this release that resemble each unknown option."""
     if "unrecognized arguments" not in refusal:
         return refusal
     import argparse
@@ -442,11 +441,11 @@ def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
 
 
 def _copied_fp8_outputs() -> list[str]:
-    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel. For these kinds,
-    the engine does not pass an output tensor to the kernel.
+    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel, because it
+    passes no output tensor to the kernel.
 
-    The engine's function has one branch for scales of blocks, and one branch for scales of rows. 0.5.17 copies only in
-    the branch for scales of rows.
+    The function counts the copies in the engine's code. A single copy, as in 0.5.17, is for inputs with one scale for
+    each row.
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
@@ -459,7 +458,8 @@ def _copied_fp8_outputs() -> list[str]:
 
 
 def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the kind of a server's prefill graphs, and the tokens of the largest one; ``None`` if there are none."""
+    """Return the kind of a server's prefill graphs, and the number of tokens of the largest prefill graph; ``None`` if
+    the server has no prefill graphs."""
     settings = graph_settings(resolved, "prefill")
     if settings is None:  # up to 0.5.13
         off = resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]
@@ -534,11 +534,11 @@ def claim_gpu(gpu: Gpu) -> None:
 def _ask_pools(
     server_args: Any, resolved: Any, model: Any, config: Any, stage: int, fit: Fit, *, sizes: bool
 ) -> tuple[Fit, str]:
-    """Complete a server's fit with its KV cache, and find the reason why kv-sizing would leave the KV cache alone. A
-    stock server has no kv-sizing.
+    """Add the size of the KV cache to a server's ``fit``, and find the reason why kv-sizing would not size the KV
+    cache.
 
     :param fit: memory of the server. The fields about the KV cache are not set yet.
-    :param sizes: whether the server's arguments let kv-sizing size the KV cache.
+    :param sizes: whether the server's arguments let kv-sizing size the KV cache. A stock server has no kv-sizing.
     :returns: the fit and the reason, as :func:`.engine_pools.ask` returns them.
     """
     try:
@@ -589,7 +589,7 @@ def _keep_attributes_of_fake_tensors() -> None:
     """Make fake parameters keep the attributes that the engine's models read.
 
     The engine passes the attributes to its own parameter classes. For a fake tensor, PyTorch makes a plain parameter
-    instead, which does not set the attributes.
+    instead, and drops the attributes.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 
@@ -677,7 +677,8 @@ def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list
 
 
 def _count_moe_layers(model: Any, start: int, end: int) -> int:
-    """Return the number of layers with routed experts. Layers that were not built count as layers with experts.
+    """Return the number of layers with routed experts in one pipeline stage. Layers that were not built count as layers
+    with experts.
 
     :param start: first layer of the pipeline stage.
     :param end: layer after the last one of the stage.
@@ -745,7 +746,7 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
 
 
 def _call_with_known_arguments(function: Any, **arguments: Any) -> None:
-    """Call a function of the engine. Arguments that this release's function does not have are left out."""
+    """Call a function of the engine, without those arguments that the function does not have in this release."""
     taken = engine.list_parameters(function)
     function(**{name: value for name, value in arguments.items() if name in taken})
 

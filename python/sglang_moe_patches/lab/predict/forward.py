@@ -1,8 +1,7 @@
 """Memory of a forward pass, predicted from the layers' sizes: pure functions, all results in bytes.
 
-R is the number of rows (tokens x top-k), H the hidden size, I the intermediate size per rank. All activations are
-bfloat16. The lifetimes of tensors follow the engine's code (0.5.12.post1), with the Triton attention backend of the
-benchmarks' servers.
+R is the number of rows (tokens x top-k), H is the hidden size, and I is the intermediate size per rank. All activations
+are bfloat16. The lifetimes of tensors follow the code of SGLang 0.5.12.post1 with its Triton attention backend.
 
 A *place* is a step of the forward pass at which its memory can be largest. The peak is the largest sum of tensors over
 all places. The places and their tensors, in bytes:
@@ -10,11 +9,11 @@ all places. The places and their tensors, in bytes:
 - The Triton runner can have its peak at two places. At the activation, the outputs of the first GEMM (4IR) and of the
   activation (2IR) are alive. At the second GEMM, the output of the activation (2IR) and the [tokens, top-k, hidden]
   tensor (2HR) are alive. FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns.
-- Marlin needs 2IR + max(4IR, 2HR) + its output. With moe-workspace's slices of W columns it needs
-  max(6IR, 2IR + its output + W x (2R + bytes of one column's weights)).
+- Marlin needs 2IR + max(4IR, 2HR) + its output. With the change moe-workspace, which computes slices of W columns,
+  Marlin needs max(6IR, 2IR + its output + W x (2R + bytes of one column's weights)).
 - The router of GLM-4-MoE and MiniMax-M2: its input in float32, 4H for each token.
-- Attention, while the output projection runs: its input (or the residual), the residual, the projection's output, the
-  output of attention, and queries, keys and values in every form that a Python name still refers to.
+- Attention, while the output projection runs: attention's input (or the residual), the residual, the projection's
+  output, the output of attention, and queries, keys and values in every form that a Python name still refers to.
 - The MLP of the first layer, if this layer is dense: gate and up projections, and the activation.
 """
 
@@ -64,13 +63,13 @@ class MemoryEffects:
     """Effects on the memory of a forward pass. They come from the changes, or from the engine itself. The defaults are
     those of a stock server up to 0.5.12.post1.
 
-    :param inputs_dropped: whether attention's inputs are freed when attention ends (output-buffer; the engine itself
-        from 0.5.13 on).
-    :param shared_last: whether shared experts run after the routed experts (deferred-shared-experts).
-    :param dead_input: whether the runner writes its output, or its activation, into the layer's *dead input*: memory of
-        an input that no code reads any more.
-    :param columns: columns of a slice in which Triton or Marlin sums the top-k (moe-workspace); ``None`` if the runner
-        does not use slices.
+    :param inputs_dropped: whether attention's inputs are freed when attention ends (change output-buffer, or the engine
+        itself from 0.5.13 on).
+    :param shared_last: whether shared experts run after the routed experts (change deferred-shared-experts).
+    :param dead_input: whether the runner writes its output, or its activation, into the layer's *dead input*: the
+        memory of the layer's input after its last use.
+    :param columns: columns of a slice, if Triton or Marlin computes its output in slices of columns (change
+        moe-workspace); ``None`` without slices.
     :param out_of_place: whether the engine itself keeps Triton from writing over its input, because shared experts read
         the input at the same time.
     """
@@ -87,7 +86,7 @@ class Prediction:
     """Predicted bytes of a forward pass, in addition to the memory that was in use before it.
 
     :param parts: bytes of each of ``PARTS`` while a MoE runner works, in a layer that is not the first layer.
-    :param elsewhere: bytes at the other places that can have the peak. The key is the name of the place.
+    :param elsewhere: bytes at other steps of the forward pass, such as "attention", at which its memory can be largest.
     """
 
     parts: dict[str, int]
@@ -100,7 +99,8 @@ class Prediction:
 
     @property
     def places(self) -> dict[str, int]:
-        """Bytes at every place that can have the peak. The key is the name of the place."""
+        """Bytes at each step of the forward pass at which its memory can be largest. The key is the name of the
+        step."""
         return {MOE: sum(self.parts.values()), **self.elsewhere}
 
     @property
@@ -155,11 +155,11 @@ def predict(
         attention is not supported.
     :param runner: MoE runner of the server.
     :param tokens: tokens of the chunk.
-    :param acting: effects of the changes.
-    :param graphs: whether decodes run in graphs. If decodes run eagerly, a buffer of the decode before is freed in this
-        forward pass.
+    :param acting: effects of the changes and of the engine.
+    :param graphs: whether decodes run in graphs. If decodes run eagerly, this forward pass frees a buffer of the
+        previous decode.
     :param float_logits: whether DeepSeek's router computes float32 logits (releases from 0.5.15 on).
-    :raises ValueError: a size does not divide by the ranks.
+    :raises ValueError: a size is not divisible by the number of ranks.
     """
     mla = model.q_lora_rank is not None
     share = replace(model, moe_intermediate=0).shard(layout.tp)  # sizes of everything except the routed experts
@@ -203,17 +203,17 @@ def predict(
 def runner_bytes(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_input: bool) -> int:
     """Return the peak bytes of the Triton or Marlin runner while it works, not counting Triton's output.
 
-    Triton is ``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``. With moe-workspace, the second GEMM
-    computes a slice of columns at a time. The runner quantizes the second GEMM's input before the slices, and then
-    frees the unquantized input.
+    Triton's code is ``_fused_moe_kernel_sequence`` in the engine's ``fused_moe.py``. With the change moe-workspace, the
+    second GEMM computes a slice of columns at a time. The runner quantizes the second GEMM's input before the slices,
+    and then frees the unquantized input.
 
-    Marlin is ``fused_marlin_moe``. In the stock engine, the outputs of both GEMMs share one tensor. The stock Marlin
-    runner never writes its output into its input. With moe-workspace, each GEMM has a tensor of its own. The tensor of
-    the second GEMM is as wide as a slice, and the weights of the slice exist twice.
+    Marlin's code is ``fused_marlin_moe``. In the stock engine, the outputs of both GEMMs share one tensor. The stock
+    Marlin runner never writes its output into its input. With moe-workspace, each GEMM has a tensor of its own. The
+    tensor of the second GEMM is as wide as a slice, and the weights of the slice exist twice.
 
     :param width: columns of a slice. If it is the hidden size, no slices are used.
-    :param dead_input: whether a dead input is available, for Marlin's output, or for Triton's activation if this fits
-        into it.
+    :param dead_input: whether the runner can write into the layer's input after its last use. Marlin writes its output
+        there. Triton writes its activation there, if the activation fits.
     """
     size, inner, rows = rank.hidden, rank.intermediate, tokens * rank.top_k
     activation = 2 * inner * rows

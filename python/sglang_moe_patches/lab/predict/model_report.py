@@ -143,7 +143,8 @@ def describe_change(change: Change, answer: Mapping[str, Any], decision: Decisio
 def describe_fp4_weights(
     server: Server, answer: Mapping[str, Any], stock: Fit | None, fit: Fit | None
 ) -> dict[str, Any]:
-    """Return the row of fp4-weights in the report. The weights' format and the runner decide whether fp4-weights acts.
+    """Return the row of the change fp4-weights in the report. The weights' format and the runner decide whether
+    fp4-weights acts.
 
     :param answer: status and reason of the change.
     :param stock: memory of the stock server, with weights and loading; ``None`` if it is not known.
@@ -177,8 +178,7 @@ LAYOUT_RUNNERS = {
 """Runners for which fp4-weights changes the layout of the experts' weights. The key is the format of the weights."""
 
 WOULD_SIZE = "it would size this server"
-"""Last words of kv-sizing's reason if only its environment variable is missing: the server does not use kv-sizing, but
-could."""
+"""End of the reason in kv-sizing's row of the report, if kv-sizing is off but would size the server's KV cache."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
@@ -216,9 +216,9 @@ INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **for
 def predict(
     sizes: ModelSizes, server: Server, acts: tuple[MemoryEffects, MemoryEffects]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
-    """Predict the memory of a prefill chunk, stock and patched, and list the parts that are not known.
+    """Predict the memory of a prefill chunk, stock and patched, and list the parts of the memory that are not known.
 
-    :param acts: effects of the changes in the stock server, and in the patched server.
+    :param acts: effects on the memory, in the stock server and in the patched server.
     :returns: the two predictions, and the unknown parts in words. The predictions are ``None`` if the runner has no
         formula, or if the formulas do not hold for the model's layers.
     """
@@ -492,8 +492,8 @@ are descriptions of :class:`.engine_pools.Fit`."""
 
 
 def _read_fit(engine_answer: Mapping[str, Any], key: str) -> Fit | None:
-    """Read the memory of the stock or the patched server from the engine's answers. Return ``None`` if they do not have
-    it.
+    """Read the memory of the stock or the patched server from the engine's answers; ``None`` if the engine gave no such
+    answer.
 
     :param key: a key of :data:`FIT_KEYS`.
     """
@@ -503,8 +503,8 @@ def _read_fit(engine_answer: Mapping[str, Any], key: str) -> Fit | None:
 
 
 def estimate_peak(sizes: ModelSizes, server: Server) -> int:
-    """Estimate the bytes of a prefill chunk if its MoE runner has no formula. The estimate is that of Triton's runner
-    in BF16.
+    """Estimate the peak bytes of a prefill chunk if the server's MoE runner has no formula. The formula of Triton's
+    runner in BF16 is used instead.
 
     :raises ValueError: there is no estimate. The message says why.
     """
@@ -527,7 +527,7 @@ def _sizes_of_need(
     """Return the sizes that decide a server's need (:class:`.room.Need`).
 
     :param peak: bytes of the forward pass of a prefill chunk.
-    :param segments: whether activation-segments acts.
+    :param segments: whether the change activation-segments acts.
     :raises ValueError: the engine's answer was made by an older version of this package, or the layers could not be
         built.
     """
@@ -568,8 +568,8 @@ def _to_plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def _describe_server(model: Model, engine_answer: Mapping[str, Any]) -> tuple[Server, Model]:
-    """Return the facts about the server, and the model's sizes. The sizes of the experts are those that the engine
-    runs, such as padded ones."""
+    """Return the facts about the server, and the model's sizes. The sizes of the experts are those in the engine's
+    layers, where they may be padded."""
     resolved, layer = engine_answer["resolved"], engine_answer["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)

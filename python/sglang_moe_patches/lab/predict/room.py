@@ -7,7 +7,7 @@ remains.
 The need has four parts: buffers of libraries, CUDA graphs, the largest forward pass with its sampling, and memory that
 PyTorch's allocator keeps between forward passes. The forward pass of a prefill chunk is predicted from the layers'
 sizes (:mod:`.forward`). Each other part is a size times a factor. The factors were fitted to servers that measured
-their need in their start. ``docs/commands/models.md`` compares the prediction with all of these servers.
+their need when they started. ``docs/commands/models.md`` compares the predictions with these measurements.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ LIBRARY_BYTES = 130_000_000
 """Bytes of the workspaces that libraries allocate once. In servers without prefill graphs, 106 to 140 MB were
 measured."""
 PREFILL_GRAPH_PEAKS = {"piecewise": 2.2, "breakable": 3.3}
-"""Bytes that the prefill graphs keep allocated, as a multiple of the eager peak of the largest captured prefill. The
-key is the kind of prefill graphs."""
+"""Bytes that the prefill graphs keep allocated, as a multiple of an eager prefill's peak bytes. The prefill has as many
+tokens as the largest prefill graph. The key is the kind of prefill graphs."""
 PREFILL_GRAPH_LAYER_BYTES = 6_000_000
-"""Bytes that the prefill graphs keep allocated for each layer, in addition to :data:`PREFILL_GRAPH_PEAKS`."""
+"""Further bytes that the prefill graphs keep allocated for each layer, in addition to those of
+:data:`PREFILL_GRAPH_PEAKS`."""
 CAPTURED_LOGITS = 3.0
-"""Bytes of the decode graphs, as a multiple of the bytes of the largest captured decode's logits."""
+"""Bytes of the decode graphs, as a multiple of the logits' bytes in the largest captured decode."""
 CAPTURED_LOGITS_ALONE = 3.5
-"""Further bytes of the decode graphs in servers without prefill graphs, as a multiple of the same logits. With prefill
-graphs, decode graphs need less memory, because they share the memory of the prefill graphs."""
+"""Further bytes of the decode graphs if there are no prefill graphs, as a multiple of the logits' bytes in the largest
+captured decode. Otherwise the decode graphs share the memory of the prefill graphs."""
 CAPTURED_LOGITS_RANKS = 1.6
-"""Further bytes of the decode graphs if several ranks gather their parts of the logits, as a multiple of the same
-logits."""
+"""Further bytes of the decode graphs if several ranks compute parts of the logits, as a multiple of the logits' bytes
+in the largest captured decode. The engine then gathers the parts."""
 SAMPLED_LOGITS, MANY_SAMPLED_LOGITS, MANY_REQUESTS = 6.8, 3.25, 512
 """Bytes of a decode with top-k and top-p sampling, as a multiple of the bytes of its logits. The first number is for
 decodes of up to ``MANY_REQUESTS`` requests, the second number is for larger decodes."""
@@ -48,22 +49,22 @@ VERIFIED_LOGITS = 2.7
 """Bytes of a speculative decode, as a multiple of the bytes of its logits. A speculative decode verifies several rows
 of each request. The number is the same with and without penalties."""
 HELD_PEAKS, HELD_PEAKS_SEGMENTS = 2.5, 1.0
-"""Bytes that PyTorch's allocator keeps between forward passes, as a multiple of a prefill chunk's peak. The first
-number is for servers without activation-segments, the second number is for servers with activation-segments."""
+"""Bytes that PyTorch's allocator keeps between forward passes, as a multiple of a prefill chunk's peak. The second
+number is for servers with the change activation-segments, the first number is for all others."""
 HELD_LOGITS = 4.0
-"""Bytes that PyTorch's allocator additionally keeps between decodes that run without a graph, as a multiple of the
-bytes of their logits. Only the requests beyond the largest decode graph count."""
+"""Further bytes that PyTorch's allocator keeps if decodes are too large for the decode graphs, as a multiple of the
+logits' bytes. Only the logits of the requests beyond the largest decode graph count."""
 HELD_MOST_BYTES = 4_500_000_000
 """Upper bound of the bytes that PyTorch's allocator keeps between forward passes: the largest measured value."""
 DECODE_SPLITS = 256
-"""Number of parts into which Triton's attention divides a decode of latent attention, on a GPU with 129 to 256
+"""Number of parts into which Triton's kernel divides the attention of a decode with MLA, on a GPU with 129 to 256
 multiprocessors."""
 DEFAULT_REQUESTS = 2048
 """Limit of concurrent requests that the engine uses without ``--max-running-requests``."""
 EAGER_REQUESTS = 256
 """Limit of concurrent requests with penalties that kv-sizing uses if no decode graph is captured."""
 MARGIN_BYTES = KV_MARGIN.parse(KV_MARGIN.default)
-"""Bytes that stay free at the highest advised fraction: kv-sizing's default margin."""
+"""Bytes that stay free beside the need at the highest advised ``--mem-fraction-static``: kv-sizing's default margin."""
 NEED_ERROR = 0.2
 """Relative error of the predicted need. The prediction was this close for four of five measured servers."""
 
@@ -77,9 +78,8 @@ class Decodes:
     :param requests: limit of concurrent requests.
     :param penalized: limit of concurrent requests while a request has penalties.
     :param rows: rows of the logits for each request in a decode: 1, or the number of draft tokens.
-    :param ranks: ranks that share the logits.
-    :param split_bytes: bytes of one row's partial results in Triton's latent attention; 0 if the model has other
-        attention.
+    :param ranks: number of ranks. Each rank computes a part of the logits.
+    :param split_bytes: bytes of one row's partial results in Triton's kernel for MLA; 0 if another kernel runs.
     """
 
     vocabulary: int
@@ -117,7 +117,8 @@ class Need:
 PREFILL, SAMPLING, PENALTIES = "prefill", "sampling", "penalties"
 """Kinds of forward passes: keys of :attr:`Need.forwards`."""
 GRAPHS, MIXED_LOAD = "graphs", "mixed load"
-"""Names of the other two situations in which a server can run out of memory."""
+"""Further situations in which a server can run out of memory: the capture of CUDA graphs, and a load that mixes
+prefills and decodes."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Forwards:
     :param prefill_graphs: kind of the prefill graphs, and tokens of the largest prefill graph; ``None`` if there are no
         prefill graphs.
     :param stages: number of pipeline stages. Each stage runs a batch at the same time.
-    :param segments: whether activation-segments acts.
+    :param segments: whether the change activation-segments acts.
     :param newer: whether the release configures graphs by ``--cuda-graph-config`` (0.5.15 and later).
     :param draft_bytes: bytes of a draft model's weights, which are loaded after the KV cache is sized; 0 if there is no
         draft model.
@@ -260,7 +261,7 @@ class Room:
         return max(self.grown_tokens() or 0, int(first / fit.token_bytes)) if fit.token_bytes else None
 
     def grown_tokens(self, error: float = 0.0) -> int | None:
-        """Return the number of tokens in the KV cache after kv-sizing; ``None`` if the number is not known.
+        """Return the number of tokens in a KV cache that kv-sizing has sized; ``None`` if the number is not known.
 
         :param error: assumed relative error of the predicted need, such as 0.2 if the true need is 20 % larger.
         """
@@ -281,8 +282,8 @@ class Room:
 
     @property
     def highest_fraction(self) -> float | None:
-        """Highest fraction that leaves enough memory free, rounded down; ``None`` if no fraction does, or if the need
-        is not known."""
+        """Highest ``--mem-fraction-static`` that leaves enough memory free, rounded down; ``None`` if no value does, or
+        if the need is not known."""
         least = self.fit.least_fraction
         if self.need is None or least is None:
             return None
@@ -290,13 +291,14 @@ class Room:
         return round(highest, 2) if highest >= least else None
 
     def tokens_at(self, fraction: float) -> int | None:
-        """Return the number of tokens in the KV cache with another fraction; ``None`` if the number is not known."""
+        """Return the number of tokens in the KV cache if ``--mem-fraction-static`` is ``fraction``; ``None`` if the
+        number is not known."""
         return self._tokens_with_reserve(int(self.fit.memory * (1 - fraction)))
 
     @property
     def short_of(self) -> list[str]:
-        """Shortages of memory: names of the kinds of forward passes, or of the other situations, in which the server
-        runs out of memory."""
+        """Situations in which the server runs out of memory: kinds of forward passes such as :data:`PREFILL`, or else
+        :data:`GRAPHS` or :data:`MIXED_LOAD`."""
         if self.need is None or not self.fit.starts:
             return []
         if self.free < self.need.graphs:

@@ -27,7 +27,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rank:
-    """Share of a MoE layer on one rank.
+    """Sizes of one rank's share of a MoE layer.
 
     :param experts: number of experts whose weights the rank has.
     :param intermediate: columns of each expert's gate projection on the rank.

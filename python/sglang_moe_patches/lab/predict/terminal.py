@@ -16,12 +16,11 @@ NARROW_COLUMNS = 72
 """Minimum width of a terminal, in characters, at which the changes are printed as a table. In a narrower terminal, the
 changes are printed one per line, because a table would truncate their names."""
 SETTING = re.compile(r"SGLANG_\w+=\d+")
-"""Pattern for ``VARIABLE=number``. The report repeats settings that a change's effect or its reason for no effect
-names, ready to copy."""
+"""Pattern for a setting such as ``VARIABLE=number``. If the row of a change names a setting, the report repeats the
+setting, ready to copy."""
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print a report of ``doctor --model``."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -82,7 +81,7 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def _describe_intermediate(sizes: Mapping[str, Any]) -> str:
-    """Format the experts' intermediate size by ``config.json``. If a kernel pads this size, add the padded size."""
+    """Format the experts' intermediate size in ``config.json``. If a kernel pads this size, add the padded size."""
     published, padded = sizes["published_intermediate"], sizes["moe_intermediate"]
     return f"{published}" if published == padded else f"{published}, padded to {padded}"
 
@@ -98,8 +97,8 @@ def round_tokens(tokens: int) -> str:
 
 
 def describe_verdict(report: Mapping[str, Any]) -> str:
-    """Return the first line of the report. It says whether the server starts, how much memory is free, and how much the
-    server needs, stock and patched."""
+    """Return the first line of the report: whether the stock and the patched server start, how much memory stays free,
+    and how much they need."""
     rooms = report["room"]
     if not rooms:
         return "Whether it starts is not known: its layers could not be built"
@@ -134,8 +133,7 @@ def describe_short_cache(report: Mapping[str, Any]) -> str:
 
 
 def _describe_start(report: Mapping[str, Any], name: str) -> str:
-    """Return a sentence that says whether the stock or the patched server starts. The sentence begins in lower case and
-    has no full stop.
+    """Return a clause that says whether the stock or the patched server starts, such as "starts".
 
     :param name: "stock" or "patched".
     """
@@ -182,7 +180,7 @@ def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
     """Return a phrase for a situation in which memory runs out, such as "a mixed load".
 
     :param name: "stock" or "patched".
-    :param place: name of the situation, by :mod:`.room`.
+    :param place: name of the situation in :mod:`.room`, such as :data:`.room.MIXED_LOAD`.
     """
     found = report["room"][name]
     tokens = report["server"]["tokens"]
@@ -222,7 +220,7 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _describe_tokens(found: Mapping[str, Any]) -> str:
-    """Return the tokens of the KV cache in words. A server that does not start has none."""
+    """Return the number of tokens in the KV cache in words. It is "-" for a server that does not start."""
     if found["verdict"] == room.DOES_NOT_START:
         return "-"
     return "not known" if found["tokens"] is None else f"{found['tokens']:,}"

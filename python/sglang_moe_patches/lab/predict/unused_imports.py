@@ -17,7 +17,7 @@ from typing import Any
 
 UNUSED = (
     *("sklearn", "scipy", "torchao", "torchvision", "torchaudio"),  # transformers: generation, losses, images, sound
-    *("openai", "aiohttp", "IPython"),  # the engine: its answers to clients
+    *("openai", "aiohttp", "IPython"),  # the engine: answers to clients
     "gguf",  # files of weights
 )
 

@@ -129,7 +129,6 @@ class Comparison:
 
     @property
     def questions(self) -> int:
-        """Number of questions."""
         return len(self.stock.answers)
 
     @property
