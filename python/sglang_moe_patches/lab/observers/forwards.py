@@ -67,8 +67,7 @@ class Observer:
         self.tally: counting.Tally | None = None
 
     def attempt(self, step: Callable[..., None], *args: Any) -> None:
-        """Run one step of the observer. If the step raises an error, record and log the error, and skip all later
-        steps."""
+        """Run one step of the observer. After an error, record and log the error, and skip all later steps."""
         if self.process.failure:
             return
         try:
@@ -185,8 +184,7 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Return the actions without their numbers of calls. Two results differ only if a change did something new
-    meanwhile."""
+    """Return the actions without their numbers of calls. Two results differ only if a change did something new."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 

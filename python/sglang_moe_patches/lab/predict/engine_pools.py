@@ -152,9 +152,10 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
 
 
 def _resolve_pools(maker: Any, fit: Fit, free: int) -> Any:
-    """Return the engine's decision on its KV cache size.
+    """Return the engine's decision on the KV cache size, if ``free`` bytes are free.
 
-    :raises RuntimeError: the fraction leaves no memory for a KV cache. Newer releases raise ``ValueError``.
+    :raises RuntimeError: ``--mem-fraction-static`` leaves no memory for a KV cache. Newer releases raise
+        ``ValueError``.
     """
     _set_free_memory(free, fit.memory)
     return maker._resolve_memory_pool_config(fit.memory / GIB)

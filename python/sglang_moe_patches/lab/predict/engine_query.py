@@ -139,9 +139,10 @@ def ask(
     :param environ: environment of the engine's process.
     :param top_k: number of experts to which a token is routed, by ``config.json``.
     :param language_model: whether ``config.json`` describes only the language model within a multimodal model.
-    :returns: dictionary with the keys ``resolved`` (the server's resolved arguments that JSON can represent), ``layer``
-        (description of its MoE layers, or ``None``), ``unknown`` (reason why ``layer`` is ``None``), ``fit`` (fields of
-        a :class:`.engine_pools.Fit`, or ``None``) and ``changes`` (status and decision of each change).
+    :returns: dictionary with, among others, the keys ``resolved`` (the server's resolved arguments that JSON can
+        represent), ``layer`` (description of the first MoE layer, or ``None``), ``unknown`` (reason why ``layer`` is
+        ``None``), ``fit`` (fields of a :class:`.engine_pools.Fit`, or ``None``) and ``changes`` (status and decision of
+        each change).
     :raises Refused: the engine refuses these arguments, or this model.
     :raises CannotAsk: the engine cannot answer without a GPU.
     """

@@ -99,8 +99,7 @@ class Prediction:
 
     @property
     def places(self) -> dict[str, int]:
-        """Bytes at each step of the forward pass at which its memory can be largest. The key is the name of the
-        step."""
+        """Bytes at each step of the forward pass that can be its peak. The key is the step's name."""
         return {MOE: sum(self.parts.values()), **self.elsewhere}
 
     @property

@@ -175,7 +175,8 @@ LAYOUT_RUNNERS = {
     NVFP4: (*runners.TRTLLM, *runners.MARLIN),
     "MXFP4": (runners.TRITON_KERNELS, *runners.MARLIN),
 }
-"""Runners for which fp4-weights changes the layout of the experts' weights. The key is the format of the weights."""
+"""Runners for which the change fp4-weights changes the layout of the experts' weights. The key is the format of the
+weights."""
 
 WOULD_SIZE = "it would size this server"
 """End of the reason in kv-sizing's row of the report, if kv-sizing is off but would size the server's KV cache."""
@@ -185,7 +186,7 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
     """Return kv-sizing's row of the report. The row has the decision that the server itself would make.
 
     :param answer: value of ``kv_sizing`` in the engine query's answer.
-    :param does_start: whether the server starts with the fraction with which kv-sizing begins.
+    :param does_start: whether the server starts with the ``--mem-fraction-static`` with which kv-sizing begins.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
@@ -391,7 +392,7 @@ def derive_report(sizes: ModelSizes, engine_answer: Mapping[str, Any], requests:
     """Derive the report from a model's sizes and the engine's answers, and return it.
 
     :param engine_answer: answers of the engine, as :func:`.engine_query.ask` returns them.
-    :param requests: number of concurrent requests, as :func:`predict_rooms` takes it.
+    :param requests: limit of concurrent requests, as :func:`predict_rooms` takes it.
     """
     unknown = []
     answers = engine_answer["changes"]
@@ -462,8 +463,7 @@ def predict_rooms(
 
     :param predictions: predicted memory of a prefill chunk, stock and patched; ``None`` if it is not known.
     :param acting: names of the changes that act.
-    :param requests: number of concurrent requests, if a measured server's number is known and no argument sets it; 0 to
-        use the number that kv-sizing would admit.
+    :param requests: limit of concurrent requests if no argument sets it; 0 to use the limit that kv-sizing would set.
     """
     if not engine_answer.get("fit"):
         return {}

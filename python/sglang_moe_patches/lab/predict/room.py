@@ -29,8 +29,7 @@ PREFILL_GRAPH_PEAKS = {"piecewise": 2.2, "breakable": 3.3}
 """Bytes that the prefill graphs keep allocated, as a multiple of an eager prefill's peak bytes. The prefill has as many
 tokens as the largest prefill graph. The key is the kind of prefill graphs."""
 PREFILL_GRAPH_LAYER_BYTES = 6_000_000
-"""Further bytes that the prefill graphs keep allocated for each layer, in addition to those of
-:data:`PREFILL_GRAPH_PEAKS`."""
+"""Further bytes that the prefill graphs keep allocated for each layer."""
 CAPTURED_LOGITS = 3.0
 """Bytes of the decode graphs, as a multiple of the logits' bytes in the largest captured decode."""
 CAPTURED_LOGITS_ALONE = 3.5
@@ -212,7 +211,7 @@ STARTS, LITTLE_ROOM, DOES_NOT_START, NOT_KNOWN = "starts", "little room", "does 
 class Room:
     """Memory of a server on one GPU: weights, KV cache, the free memory (the *room*), and the need.
 
-    :param fit: weights, fraction and KV cache, as the engine would choose them.
+    :param fit: weights, ``--mem-fraction-static`` and KV cache, as the engine would choose them.
     :param need: predicted need; ``None`` if the need is not known.
     :param unknown: reason why the need is not known.
     :param grows: whether kv-sizing sizes the KV cache.

@@ -220,7 +220,7 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _describe_tokens(found: Mapping[str, Any]) -> str:
-    """Return the number of tokens in the KV cache in words. It is "-" for a server that does not start."""
+    """Format the number of tokens in the KV cache; "-" for a server that does not start."""
     if found["verdict"] == room.DOES_NOT_START:
         return "-"
     return "not known" if found["tokens"] is None else f"{found['tokens']:,}"

@@ -166,9 +166,9 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
 def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
     """Return the probability that a run has at most ``max_losses`` losses for its number of gains. The result has one
-    probability for each pair of rates.
+    probability for each pair of rates of losses and gains.
 
-    :param max_losses: array of shape [questions + 1], indexed by the number of gains.
+    :param max_losses: largest number of losses for each number of gains: array of shape [questions + 1].
     :param losses: array of shape [rates]: shares of losses.
     :param gains: array of shape [rates]: shares of gains.
     """
@@ -186,8 +186,8 @@ def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any)
 
 
 def _max_probability(questions: int, score: float, drop: float) -> float:
-    """Return the probability that a run has at least ``score``, if the true drop is ``drop``. The rate of gains with
-    the largest probability counts."""
+    """Return the probability that a run has a score of at least ``score``, if the true drop is ``drop``. The rate of
+    gains with the largest probability counts."""
     import numpy as np
 
     rates = (1 - drop) / 2 * (np.arange(GRID_RATES) / GRID_RATES) ** 2

@@ -61,8 +61,8 @@ class Run:
     """Command that started the server, or the address of a server that was already running."""
     answers: tuple[Answer, ...]
     startup_s: float
-    """Seconds from the start of the command until the server was ready; 0 if it was already running. Start times cannot
-    be compared: the first server warms the page cache and compiles kernels for the second server."""
+    """Seconds from the start of the command until the server was ready; 0 if the server was already running. Start
+    times cannot be compared: the first server warms the page cache and compiles kernels for the second server."""
     latency_s: float
     """Duration of the whole evaluation, in seconds."""
     input_tokens: int
@@ -174,8 +174,7 @@ class Comparison:
 
     @property
     def conclusive(self) -> bool:
-        """Whether the run leads to the verdict "worse" or "no worse". If identical answers are required, it always
-        does."""
+        """Whether the verdict is "worse" or "no worse". It always is if identical answers are required."""
         return self.worse or self.require_identical or self.is_within_max_drop
 
     @property
@@ -239,7 +238,7 @@ def mcnemar(losses: int, gains: int) -> tuple[float, float]:
     :param losses: number of pairs in which only the first answer is right.
     :param gains: number of pairs in which only the second answer is right.
     :returns: the two-sided p-value, and the one-sided p-value. The one-sided null hypothesis is that the second answers
-        are at least as accurate. Both are 1 without losses and gains.
+        are at least as accurate. Both p-values are 1 without losses and gains.
     """
     from scipy.stats import binomtest
 

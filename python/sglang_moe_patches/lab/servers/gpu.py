@@ -1,5 +1,4 @@
-"""Wait until the memory of the GPUs is free again, by ``nvidia-smi``. The module needs neither a CUDA context nor
-torch."""
+"""Wait until the memory of the GPUs is free again, by ``nvidia-smi``, without a CUDA context and without torch."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ The family ends in steps:
 3. The supervisor removes the family's shared memory if no process maps it any more. An engine kills its own resource
    trackers, so they cannot remove it. The supervisor lists the shared memory before step 1.
 4. The supervisor removes the family's own folder for temporary files. The engine leaves some sockets in the folder.
-5. If the owner was killed, the supervisor saves the owner's logs and answers, and removes the owner's temporary
-   folders.
+5. If the owner was killed, the supervisor saves the owner's logs and answers, and removes its temporary folders.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Texts that identify the command line of a *cleaner*: a process that waits until other processes have ended, and then
 removes their shared memory."""
 CLEANUP_TIMEOUT_S = 5.0
-"""Seconds in which the processes of ``CLEANERS`` may end by themselves after all other processes have ended. Then they
-receive SIGKILL."""
+"""Seconds that cleaners (:data:`CLEANERS`) have to end by themselves after all other processes have ended. Then the
+cleaners receive SIGKILL."""
 SUPERVISOR_TIMEOUT_S = 20.0
 """Seconds within which a supervisor must end its family. Afterwards its owner ends the family itself."""
 END_MESSAGE = b"."
@@ -211,8 +210,8 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the command of a family, and later SIGKILL to the family's other processes. Processes in
-    ``CLEANERS`` receive no SIGKILL, and have ``CLEANUP_TIMEOUT_S`` seconds to end.
+    """Send SIGTERM to the command of a family, and later SIGKILL to the family's other processes. Processes that clean
+    up (:data:`CLEANERS`) receive no SIGKILL, and have ``CLEANUP_TIMEOUT_S`` seconds to end.
 
     :param root: the supervisor, which is not ended.
     :param command: first process of the family.
