@@ -250,7 +250,7 @@ def dense_layers(text: Mapping[str, Any]) -> int:
         if isinstance(kinds := text.get(name), list):
             sparse = [kind in (1, "sparse") for kind in kinds]
             return sparse.index(True) if True in sparse else len(sparse)
-    if numbers := text.get("moe_layers_enum"):  # Step-3 lists layers: "4,5,6"
+    if numbers := text.get("moe_layers_enum"):  # models of the Step family: "4,5,6"
         return min(int(number) for number in (numbers.split(",") if isinstance(numbers, str) else numbers))
     if without := text.get("mlp_only_layers"):
         return next(layer for layer in range(len(without) + 1) if layer not in without)
