@@ -1,8 +1,8 @@
 """Configuration of the engine tests, which run the real engine on the CPU with the reference kernels.
 
 All tests run on the default release. Tests with the mark ``every_release`` run on the other releases, too, because they
-test behaviour that differs between releases. `make test-all` also runs the tests with the mark ``product``, further
-cases of a kind that other tests cover. `.ci/run` also runs the tests with the mark ``ci``, the longest ones.
+test behaviour that differs between releases. `make test-all` also runs the tests with the mark ``product``. They are
+further cases of behaviour that other tests cover. `.ci/run` also runs the longest tests, which have the mark ``ci``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Function that writes a tiny checkpoint and returns its folder. For the same options, it returns the same folder.
 
-    The options are ``quantized`` and those of ``ModelSpec``.
+    The options are ``quantized`` and the fields of ``ModelSpec``.
     """
     from sglang_moe_reference.model import ModelSpec, make_model
 
@@ -105,8 +105,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def installed(*changes: Any) -> Iterator[None]:
     """Install ``changes`` in the engine within the block. A change that does not apply to this release is left out.
 
-    If a change is *unsupported*, the test fails. This happens, for example, if the test itself has wrapped a hook point
-    before. The test would then compare stock with stock.
+    If a change is *unsupported*, the test fails, because it would compare stock with stock. For example, a change is
+    unsupported if the test itself has wrapped a hook point before.
     """
     from sglang_moe_patches.core.patch import Status, probe
 
@@ -121,9 +121,9 @@ def installed(*changes: Any) -> Iterator[None]:
 
 @contextmanager
 def without_buffer() -> Iterator[None]:
-    """Within the block, switch off the output buffer that newer releases of the engine have themselves.
+    """Disable the engine's own output buffer within the block. Only newer releases have such a buffer.
 
-    All tests compare answers with the answers of a stock engine without output buffer.
+    All tests compare answers with the answers of a stock engine without an output buffer.
     """
     from sglang.srt.layers.moe.moe_runner import base
 

@@ -17,7 +17,7 @@ from sglang_moe_patches.lab.observers import forwards
 
 
 def watch_forwards(layer: Any, record: Any) -> None:
-    """Call ``record(arguments, result)`` after each forward pass of a layer, until ``del layer.forward``.
+    """Call ``record(arguments, result)`` after each forward pass of a layer. ``del layer.forward`` ends the recording.
 
     This function replaces ``layer.forward``. A forward hook cannot be used, because a layer with a forward hook does
     not offer its dead input.
@@ -124,7 +124,7 @@ class Pool:
     """Stand-in for the pool of NCCL symmetric memory, which needs several GPUs.
 
     It allocates tensors from one region of memory, and reuses freed parts. The engine's own functions ask whether a
-    tensor lies in the pool. ``walks`` counts how often they take a snapshot of the pool.
+    tensor lies in the pool. ``walks`` counts how often these functions take a snapshot of the pool.
     """
 
     def __init__(self, monkeypatch: Any) -> None:

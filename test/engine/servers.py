@@ -1,4 +1,4 @@
-"""Helpers that start servers as a user does, send them prompts and check what they recorded."""
+"""Helpers that start servers as a user does, send prompts to them, and check the observations that servers write."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
 QUESTION_COUNT, MAX_ANSWER_TOKENS = 24, 64
-"""Number of questions, and maximum number of tokens of an answer. The tests use the questions with the shortest
-answers, because each token costs a forward pass."""
+"""Number of questions for the shipped model, and maximum number of tokens of an answer. The tests ask the questions
+with the shortest answers, because each token costs a forward pass."""
 REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
 """Timeout of a request or a start in seconds. It is long enough for a machine that is ten times slower than usual."""
 PORTS: list[int] = []
 PRELOADED = str(ROOT / "test/standins/preloaded")
 TOKENS = 8
-"""Number of tokens of an answer."""
+"""Number of tokens of an answer to one of ``PROMPTS``."""
 PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for length in (9, 300, 40, 1)]
 
 
@@ -67,7 +67,7 @@ NATIVE_BUFFER = _has_native_buffer()
 
 
 def shortest_questions(questions: int = QUESTION_COUNT) -> list[str]:
-    """Return the questions of the shipped model's test set with the shortest answers, as lines of JSON."""
+    """Return the questions with the shortest answers from the shipped model's test set, as lines of JSON."""
     lines = (SHIPPED / "test.jsonl").read_text().splitlines()
     return sorted(lines, key=lambda line: len(json.loads(line)["answer"]))[:questions]
 
@@ -223,11 +223,8 @@ class _Arguments(SimpleNamespace):
 
 
 def expected_statuses(backend: str) -> dict[str, str]:
-    """Return the expected status of each change in a server on the CPU.
-
-    The status is ``not needed here`` or ``off`` if the change is skipped there, else the one in
-    docs/compatibility.json.
-    """
+    """Return the expected status of each change in a server on the CPU: ``not needed here`` or ``off`` if the change is
+    skipped on the CPU, else the status in docs/compatibility.json."""
     recorded = json.loads(pages.FOUND.read_text())[metadata.version("sglang")]["changes"]
     asked = _Arguments(device="cpu", moe_runner_backend=backend, moe_a2a_backend="none")
     skips = {change.name: change.skip(asked) for change in CHANGES}

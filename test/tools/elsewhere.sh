@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Do the tests and the demo hold on a machine that is not this one?
+# Run the tests and the demo in a system that differs from this machine.
 #
 #     sudo test/tools/elsewhere.sh [FOLDER]               # `make test demo` in a fresh clone of HEAD in a fresh Debian
-#     sudo test/tools/elsewhere.sh FOLDER make unit       # another command there; the Debian in FOLDER is used again
+#     sudo test/tools/elsewhere.sh FOLDER make unit       # another command; the Debian in FOLDER is used again
 #
-# As root, FOLDER (default: a temporary one, which is kept) becomes a minimal Debian, unpacked by debootstrap, with no
-# more than CONTRIBUTING asks for: python3, make, gcc, libnuma1. In it, in namespaces of its own: another user without
-# root's rights and with umask 077, another home, Turkish in an encoding that is not UTF-8, another time zone, a host
-# name that nothing resolves, one core, and 64 MB of /dev/shm, as containers have. It needs 15 GB of disk and the
-# network, and takes twenty minutes to an hour, as packages come.
+# As root, the script unpacks a minimal Debian into FOLDER (default: a temporary folder, which is kept). The Debian has
+# only the packages that CONTRIBUTING asks for: python3, make, gcc and libnuma1. The command runs in namespaces of its
+# own: another user without root's rights and with umask 077, another home, Turkish in an encoding that is not UTF-8,
+# another time zone, a host name that nothing resolves, one core, and 64 MB of /dev/shm, as in containers. The script
+# needs 15 GB of disk and the network. It takes twenty minutes to an hour, depending on the network.
 #
-# Not as root: a fresh clone in FOLDER with another home, the C locale, another time zone and one core.
+# Without root, the command runs in a fresh clone in FOLDER, with another home, locale and time zone, and one core.
 #
-# SUITE and LOCALE choose others, MIRROR another place than debootstrap's own. Of the environment only certificates,
-# proxies and what pip and uv were told goes in. BIND="/folder /another" shows folders of this machine there, such as a
-# package index in files.
+# The variables SUITE and LOCALE choose another Debian and another locale, MIRROR another source of packages, and
+# BIND="/folder /another" folders of this machine that the command can read. The command receives only the environment
+# variables for certificates, proxies, pip and uv.
 set -euo pipefail
 
 SUITE=${SUITE:-bookworm} LOCALE=${LOCALE:-tr_TR.ISO-8859-9}
@@ -24,10 +24,10 @@ shift || true
 [ $# -gt 0 ] || set -- make test demo
 
 mapfile -t PASSED < <(env | grep -E '^(PIP_|UV_|SSL_CERT|REQUESTS_CA|CURL_CA|(https?|no|HTTPS?|NO)_(proxy|PROXY)=)' || true)
-# Kathmandu is 5 hours 45 minutes ahead.
+# Kathmandu's time is UTC+5:45.
 THERE=(TZ=Asia/Kathmandu PATH=/usr/local/bin:/usr/bin:/bin "${PASSED[@]}")
 
-clone() { # fresh: nothing that git does not know
+clone() { # without the files that git ignores
   rm -rf "$1"
   git clone -q --no-hardlinks "$TOP" "$1"
 }

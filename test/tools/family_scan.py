@@ -1,10 +1,10 @@
 """Find the model families of an engine whose layers may offer their dead input.
 
-    python test/tools/family_scan.py      # prints the JSON that docs/compatibility.json contains for the installed
-    engine
+    python test/tools/family_scan.py   # prints the installed engine's part of docs/compatibility.json, as JSON
 
-The scan applies the proofs to the source code of every family, without importing the engine. A server does not use the
-scan. It applies the proofs to the model that it builds, and may refuse a family that the scan accepts.
+A *proof* (:mod:`sglang_moe_patches.core.dead_input.proofs`) decides from source code whether a layer's input is dead.
+The scan applies the proofs to every family, without importing the engine. A server does not use the scan. It applies
+the proofs to the model that it builds, and may refuse a family that the scan accepts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def scan(folder: Path) -> dict[str, str]:
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
     """Return whether the residual may be a plain sum, according to one declaration of how it is read or updated.
 
-    This is so if one of the possible values of the declaration is in :data:`_PLAIN`, or if the code names no value.
+    The residual may be one if a possible value of the declaration is in :data:`_PLAIN`, or if the code names no value.
 
     :param value: value of a keyword argument in :data:`_RESIDUAL_KEYWORDS`.
     :param function: function that contains the declaration.
@@ -190,7 +190,7 @@ class _Engine:
     def ancestry(self, kind: _Class, below: frozenset[_Class] = frozenset()) -> Iterator[_Class]:
         """Yield a class and all its base classes.
 
-        :param below: subclasses from which the search came to this class. They are not visited again.
+        :param below: subclasses through which the search has reached this class. They are not visited again.
         """
         yield kind
         below |= {kind}
@@ -262,9 +262,9 @@ class _Engine:
         )
 
     def _sum_skip_reason(self, layer: _Class, forward: ast.FunctionDef) -> str | None:
-        """Return the reason why a layer's residual may not be a plain sum; ``None``: it is, or may be, a plain sum.
+        """Return a reason if a layer's residual is no plain sum. Return ``None`` if it is one, or can be one.
 
-        The layer declares how it reads and updates the residual. Some layers choose these declarations, or their
+        A layer declares how it reads and updates the residual. Some layers choose these declarations, or their
         communicator, by the model's configuration. The scan then assumes a plain sum.
         """
         if "self.attn_boundary.prepare" not in ast.unparse(forward):

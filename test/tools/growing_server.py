@@ -68,7 +68,7 @@ class Start(NamedTuple):
 
 
 def remove_fraction(arguments: Sequence[str]) -> list[str]:
-    """Remove every ``--mem-fraction-static``, written as one argument or as two, from server arguments."""
+    """Return server arguments without ``--mem-fraction-static``, whether it is written as one argument or as two."""
     kept = list(arguments)
     while FRACTION_FLAG in kept:
         at = kept.index(FRACTION_FLAG)

@@ -751,7 +751,7 @@ MUTATIONS = tuple(
 
 
 def run(folder: Path, *tests: str) -> tuple[str, str]:
-    """Run tests of the copy in ``folder``.
+    """Run tests of the copy of the repository in ``folder``.
 
     :returns: ``passed``, ``killed`` or ``skipped``, and pytest's output.
     """

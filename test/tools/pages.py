@@ -93,7 +93,7 @@ def describe_status(change: str, found: dict[str, Any]) -> str:
 
 
 def import_package() -> tuple[Any, Any]:
-    """Import ``sglang_moe_patches.registry`` and ``.core.patch`` from this checkout. They need no installed package."""
+    """Import ``sglang_moe_patches.registry`` and ``.core.patch`` from this checkout. No installed package is needed."""
     if str(ROOT / "python") not in sys.path:
         sys.path.insert(0, str(ROOT / "python"))
     from sglang_moe_patches import registry
@@ -180,8 +180,8 @@ def releases_offering(family: str, found: dict[str, Any]) -> list[str]:
 
 
 def offers_table(found: dict[str, Any]) -> str:
-    """Return a table of model families: on which releases they may offer their dead input, and for what reasons some
-    families may not on the newest release.
+    """Return a table of model families. It has the releases on which their layers may offer their dead input, and the
+    reasons why the layers of some families may not on the newest release.
     """
     names = sorted({name for facts in found.values() for name in facts["families"]})
     where: dict[str, list[str]] = {}

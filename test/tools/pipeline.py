@@ -2,7 +2,7 @@
 
     make pipeline                                         # on two GPUs; without one a tiny model, on the CPU
     make pipeline ARGS="--starts 6 --rounds 5 --output mismatches"
-    make pipeline ARGS="--choose-by-timing"               # as PyTorch does by itself
+    make pipeline ARGS="--choose-by-timing"               # PyTorch chooses kernels by their time, as it does by default
 
 Each start runs three servers with two stages at the same time: stock, stock again, and patched. All servers receive the
 requests of test/gpu/test_triton_servers_cuda.py: first one prompt after another, then enough prompts at once to keep

@@ -2,7 +2,7 @@
 
 A test with the mark ``long(reason)`` may take longer.
 
-- The processor time includes the test's process and all its child processes.
+- The processor time is that of the test's process and of all its child processes.
 - Processor time is longer on a slow or shared machine. If a test exceeds the limit, the plugin times a loop, and
   multiplies the limit by the loop's slowdown.
 - The set-up of session fixtures does not count. The set-up of a module fixture counts for the first test that uses it.
@@ -25,9 +25,8 @@ from share import ALL_CASES
 NAME = "processor-time"
 LIMIT_S = 30.0
 LOOPS, LOOPS_S = 3_000_000, 0.2
-"""Iterations of the timed loop, and the duration of the loop in seconds on a machine with the unchanged limit. On a
-slower machine, the limit is higher.
-"""
+"""Iterations of the timed loop, and its duration in seconds on a machine with the limit ``LIMIT_S``. On a slower
+machine, the limit is higher."""
 SAMPLED_S = 1.0
 """Seconds between two samples of the child processes. Processor time of a child after its last sample is not
 counted."""
@@ -61,9 +60,7 @@ class Meter:
 
 
 def measure_slowdown() -> float:
-    """Time a loop of Python code. Return how many times slower than ``LOOPS_S`` it is now on this machine, at least
-    1.0.
-    """
+    """Time a loop of Python code. Return its duration divided by ``LOOPS_S``, at least 1.0."""
 
     def loop_s() -> float:
         began, total = time.process_time(), 0

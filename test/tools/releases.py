@@ -20,7 +20,7 @@ class Releases(NamedTuple):
     :param default: release that the Makefile installs by default.
     :param every_time: releases that `make test-all` tests.
     :param all: all releases, oldest first.
-    :param overrides: by release, requirements that replace requirements of this release.
+    :param overrides: by release, requirements that replace the release's own requirements of the same packages.
     """
 
     default: str

@@ -66,9 +66,9 @@ class Text(NamedTuple):
 class Shares(NamedTuple):
     """Shares of flagged sentences, in per cent.
 
-    :param long: share of all sentences.
-    :param nested: share of all sentences.
-    :param headless: share of all docstrings and comments.
+    :param long: long sentences among all sentences.
+    :param nested: nested sentences among all sentences.
+    :param headless: docstrings and comments with a headless first sentence, among all docstrings and comments.
     """
 
     long: float

@@ -1,9 +1,8 @@
-"""Tests that no forward pass of the engine's own scheduler has more tokens than cutedsl-sizing expects.
+"""Tests that no forward pass of the engine's own scheduler has more tokens than cutedsl-sizing allocates buffers for.
+This number of tokens is called the *bound*.
 
-The scheduler admits requests, mixes chunks and decodes, retracts requests, and runs decode batches.
-
-Each case is a server with random arguments and random requests. The bound is the number of tokens in a forward pass for
-which the change allocates buffers. The scheduler is the engine's own. Only the forward pass is left out: every request
+Each case is a server with random arguments and random requests. The scheduler is the engine's own: it admits requests,
+mixes chunks and decodes, retracts requests, and runs decode batches. Only the forward pass is left out: every request
 receives its next token at once.
 """
 
@@ -290,8 +289,8 @@ def test_without_any_one_limit_a_forward_exceeds_the_bound(outcomes, limits_chan
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
     """With data-parallel attention, the buffers have room for the gathered and padded tokens of all ranks. The test
-    covers both padding modes of the engine. The engine uses the mode that pads every rank to the longest rank only for
-    decodes.
+    covers both padding modes of the engine. One mode pads every rank to the longest rank. The engine uses this mode in
+    decodes, but not in prefills.
     """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0

@@ -41,8 +41,8 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 @pytest.fixture(autouse=True)
 def ignore_memory_pools(monkeypatch):
-    """Make the change ignore the sizes of the memory pools. The tests' model runner has created its pools before the
-    change is installed.
+    """Make the change use 0 as the size of each memory pool. In a server, the change records the sizes when the model
+    runner creates its pools. The tests' model runner has created its pools before the change is installed.
     """
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
@@ -155,7 +155,8 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     states), and a pipeline stage sends them.
 
     All layers share one FlashInfer wrapper. Each call of the wrapper must therefore return an output of its own, not
-    the wrapper's output buffer. If ``separate_outputs`` is False, the test returns one buffer from all calls.
+    the wrapper's output buffer. If ``separate_outputs`` is False, the test makes all calls return the same buffer. The
+    first layer's output is then overwritten.
     """
     if not separate_outputs:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
@@ -312,9 +313,8 @@ def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args,
     ],
 )
 def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
-    """Each of these server arguments raises this package's bound of the tokens in a forward pass. Later releases have a
-    bound of their own for CuteDSL's buffers. Their bound is smaller with these arguments, and the package does not
-    replace it.
+    """Each of these server arguments raises this package's bound on the tokens in a forward pass. Later engine releases
+    compute a smaller bound with these arguments, and the package leaves the engine's method unchanged there.
     """
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected
@@ -323,8 +323,8 @@ def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, ex
 
 
 def test_prefill_graphs_of_every_kind_raise_the_bound(server_args):
-    """CUDA graphs of prefills raise this package's bound of the tokens in a forward pass, whether they are piecewise or
-    not. The bound that newer releases compute ignores graphs of prefills that are not piecewise.
+    """CUDA graphs of prefills raise this package's bound on the tokens in a forward pass, whether the graphs are
+    piecewise or not. The bound that newer engine releases compute ignores prefill graphs that are not piecewise.
     """
     graphs = graph_arguments(4, 2048)
     if "cuda_graph_config" not in graphs:
@@ -380,6 +380,6 @@ def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(se
 def test_the_change_only_hardens_a_release_that_sizes_buffers_by_itself(server_args):
     from sglang.srt.server_args import ServerArgs
 
-    # The fixture installs this package's method. It is not mistaken for a method of the engine.
+    # The fixture installs this package's method. The change must not mistake this method for one of the engine.
     own = ServerArgs.cutedsl_moe_max_num_tokens is not launcher._cutedsl_moe_max_num_tokens
     assert probe(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

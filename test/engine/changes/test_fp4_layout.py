@@ -58,7 +58,7 @@ def allocates_room(mxfp4):
 
 @pytest.fixture
 def require_room(mxfp4):
-    """Skip the test on engine releases for which :func:`allocates_room` returns False."""
+    """Skip the test if the change allocates no memory for the later layout on this release (:func:`allocates_room`)."""
     if not allocates_room(mxfp4):
         pytest.skip("this release does not create the weights as zeros")
 

@@ -1,5 +1,5 @@
-"""Tests of fp4-weights on the engine's MXFP4 and NVFP4 methods: after loading, it frees the scales that no kernel
-reads, and no other scales.
+"""Tests of fp4-weights on the engine's MXFP4 and NVFP4 methods: after a layer is loaded, the change frees the scales
+that no kernel reads, and no other scales.
 
 The layers are the engine's own ``FusedMoE``. The kernels that run them need a GPU, and stand-ins replace them.
 """
@@ -236,8 +236,8 @@ def test_unread_scales_take_no_memory_and_the_answer_is_the_same(any_kind):
 
 @pytest.mark.parametrize("name", ["gpt_oss_on_marlin", "deepseek_v4_on_marlin", "nvfp4_on_marlin"])
 def test_marlins_repacked_weights_lie_in_the_memory_of_the_loaded_weights(engine, monkeypatch, name):
-    """The repacked weights have the addresses of the loaded ones, because only the layer refers to the loaded
-    weights.
+    """The repacked weights are written over the loaded weights. The change may do so, because only the layer refers to
+    the loaded weights.
     """
     any_kind = make_kind(name, engine, monkeypatch)
     with installed(fp4_weights.CHANGE):

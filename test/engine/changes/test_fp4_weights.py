@@ -110,10 +110,10 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
 
 @pytest.fixture
 def marlin(engine, monkeypatch):
-    """Make the engine build and load NVFP4 layers as on Hopper. Only its repacking kernel, which needs a GPU, is
-    replaced.
+    """Make the engine run NVFP4 experts on Marlin, as on a Hopper GPU. A stand-in replaces its repacking kernel, which
+    needs a GPU.
 
-    :returns: the list that :func:`marlin_repack.replace_kernel` returns.
+    :returns: list to which each call of the stand-in adds a number: how many results of earlier calls still exist.
     """
     return marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
 
@@ -150,8 +150,8 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
 
 @pytest.mark.usefixtures("marlin")
 def test_scales_that_another_kernel_reads_stay(engine, checkpoint):
-    """On a Hopper GPU, too, the scales of a layer stay allocated if the server's arguments choose a kernel that reads
-    them. Only Marlin does not read them. The change must not infer Marlin from the kind of GPU.
+    """Of the kernels on a Hopper GPU, only Marlin does not read a layer's scales. If the server's arguments choose
+    another kernel, the scales stay allocated. The change must not conclude from the kind of GPU that Marlin runs.
     """
     with installed(fp4_weights.CHANGE), engine.override_arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3

@@ -1,7 +1,8 @@
 """Tests of moe-workspace in the engine's own model, on the CPU with the reference kernels.
 
-A CPU server never runs the Triton runner's fused-MoE function, and therefore no column slices. Triton's interpreter
-runs this function in test/unit/changes/test_moe_workspace.py, and a GPU in test/gpu/test_moe_workspace_cuda.py.
+These tests do not cover column slices, because a CPU server never runs the Triton runner's fused-MoE function.
+test/unit/changes/test_moe_workspace.py runs this function in Triton's interpreter, and
+test/gpu/test_moe_workspace_cuda.py on a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from sglang_moe_patches.core.engine import Unsupported
 from sglang_moe_patches.core.patch import PatchError, Plan, plan_for
 from sglang_moe_patches.core.variables import STRICT
 
-# --- Blocks that run other code beside their routed experts
-# ------------------------------------------------------------
+# --- Blocks that run other code beside their routed experts ----------------------------------------------------------
 
 
 @pytest.mark.every_release
@@ -97,8 +97,8 @@ def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_tr
 
 @pytest.mark.every_release
 def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
-    """The output is multiplied by the routed scaling factor, also with a top-k of 1. Up to 0.5.17 the engine sums a
-    tensor that it never wrote in this case.
+    """The output is multiplied by the routed scaling factor even if top-k is 1. The engine up to 0.5.17 then sums a
+    tensor that it has not written.
     """
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)

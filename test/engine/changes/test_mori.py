@@ -202,7 +202,7 @@ def set_limit(monkeypatch):
 
 
 def set_counts(counts: list[int], local: int) -> None:
-    """Set the token counts of all ranks that the engine's layers read in a forward pass."""
+    """Set the token counts of all ranks. The engine's layers read these counts in a forward pass."""
     from sglang.srt.layers import dp_attention
 
     dp_attention.set_dp_buffer_len(sum(counts), local, True, counts)
@@ -230,8 +230,8 @@ def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = 
 
 
 class Exchange:
-    """Stand-in for the exchange of one forward pass: the rows that all ranks send each other over the reference
-    network, and the combined results.
+    """The rows that all ranks send each other in one forward pass, and the combined results. A stand-in replaces MoRI's
+    network.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
         ours, rows = exchange.run(layers)
         assert equal(ours, whole)
         assert rows == [16] * RANKS
-        set_counts([4], 4)  # the counts of the other ranks are unknown: the device checks the user's limit
+        set_counts([4], 4)  # the other ranks' counts are unknown, so the device checks the user's limit
         set_limit(layers, 2, attn_tp=1)
         with pytest.raises(RuntimeError, match=f"more rows than {LIMIT.name}"):
             exchange.run(layers)
@@ -435,7 +435,7 @@ def test_a_provable_bound_cuts_without_a_limit_and_an_exceeded_limit_stops_the_f
 
 def test_captured_shapes_are_valid_for_every_replay(make_layers, kernel_calls, set_limit):
     """While the engine captures a CUDA graph, it announces the padded batch size, but not the ranks' counts of tokens.
-    The number of rows that the change chooses then must suffice for every batch that replays the graph.
+    The change chooses a number of rows for the captured graph. This number must suffice for every replay of the graph.
     """
     from sglang.srt.layers import dp_attention
 
@@ -464,8 +464,10 @@ def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kerne
 
 
 def test_no_row_is_lost_in_random_forwards(make_layers, kernel_calls, set_limit, monkeypatch):
-    """In random forward passes, the MoE kernel computes every received row. The cases have the engine's padding, uneven
-    and idle ranks, three layouts, limits up to twice the receive buffer, and known or unknown counts of tokens.
+    """In random forward passes, the MoE kernel computes every received row.
+
+    The ranks are uneven or idle, and padded as in the engine. There are three layouts, and limits of up to twice the
+    receive buffer. The token counts of the other ranks are known or unknown.
     """
     seen: Counter[str] = Counter()
     layers, forwards = make_layers(), []

@@ -54,7 +54,7 @@ def family(request):
 
 @pytest.fixture
 def path(family, checkpoint):
-    """Path of a tiny checkpoint of the family. All layers of the model are MoE layers."""
+    """Path of a tiny checkpoint of a model family. All layers of the model are MoE layers."""
     return checkpoint(family=family, **without_dense_layers(family))
 
 
@@ -78,8 +78,8 @@ def write_bf16(tmp_path_factory):
 
 @pytest.fixture
 def run(engine):
-    """Function that builds a model with changes, or stock without any changes, and returns its greedy tokens and
-    logits."""
+    """Function that builds a model with the given changes, and returns its greedy tokens and logits. Without changes,
+    the model is stock."""
 
     def run(path, *changes):
         with installed(*changes) if changes else without_buffer():
@@ -394,7 +394,7 @@ def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, p
 
 @pytest.fixture
 def use_triton(engine, monkeypatch):
-    """Make BF16 models run the engine's Triton kernels, in column slices even if the tensor is small."""
+    """Make BF16 models run the engine's Triton kernels. Even small outputs are computed in column slices."""
     triton_runner(monkeypatch)
     for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
         monkeypatch.setattr(column_slices, name, value)
@@ -533,11 +533,10 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
     selected, cuts_columns, write_bf16, engine, run, expert_outputs, monkeypatch
 ):
     """If the server uses symmetric memory, the output of the experts must lie in the pool of that memory. The stock
-    Triton runner writes over its input, which is in the pool. The changes write elsewhere, so they must allocate the
-    output in the pool and ignore an offered buffer.
+    Triton runner writes over its input, which is in the pool. The changes do not write over the input. They must
+    allocate the output in the pool, and ignore an offered buffer.
 
-    The first of the four layers never offers its input. If ``cuts_columns`` is False, no layer is cut into column
-    slices. The first layer then allocates its output without an offered buffer and without slices.
+    :param cuts_columns: whether the outputs are computed in column slices.
     """
     if not cuts_columns:
         monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", 0)

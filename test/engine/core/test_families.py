@@ -28,7 +28,7 @@ def moe_layer(model: Any, family: str) -> Any:
 def strip_numbers(name: str) -> str:
     """Return a tensor's name without the numbers of its layer and expert.
 
-    The gate and up projections have the same name for their scales, because the engine reads only one of the two.
+    The scales of the gate and up projections get the same name, because the engine reads only one of the two.
     """
     anywhere = re.sub(r"\.\d+\.", ".*.", name)
     return re.sub(r"(gate_proj|up_proj|w1|w3)(?=\.(weight_scale_2|input_scale)$)", "gate_up", anywhere)

@@ -136,7 +136,7 @@ def hook_instead(owner: Any, name: str) -> None:
 
 
 def subclass(owner: Any, name: str) -> None:
-    """Patch a class: replace it by a subclass that overrides nothing. If ``owner`` is a module, do nothing."""
+    """Replace the class ``owner`` by a subclass that overrides nothing. If ``owner`` is a module, do nothing."""
     if isinstance(owner, type):
         hook(dotted(owner), type(owner)(owner.__name__, (owner,), {"__module__": __name__}), "REPLACE")
 

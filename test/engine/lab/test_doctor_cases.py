@@ -71,7 +71,7 @@ def a_rule_that_leaves_nothing(report: Report) -> None:
 
 def begins_below_the_rule(report: Report) -> None:
     """Check that the patched server starts although the engine's rule leaves no memory for a KV cache. kv-sizing begins
-    with a KV cache for one longest request."""
+    with a KV cache for one request of the largest length."""
     fit = report["fit"]
     assert fit["starts"]
     assert fit["memory"] * fit["begins_with"] > fit["weights"] + fit["loading"] > fit["memory"] * fit["fraction"]
@@ -129,8 +129,8 @@ def does_not_start_and_is_not_sized(report: Report) -> None:
 
 
 def runs_out_in(*places: str) -> Callable[[Report], None]:
-    """Return a function that checks that the stock server runs out of memory in one of ``places``, and that the verdict
-    agrees."""
+    """Return a function that checks doctor's prediction that the stock server runs out of memory in one of ``places``.
+    Doctor's verdict must say so."""
 
     def check(report: Report) -> None:
         found = report["room"]["stock"]
@@ -186,8 +186,8 @@ def has_weights_and_tokens(least: float, most: float) -> Callable[[Report], None
 
 
 def weighs(size: float) -> Callable[[Report], None]:
-    """Return a function that checks the bytes of the weights on a GPU. They must be more than ``size`` bytes, which is
-    the size of the experts, by at most a sixth."""
+    """Return a function that checks the bytes of the weights on a GPU. They must exceed ``size``, the bytes of the
+    experts, by at most a sixth."""
 
     def check(report: Report) -> None:
         assert size < report["fit"]["weights"] < 7 / 6 * size
@@ -196,8 +196,8 @@ def weighs(size: float) -> Callable[[Report], None]:
 
 
 def tokens_of(size: float) -> Callable[[Report], None]:
-    """Return a function that checks that the KV cache fills the memory that the fraction leaves. Each token has
-    ``size`` bytes."""
+    """Return a function that checks the KV cache size in tokens. The KV cache fills the memory that
+    ``--mem-fraction-static`` leaves beside the weights, with ``size`` bytes for each token."""
 
     def check(report: Report) -> None:
         fit = report["fit"]
@@ -208,8 +208,8 @@ def tokens_of(size: float) -> Callable[[Report], None]:
 
 
 def has_tokens_as_measured(result: str, server: str, fit: str = "fit") -> Callable[[Report], None]:
-    """Return a check that the KV cache size equals a measured one. They may differ by 1.8 GB, because CUDA and NCCL
-    need more memory on some machines than on others.
+    """Return a function that compares the predicted KV cache size with a measured one. The sizes may differ by 1.8 GB,
+    because CUDA and NCCL need more memory on some machines than on others.
 
     :param fit: key of the patched or of the stock server's KV cache in the report.
     """
@@ -224,14 +224,14 @@ def has_tokens_as_measured(result: str, server: str, fit: str = "fit") -> Callab
 
 
 def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
-    """Return the KV cache bytes of a token on a rank that has one head of keys and values, in 16 bits. Layers with a
-    sliding window count for 0.8, because they keep 0.8 of the tokens."""
+    """Return the KV cache bytes of a token on a rank that has one head of keys and values, in 16 bits. A layer with a
+    sliding window counts as 0.8 layers, because it keeps 0.8 of the tokens."""
     return 2 * 2 * columns * (whole + 0.8 * windows)
 
 
 def names_prefill_graphs(whether: bool) -> Callable[[Report], None]:
-    """Return a function that checks whether doctor reports the memory of prefill graphs as unknown. Doctor does so if a
-    chunk runs in such a graph."""
+    """Return a function that checks whether doctor reports the memory of prefill graphs as unknown. The memory is
+    unknown if a prefill chunk runs in such a graph."""
 
     def check(report: Report) -> None:
         lines = [line for line in report["unknown"] if "prefill graphs" in line]
@@ -329,9 +329,9 @@ OUTPUT, SCRATCH = "output in the dead input", "the activation in the dead input"
 
 @dataclass(frozen=True)
 class Case:
-    """Server, and the check of doctor's report about it.
+    """A server, and the check of doctor's report about this server.
 
-    :param check: checks the report.
+    :param check: function that checks the report.
     :param since: first release that has the model, or on which the check succeeds.
     :param env: further environment variables. All changes are on by default.
     """

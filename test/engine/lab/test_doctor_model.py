@@ -37,7 +37,7 @@ SERVERS = {
     "MoRI": ("deepseek-ai/DeepSeek-R1", ["--tp", "8", "--moe-a2a-backend", "mori", CHUNK, "4096"]),
 }
 ENVIRON = {"MoRI": {"SGLANG_MORI_MOE_MAX_INPUT_TOKENS": "abc"}}
-"""Environment variables of the servers that have some."""
+"""Environment variables by the name of a server in ``SERVERS``."""
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_the_engine_imports_only_the_modules_that_name_the_models_classes(monkey
 @pytest.mark.every_release
 @pytest.mark.long("two queries, of which one imports all that the engine does")
 def test_packages_that_a_query_leaves_out_change_no_answer(tmp_path):
-    """A query does not import the packages of the engine that its model does not need. The model of this test takes
+    """For a query, the engine does not import packages that the model does not need. The model of this test takes
     images, and its classes refer to most of these packages."""
     asked = {"gpu": "h200", "language_model": False, "top_k": 8}
     content, _ = config.load_model("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8")
@@ -155,8 +155,8 @@ def test_a_missing_draft_model_does_not_prevent_the_report(answers):
 
 @pytest.mark.every_release
 def test_the_predicted_cost_of_slices_uses_the_tile_file_of_the_gpu(answers):
-    """By default, the tensor is not divided into slices. The reason names the setting that divides it, and the time
-    that this would cost."""
+    """By default, moe-workspace does not divide the experts' outputs into slices. Its reason names the setting that
+    divides them, the memory that this saves, and the time that it costs."""
     found = answers["BF16"]
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")

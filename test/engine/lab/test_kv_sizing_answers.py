@@ -26,7 +26,7 @@ SWITCHES = tuple(kind.name for kind in eligibility.UNSIZED if not kind.name.star
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the row about kv-sizing in a report of ``doctor``."""
+    """Return the row of ``doctor``'s report that describes kv-sizing."""
     return next(change for change in report["changes"] if change["name"] == "kv-sizing")
 
 

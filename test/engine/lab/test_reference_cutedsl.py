@@ -46,7 +46,7 @@ def exact_scales(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bfloat16_weights(monkeypatch):
-    """Round routing weights to bfloat16, because 0.5.17 rounds them for TRT-LLM's kernel but not for CuteDSL's."""
+    """Round all routing weights to bfloat16. SGLang 0.5.17 rounds them for TRT-LLM's kernel, but not for CuteDSL's."""
     from sglang.srt.layers.moe import topk
 
     select = topk.select_experts
@@ -76,7 +76,7 @@ def test_cutedsl_and_trtllm_give_the_same_logits(engine, exact_scales, monkeypat
 
 @pytest.fixture
 def has_buffers():
-    """Return whether CuteDSL's wrapper of this release keeps buffers between calls."""
+    """Return whether the installed FlashInfer's CuteDSL wrapper keeps buffers between calls."""
     from flashinfer import CuteDslMoEWrapper
 
     return keeps_buffers(CuteDslMoEWrapper)
@@ -104,13 +104,13 @@ def test_each_layer_has_its_own_buffers_and_their_old_content_does_not_matter(en
 
 
 def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, checkpoint, has_buffers):
-    """Such a wrapper limits no forward pass, so cutedsl-sizing has nothing to do."""
+    """If FlashInfer's wrapper keeps no buffers, it limits no forward pass, and cutedsl-sizing has nothing to do."""
     if has_buffers:
         pytest.skip("this FlashInfer's wrapper keeps buffers: test_a_larger_forward_runs_in_slices_with_one_warning")
     path = checkpoint(dense_layers=0)
     with engine.override_arguments(**CUTEDSL):
         expected, expected_logits = engine.generate(engine.load(path), PROMPTS, 2)
-    # Other releases size the buffers by these two arguments.
+    # If the wrapper keeps buffers, the engine computes their size from these two arguments.
     with engine.override_arguments(**CUTEDSL, chunked_prefill_size=64, max_prefill_tokens=64):
         model = engine.load(path)
         tokens, logits = engine.generate(model, PROMPTS, 2)
@@ -124,9 +124,11 @@ def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, check
 
 @pytest.mark.usefixtures("needs_buffers")
 def test_the_benchmark_computes_the_memory_of_the_buffers():
-    """The expected MB for each layer are the output and GEMM1. They were added up by hand from FlashInfer's shapes.
-    From FlashInfer 0.6.12 on, GEMM1 has room for tiles of 256 rows instead of 128. So there are 128 more rows for each
-    local expert, with intermediate * 9 / 16 bytes each."""
+    """The expected MB of each layer are the sizes of the output buffer and of the buffer for the result of GEMM1. They
+    were computed by hand from FlashInfer's shapes.
+
+    From FlashInfer 0.6.12 on, GEMM1's buffer has room for tiles of 256 rows instead of 128. This adds 128 rows of
+    intermediate * 9 / 16 bytes for each local expert."""
     from flashinfer.fused_moe.cute_dsl import fused_moe
 
     benchmark = runpy.run_path(str(BENCHMARK))

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.long("each test starts its own server")
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer(engine, checkpoint, tmp_path):
-    """With these limits, the stock engine would end at the prompt of 300 tokens (test_reference_cutedsl.py). So the
-    stock answers come from an engine in this process that has larger buffers."""
+    """A stock server with these prefill limits would end at the prompt of 300 tokens (test_reference_cutedsl.py). The
+    expected answers therefore come from a stock engine in this process, with larger buffers."""
     limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
     path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
     with engine.override_arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):
@@ -52,8 +52,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer
     assert "runs in slices" not in patched.log_text()
 
 
-# --- The end of servers
-# -------------------------------------------------------------------------------------------------------
+# --- The end of servers ----------------------------------------------------------------------------------------------
 
 
 def shared_memory_files(processes: list[psutil.Process]) -> set[Path]:
@@ -61,7 +60,7 @@ def shared_memory_files(processes: list[psutil.Process]) -> set[Path]:
     inodes = set()
     for process in processes:
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        # Inodes, because a semaphore's creator maps it under an earlier name.
+        # Compare inodes, because the creator of a semaphore maps it under an earlier name.
         inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
     return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
 
@@ -70,9 +69,10 @@ def shared_memory_files(processes: list[psutil.Process]) -> set[Path]:
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.product)])
 def test_an_interrupted_regress_leaves_no_process_and_no_file_of_its_servers(checkpoint, tmp_path, number):
-    """The files are semaphores, the message queue of two ranks, sockets, and temporary folders of ``regress``.
+    """After an interrupted ``regress``, its servers' processes have ended. Semaphores, the message queue of two ranks,
+    sockets and temporary folders have been removed.
 
-    Tests with a stand-in server: `test_two_signals_leave_no_process_and_no_report` and
+    Two tests do the same with a stand-in server: `test_two_signals_leave_no_process_and_no_report` and
     `test_a_killed_regress_leaves_no_server_file_and_keeps_logs_and_answers`.
     """
     output = tmp_path / "report"

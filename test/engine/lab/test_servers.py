@@ -42,12 +42,10 @@ from sglang_moe_reference import environment
 
 pytestmark = pytest.mark.long("the start of the pair counts for the first test that uses it")
 
-# --- One pair for tests that only send requests
-# --------------------------------------------------------------------------------
+# --- One pair for tests that only send requests ----------------------------------------------------------------------
 
 RANKS = ["--tp", "2"]
-"""Server arguments of the pair. Every server or engine whose answers are compared with the pair's answers has these
-arguments, too."""
+"""Server arguments of both servers of :func:`pair`, and of every server whose answers are compared with the pair's."""
 FIRST = "the reference kernels are loaded first"
 REGISTER = "from sglang_moe_reference.environment import register"
 
@@ -78,8 +76,8 @@ def test_stock_and_patched_give_equal_answers_and_patched_uses_one_buffer(pair):
 
 @DEFAULT_ENGINE_ONLY
 def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatch):
-    """The patched server of the pair must agree with doctor's report. `test_doctor_servers.py` checks other kinds of
-    servers."""
+    """The patched server of :func:`pair` must agree with doctor's report. `test_doctor_servers.py` checks other kinds
+    of servers."""
     ask_servers(pair[1])
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
     report = model_report.examine(
@@ -108,8 +106,8 @@ def test_the_patched_server_is_correct_for_a_model_with_which_the_native_buffer_
 def update_weights(server: Server, path: Path) -> None:
     """Replace the weights of a running server with the weights of a checkpoint."""
     with httpx.Client(timeout=PATIENCE, base_url=server.url) as client:
-        # The engine answers before it notes that it is idle. An update before that ends the server ("Cache flush failed
-        # after updating weights").
+        # The engine answers a request before it notes that it is idle. If an update came in between, the server would
+        # end with "Cache flush failed after updating weights".
         client.post("/flush_cache", params={"timeout": PATIENCE}).raise_for_status()
         updated = client.post("/update_weights_from_disk", json={"model_path": str(path)})
         assert updated.json()["success"], updated.text

@@ -17,10 +17,10 @@ from tiny_moe.train import SPEC
 
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 MUTATION_QUESTIONS, MUTATION_ANSWER_TOKENS = 8, 113
-"""Number of held-out questions that a broken patch has to answer, and largest number of tokens in an answer. Longer
+"""Number of held-out questions for an engine with a broken patch, and largest number of tokens in an answer. Longer
 answers use more experts."""
 FURTHER_MUTATIONS = {"one expert's scales swapped", "shared experts skipped in one layer"}
-"""Broken patches (mutations) that only the longest test run has. Similar mutations are in every test run."""
+"""Broken patches (mutations) that only the longest test run applies. Every test run applies similar mutations."""
 
 
 def ask(engine, model, questions: list[str], longest: int) -> Run:
@@ -51,7 +51,7 @@ def ask_shortest(engine) -> Run:
 
 
 def ask_first(engine) -> Run:
-    """Send the first questions to the engine, to test mutations."""
+    """Send the questions of ``MUTATION_QUESTIONS`` to the engine."""
     first = (SHIPPED / "test.jsonl").read_text().splitlines()[:MUTATION_QUESTIONS]
     return ask(engine, engine.load(SHIPPED / "model"), first, MUTATION_ANSWER_TOKENS)
 

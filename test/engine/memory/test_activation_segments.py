@@ -69,7 +69,8 @@ def watch(module):
 def record_server(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
     """Start a server with the recording plugin, send one request and stop the server.
 
-    :returns: for each process of the server, the recorded settings and calls in their order; and the server's log.
+    :returns: for each process of the server, its allocator settings and its calls of the model runner, in their order;
+        and the server's log.
     """
     plugins.write_module(tmp_path / "plugin", "writes_down", RECORDING_PLUGIN)
     written = tmp_path / "turned"

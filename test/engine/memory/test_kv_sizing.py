@@ -88,7 +88,7 @@ def arguments() -> set[str]:
 
 
 def arguments_read() -> set[str]:
-    """Return the names of the arguments that :data:`.eligibility.UNSIZED` names."""
+    """Return the names of the server arguments by which kv-sizing recognizes servers that it leaves alone."""
     names: set[str] = set()
 
     class Asked(dict):
@@ -103,8 +103,8 @@ def arguments_read() -> set[str]:
 
 @pytest.mark.every_release
 def test_each_argument_that_kv_sizing_reads_exists_in_the_engine():
-    """kv-sizing recognizes some servers by their arguments, and leaves them alone. With a misspelt argument, it would
-    not recognize such a server."""
+    """kv-sizing recognizes some servers by their arguments, and leaves these servers alone. If it read a misspelt
+    argument, it would not recognize such a server."""
     assert arguments_read() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
@@ -132,12 +132,12 @@ def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
     graphs = engine_code.import_module("sglang.srt.model_executor.cuda_graph_config")
     for backend, largest in ((graphs.Backend.FULL, 48), (graphs.Backend.DISABLED, 0)):
         config = graphs.CudaGraphConfig(decode=graphs.PhaseConfig(backend=backend, max_bs=48))
-        for told in (config, asdict(config)):  # as in the server, and as in its report
+        for told in (config, asdict(config)):  # the server has the object, and its report has the dictionary
             assert phases._read_capture_limit({"cuda_graph_config": told}) == largest
 
 
 UNREPORTED_ATTRIBUTES = {
-    # Set before a rehearsal, and a clock that separates arrivals.
+    # Two values that are set before a rehearsal, and a clock that separates arrivals.
     *("kv_cache_allocation_time", "processed_tokens_counter", "_prefill_decode_interval_remaining"),
     # Counters of a profile and of a test of the engine.
     *("profiler_prefill_ct", "profiler_decode_ct", "_test_stream_output_count"),
@@ -145,11 +145,12 @@ UNREPORTED_ATTRIBUTES = {
     *("_device_timer_window_batch_count", "_device_timer_window_gpu_time"),
     *("_mfu_log_flops", "_mfu_log_read_bytes", "_mfu_log_write_bytes", "_fpm_gpu_time_acc"),
 }
-"""Attributes that a scheduler adds to, but neither reports nor reads. A rehearsal need not restore them."""
+"""Attributes that a scheduler increments, but neither reports nor reads. A rehearsal need not restore them."""
 
 
 def attributes_added_to(kind: type) -> set[str]:
-    """Return the attributes to which a class of the engine adds, on itself or on its metrics reporter."""
+    """Return the names of the attributes that a class of the engine increments with ``+=`` or a similar operator. They
+    belong to ``self`` or to ``self.metrics_reporter``."""
     trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
     return {
         node.target.attr
@@ -176,8 +177,8 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
 
 @pytest.mark.every_release
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """Some releases add up the time between two decodes, so that the first decode adds nothing. The decodes of a
-    rehearsal must not count as earlier decodes."""
+    """Some releases add up the times between two decodes. A server's first decode has no decode before it, and adds
+    nothing. The decodes of a rehearsal must not count as earlier decodes."""
     scheduler = engine_code.import_module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
         assert not engine_code.mentions(scheduler.__init__, "decode_moment_totals")
@@ -223,7 +224,7 @@ def sized_server(
 ) -> Server:
     """Make a server with kv-sizing, the stand-ins and a prefix cache.
 
-    :param limited: whether the server has the ``--max-total-tokens`` of all test servers.
+    :param limited: whether the server keeps the ``--max-total-tokens`` that test servers have by default.
     """
     kv_sizing_variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: MARGIN}
     path = {"PYTHONPATH": prepend_to_path(str(folder.parent / "plugin"))}
@@ -278,12 +279,12 @@ def plain_values(name: str, value: Any) -> Iterator[tuple[str, object]]:
 def reported_values(running: Server) -> dict[str, object]:
     """Return the answers of all GET endpoints of a server, and its metrics. Values whose names match
     :data:`VARYING_NAMES` are left out."""
-    once = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept may be closed under a slow answer
+    once = httpx.Limits(max_keepalive_connections=0)  # a reused connection may be closed during a slow answer
     with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True, limits=once) as client:
         endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
         values: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
         for path, methods in endpoints.items():
-            # An endpoint that also takes POST has an effect, and one with a parameter has many pages.
+            # Leave out endpoints that also accept POST, which have an effect, and endpoints with a parameter.
             if "get" in methods and "post" not in methods and "{" not in path:
                 answer = client.get(path)
                 is_json = "json" in answer.headers.get("content-type", "")
@@ -299,9 +300,9 @@ USER_LIMITS = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--pr
 
 @pytest.fixture(scope="module")
 def equal_servers(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
-    """Run a stock server and servers that must equal it. Return the answers, the reported values and kv-sizing's log
-    lines of each server, by its name. One of the servers rehearses, but a limit of the user prevents its KV cache from
-    growing."""
+    """Run a stock server, and servers that must behave as the stock server. Return the answers, the reported values and
+    kv-sizing's log lines of each server, by name. The server ``rehearsed`` rehearses, but a limit of the user prevents
+    its KV cache from growing."""
     place = folder / "equal"
     place.mkdir()
     variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
@@ -323,8 +324,8 @@ def equal_servers(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
 
 @pytest.mark.every_release
 def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(equal_servers):
-    """During a rehearsal, the user's limits are lifted, because they would reject most of its requests. After the
-    rehearsal, the limits are in force again."""
+    """During a rehearsal, the user's limits are lifted, because they would reject most of the rehearsal's requests.
+    After the rehearsal, the limits are in force again."""
     stock = equal_servers["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in equal_servers.items():
@@ -420,7 +421,7 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
         assert (numbers[serving.BY_RULE], numbers[serving.GIVEN_BACK]) == (rule, 0)
         assert shown[f'{serving.STATE}{{gpu="0",rank="0",reason="",state="grown"}}'] == "1.0"
 
-        short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
+        short.write_text("110000000")  # bytes that leave 90 MB of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         (less,) = capacities(grown)
         assert rule < less < now
@@ -433,8 +434,9 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
 def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
-    """The engine does not check for room before the second chunk of a prompt. It admits no request that fits exactly.
-    Freeing KV cache memory must not cause an error in either case."""
+    """Freeing KV cache memory must neither end a chunked prompt nor make a request wait forever. The engine does not
+    check for room before the second chunk of a prompt. It admits a request only if more tokens are free than it needs.
+    """
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"
@@ -448,7 +450,7 @@ def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(fold
         answer = httpx.post(f"{grown.url}/generate", json=asked, timeout=PATIENCE).raise_for_status()
         return list(answer.json()["output_ids"])
 
-    asked = [(LONG[0], 100), (half[0], 10), (half[1], 50)]  # the last request has room when another one has ended
+    asked = [(LONG[0], 100), (half[0], 10), (half[1], 50)]  # the last request has room once another one has ended
     with start_servers(grown), ThreadPoolExecutor() as pool:
         expected = [ask(*each) for each in asked]
         (before,) = capacities(grown)
@@ -466,8 +468,8 @@ def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(fold
 
 @pytest.mark.every_release
 def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
-    """Up to 0.5.13 FlashInfer is tuned after the pools are made and before graphs are captured. Later releases tune
-    it when they make the runners of forward passes.
+    """Up to 0.5.13, the engine tunes FlashInfer after it has made the pools and before it captures graphs. Later
+    releases tune FlashInfer when they make the runners of forward passes.
     """
     runner = engine_code.import_module("sglang.srt.model_executor.model_runner").ModelRunner
     if hasattr(runner, "kernel_warmup"):
@@ -528,7 +530,7 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
         "using the given --mem-fraction-static 0.9100 because it was given; "
         "SGLANG_MOE_PATCHES_KV_SIZING=always measures all the same"
     ]
-    assert 0.35 < less / rule < 0.45  # 60 of 100 MB are given back
+    assert 0.35 < less / rule < 0.45  # kv-sizing frees 60 of 100 MB
     assert log_lines(shrinks)[-1] == f"the given --mem-fraction-static is too high: {fraction} would be safe"
 
 
@@ -578,15 +580,15 @@ def test_requests_that_take_more_memory_than_estimated_are_not_admitted(place: P
 
 
 FLAGS: dict[str, tuple[list[str], dict[str, str]]] = {
-    # Triton hashes the seeds. Without a GPU, its interpreter runs.
+    # A Triton kernel hashes the seeds. Without a GPU, it runs in Triton's interpreter.
     "on policy": (["--rl-on-policy-target", "fsdp"], {"TRITON_INTERPRET": "1"}),
     "interval": (["--scheduler-recv-interval", "5"], {}),
     "grammar": (["--grammar-backend", "llguidance"], {}),  # the engine's xgrammar masks no logits on a CPU
 }
 
 
-# From this release on, the engine hashes seeds on a CPU with a kernel that its package for GPUs lacks. A stock server
-# fails in the same way.
+# From 0.5.23 on, the engine hashes seeds on a CPU with a kernel that its package for GPUs does not contain. A stock
+# server fails in the same way.
 SEEDED = pytest.mark.skipif(
     ALL.index(RELEASE) >= ALL.index("0.5.23"), reason="this release cannot sample with a seed on the CPU"
 )
@@ -611,7 +613,7 @@ def test_a_sized_server_with_further_flags_answers_as_stock_before_and_after_shr
             assert ask_with_grammar(grown) == ask_with_grammar(stock) != expected[0][0]
         now, rule, _ = only_logged_size(grown)
         assert tokens(grown) == now > rule
-        short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
+        short.write_text("110000000")  # bytes that leave 90 MB of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(grown)[-1])
         assert capacities(grown).pop() < now
         assert ask_servers(grown, prompts=PROMPTS) == expected
@@ -682,7 +684,7 @@ def test_schedulers_sleep_only_after_the_start_and_without_work(place: Path, che
     cost this time."""
     sleepy = sized_server("sleepy", checkpoint(), place, SLEEPS="1")
     awake = sized_server("awake", checkpoint(), place, SLEEPS="1")
-    awake._arguments.remove("--sleep-on-idle")  # test servers have it to spare the processors
+    awake._arguments.remove("--sleep-on-idle")  # test servers have this flag to save processor time
     with start_servers(sleepy, awake):
         assert ask_servers(sleepy, prompts=PROMPTS) == ask_servers(awake, prompts=PROMPTS)
         assert tokens(sleepy) == tokens(awake) > only_logged_size(awake)[1]
@@ -697,7 +699,8 @@ def test_schedulers_sleep_only_after_the_start_and_without_work(place: Path, che
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["alone", "tensors"])
 def test_a_rehearsed_forward_pass_that_raises_ends_only_the_rehearsal(kind, place: Path, checkpoint):
-    """Every rank raises the same exception. The requests of the batch are dropped, and their slots become free."""
+    """Every rank raises an exception in the same forward pass. The requests of this batch are dropped, and their slots
+    become free. The server keeps the KV cache size of the engine's rule."""
     if kind == "alone":
         raises = sized_server("raises", checkpoint(), place, RAISES="3 all")
     else:
@@ -804,7 +807,7 @@ SMALL_WINDOW_RATIO = "0.1" if RELEASE == "0.5.11" else "0.01"
 KINDS = {
     # The pool has room for few tokens of sliding windows, so that they limit the number and the length of requests.
     "windows": ["--max-running-requests", "40", "--swa-full-tokens-ratio", SMALL_WINDOW_RATIO],
-    # The number of states that have room limits the number of requests.
+    # Each request needs a Mamba state. The pool's room for states limits the number of requests.
     "states": ["--max-running-requests", "64"],
 }
 if RELEASE == DEFAULT:
@@ -842,8 +845,8 @@ def test_a_rehearsed_prefix_leaves_sliding_windows_for_a_chunk_after_it(place: P
 
 
 def rehearsed_passes(folder: Path) -> list[list[list[str]]]:
-    """Return the rehearsed forward passes of each rank. A forward pass has four values: its mode, its tokens, its
-    requests, and the tokens of all data-parallel ranks."""
+    """Return the rehearsed forward passes of each rank. A forward pass has four values: its mode, its number of tokens,
+    its number of requests, and the number of tokens of all data-parallel ranks."""
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
 
 
@@ -875,7 +878,7 @@ STEPS_OF = {
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
 def test_ranks_rehearse_together_and_grow_together_or_not_at_all(kind: str, place: Path, checkpoint):
-    """The ranks also free memory at the same time."""
+    """If one rank fails or cannot map memory, no rank grows. If memory is short, all ranks free memory."""
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
     servers = {
@@ -884,7 +887,7 @@ def test_ranks_rehearse_together_and_grow_together_or_not_at_all(kind: str, plac
     with start_servers(*servers.values()):
         told = {name: ask_servers(each, prompts=PROMPTS) for name, each in servers.items()}
         sizes = {name: tokens(each) for name, each in servers.items()}
-        short.write_text("110000000")  # leaves 90 of the margin's 200 MB free
+        short.write_text("110000000")  # bytes that leave 90 MB of the margin's 200 MB free
         wait_for(lambda: "memory was short" in log_lines(servers["grown"])[-1])
         wait_for(lambda: len(capacities(servers["grown"])) == 1)
         assert capacities(servers["grown"]).pop() < sizes["grown"]

@@ -1,4 +1,5 @@
-"""Sized servers with flags that change batches, pages, processes or checks. A stand-in replaces the GPU's driver.
+"""Servers with kv-sizing, and with flags that change batches, pages, processes or checks. A stand-in replaces the GPU's
+driver.
 
 Each server starts, answers as a stock server, shrinks when memory is short, and answers again.
 """
@@ -30,22 +31,22 @@ from test_kv_sizing import (
 )
 
 CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DEBUG_MEMORY_POOL": "1"}
-"""Variables with which the engine counts free, cached and running tokens in every turn of its event loop. A server
-whose counts do not add up ends."""
+"""Environment variables that make the engine count free, cached and running tokens in every turn of its event loop. If
+the counts do not add up, the server ends."""
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-"""Variable that lets two of the engine's Triton kernels run on the CPU: the hash of a sampling seed, and up to 0.5.13
-the allocation of pages."""
+"""Environment variable that lets two of the engine's Triton kernels run on the CPU: the hash of a sampling seed, and up
+to 0.5.13 the allocation of pages."""
 ONE_A_TURN = {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}
-"""Variable with which a scheduler reads only one request in each turn of its event loop."""
+"""Environment variable that makes a scheduler read only one request in each turn of its event loop."""
 FREE = {"CACHE": "2000000", "GAIN": "150000000"}
 """Settings of the driver's stand-in: bytes that the engine's rule leaves to the KV cache, and bytes by which kv-sizing
-enlarges it. The prompts ``LONG`` need more tokens than the rule gives."""
+enlarges the KV cache. Together, the prompts ``LONG`` need the larger size."""
 NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Arguments and variables of a sized server."""
+    """Server arguments and environment variables of a server with kv-sizing."""
 
     arguments: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Flags:
 SERVERS = {
     "deterministic": Flags(
         ["--enable-deterministic-inference", "--tokenizer-worker-num", "2", "--page-size", "1"],
-        # A tokenizer that imports for longer would be ended and started again.
+        # If a tokenizer process spent more than this time on imports, the engine would end and restart it.
         {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": str(PATIENCE)},
     ),
     "pages of 16": Flags(["--page-size", "16"], ONE_A_TURN),
@@ -80,7 +81,7 @@ def post(running: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def seeded_answers(running: Server) -> list[list[int]]:
-    """Return answers that are drawn with a seed. The seed has an effect with deterministic inference alone."""
+    """Return answers that are sampled with a seed. Only deterministic inference uses the seed."""
     sampling = {"temperature": 1, "sampling_seed": 7, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in PROMPTS]
     return [post(running, "/generate", body)["output_ids"] for body in bodies]
@@ -102,7 +103,7 @@ class Session:
         self._name = post(running, "/open_session", {"capacity_of_str_len": 1000, "streaming": True})
 
     def ask(self, prompt: list[int], stock: Server) -> None:
-        """Append a prompt to the session. The answer must be stock's answer to the whole text."""
+        """Append a prompt to the session. The answer must equal the stock server's answer to the whole text."""
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "session_params": {"id": self._name}}
         answer = post(self._running, "/generate", body)["output_ids"]
@@ -113,7 +114,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Iterator[dict[str, Server]]:
-    """The stock server, and the sized servers of the tests that run."""
+    """The stock server, and the servers with kv-sizing of the tests that run."""
     items = [
         item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
     ]
@@ -160,7 +161,7 @@ def test_a_sized_server_with_flags_answers_as_stock_shrinks_and_answers_again(ki
     if kind == "sessions":
         session = Session(grown)
         session.ask(PROMPTS[1], stock)
-    Path(grown.environment["SHORT"]).write_text("110000000")  # leaves 90 of the margin's 200 MB free
+    Path(grown.environment["SHORT"]).write_text("110000000")  # bytes that leave 90 MB of the margin's 200 MB free
     wait_for(lambda: "memory was short" in log_lines(grown)[-1])
     assert rule < capacities(grown).pop() < now
     if kind == "sessions":

@@ -2,7 +2,7 @@
 
 The wrapper itself is the installed FlashInfer's. From 0.6.14 on it has no buffers, and accepts any number of tokens.
 The stand-ins replace the kernels that the wrapper calls (:data:`KERNELS`) and have the same signatures. Without a GPU,
-they also replace the second stream, on which the wrapper zeroes the output (:data:`ON_ONE_STREAM`).
+:data:`ON_ONE_STREAM` also replaces the second stream, on which the wrapper zeroes the output.
 
 The stand-ins use the wrapper's buffers as the real kernels do. A buffer that is too small, shared at the wrong time or
 poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile after the last token
@@ -34,7 +34,7 @@ from sglang_moe_reference.flashinfer_kernels import (
 )
 
 W13_GROUP = 64
-"""Number of consecutive rows of the up projection, and then of the gate projection, in the first weight: up 0-63, gate
+"""Number of rows in a group. In the first weight, groups of the up and of the gate projection alternate: up 0-63, gate
 0-63, up 64-127, ..."""
 
 _TILE_ROWS, _TILE_COLS = 128, 4
@@ -50,8 +50,8 @@ _ONLY = {
     "swiglu_limit": torch.finfo(torch.float32).max,
     **dict.fromkeys(("situ_beta", "situ_linear_beta", "a_per_token_scale"), None),
 }
-"""Supported values of those options of the matrix products that change results. They mean NVFP4 data and plain
-SwiGLU."""
+"""Supported values of options that change the results of the matrix products. With these values, the data are NVFP4 and
+the activation is plain SwiGLU."""
 
 
 def moe_sort(
@@ -70,7 +70,7 @@ def moe_sort(
     out_total_num_padded_tokens: torch.Tensor | None = None,
     out_num_non_exiting_tiles: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Stand-in for FlashInfer's ``moe_sort``: (token, expert) pairs in the order of the local experts.
+    """Stand-in for FlashInfer's ``moe_sort``: sort (token, expert) pairs by their local experts.
 
     Each expert's pairs start a new tile of ``tile_tokens_dim`` rows. Pair ``token * top_k + slot`` is a token's
     ``slot``-th expert.
@@ -145,7 +145,7 @@ def gather_gemm_swiglu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-in for ``blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4``, with NVFP4 output only.
 
-    Later FlashInfer releases have this function among the activations of ``..._act_fusion(_nvfp4)``.
+    In later FlashInfer releases, this function is ``..._act_fusion(_nvfp4)`` with SwiGLU as activation.
 
     out[row] = nvfp4(up * silu(gate)) with up, gate = alpha[expert] * (a[token of row] @ b[expert].T).
 
@@ -154,7 +154,7 @@ def gather_gemm_swiglu(
     :param b_scale: E4M3 bytes in the MMA layout. The stand-in reads the memory in its order: [experts, row tiles,
         column tiles, 32, 4, 4].
     :param alpha: float32 [local experts].
-    :param token_id_mapping: pair of each row, int32 [rows].
+    :param token_id_mapping: number of the (token, expert) pair of each row, int32 [rows] (:func:`moe_sort`).
     :param out: uint8 [rows, intermediate // 2]. out_scale: uint8 with rows * intermediate // 16 elements, interleaved.
     :param global_scale: float32 [1], multiplier for the intermediate.
     :param mma_tiler_mn: number of rows of a tile, and a number that only tunes the real kernel.
@@ -216,8 +216,8 @@ def gemm_finalize(
     :param token_final_scales: routing weights, float [tokens, top_k].
     :param out: bfloat16 [tokens, hidden], contiguous. The result is added to it, so the caller must zero it. None: a
         zeroed tensor is allocated.
-    :param use_fused_finalize: if false, ``out`` is [tokens * top_k, hidden] and receives the row of each pair without
-        its routing weight. ``unpermute`` then weighs and adds the rows.
+    :param use_fused_finalize: if false, ``out`` is [tokens * top_k, hidden] and receives one row for each (token,
+        expert) pair. ``unpermute`` then multiplies the rows by their routing weights, and adds them.
     :raises NotImplementedError: an argument is not supported. The message names the argument.
     :raises ValueError: the shapes do not fit together.
     """
@@ -260,9 +260,10 @@ def unpermute(
     enable_pdl: bool = False,
     input_is_expanded: bool = False,
 ) -> None:
-    """Stand-in for ``moe_unpermute``: output[token] = sum over its experts of scale * their row, in float32.
+    """Stand-in for ``moe_unpermute``: output[token] = sum of scale * row over the token's experts, in float32.
 
-    :param permuted_input: bfloat16 [pairs, hidden], a row for each pair. Rows of other ranks' experts are not read.
+    :param permuted_input: bfloat16 [pairs, hidden], a row for each (token, expert) pair. Rows of other ranks' experts
+        are not read.
     :param expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
     :raises NotImplementedError: the rows are in the order of the experts.
     """
@@ -362,7 +363,7 @@ called with the original function and its arguments."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the stand-ins and wrappers for the installed FlashInfer. The wrapper's module is imported."""
+    """Return the stand-ins for the kernels that the installed FlashInfer has, by the kernels' dotted names."""
 
     def is_there(module: str, name: str) -> bool:
         return has_module(module) and hasattr(importlib.import_module(module), name)

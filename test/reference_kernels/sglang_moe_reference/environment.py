@@ -25,7 +25,7 @@ from sglang_moe_patches.lab.without_gpu import UnusableEnvironment
 
 
 def whole_number(text: str) -> int:
-    """Parse the text of a variable that is an integer of at least 0."""
+    """Parse the text of an environment variable as an integer of at least 0."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"expected a whole number from 0 on, got {text!r}")
     return int(text)
@@ -76,8 +76,8 @@ CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     # The engine would compile small functions at the first request. This takes 40 s and is of no use here.
     "TORCHDYNAMO_DISABLE": "1",
-    # Do not use Intel's matrix tiles (AMX). Some virtual machines announce them, but kill a process that uses them.
-    # Tiles also add in another order than vectors, which every such processor has.
+    # Do not use Intel's matrix tiles (AMX). Some virtual machines announce AMX, but kill a process that uses it. AMX
+    # also adds in another order than the vector instructions, which all these processors have.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 """Environment variables of a server without a GPU. A value that the user has set takes precedence."""
@@ -161,7 +161,8 @@ def install() -> None:
             "sglang.srt.layers.moe.topk": functools.partial(_wrap, "TopK", "forward_native", _leave_routing),
             "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm": _complete_runner,
             "sglang.srt.layers.quantization.fp4_utils": _unwrap_quantizer,
-            # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
+            # The engine's binding of ranks to cores fails if there are more ranks than NUMA nodes. Binding helps only
+            # the engine's own CPU kernels.
             "sglang.srt.model_executor.model_runner": _bind_to_no_core,
             "sglang.srt.utils.numa_utils": _bind_to_no_core,
         }
@@ -195,10 +196,10 @@ def _lift_blackwell_check(module: Any) -> None:
 def _complete_runner(module: Any) -> None:
     from sglang_moe_reference import flashinfer_kernels
 
-    # Without a GPU the engine takes FlashInfer for missing and does not import its quantizer here.
+    # Without a GPU, the engine assumes that FlashInfer is missing, and does not import its quantizer here.
     if module.fp4_quantize is None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
-    # Some releases pack ids and weights for the routed kernel in Triton; they bring the same in PyTorch.
+    # Some releases pack ids and weights for the routed kernel in Triton. They also have a PyTorch version.
     if hasattr(module, "PackTopkIds"):
         module.PackTopkIds.execute = module.PackTopkIds.vanilla
 
@@ -214,7 +215,7 @@ def _bind_to_no_core(module: Any) -> None:
 def _unwrap_quantizer(module: Any) -> None:
     from sglang_moe_reference import flashinfer_kernels
 
-    # The engine registers the quantizer as an operator from 0.5.12 on. PyTorch then has the operator for GPUs alone.
+    # From 0.5.12 on, the engine registers the quantizer as an operator, and only for GPUs.
     if getattr(module, "fp4_quantize", None) is not None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
 
@@ -236,7 +237,7 @@ def _scale_routed_experts_once(original: Any, self: Any, *args: Any, **kwargs: A
 
 
 def _norm_all_heads(module: Any) -> None:
-    """Stand-in in PyTorch for MiniMax-M2's norm over all heads of a token, which the engine has only in Triton."""
+    """Replace MiniMax-M2's norm over all heads of a token by PyTorch. The engine has this norm only in Triton."""
     import torch
 
     def rms_sumsq_serial(x1: Any, x2: Any) -> Any:
@@ -283,10 +284,10 @@ def _without_gpu_links(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
 
 def as_its_own(owner: type, function: Callable[..., Any]) -> FunctionType:
-    """Return a copy of a method whose globals are those of its owner's module, so that it counts as the engine's own
-    code.
+    """Return a function that calls ``function`` and has the globals of ``owner``'s module.
 
-    A layer does not offer its dead input if another plugin has wrapped one of its methods.
+    If such a function replaces a method of ``owner``, the method counts as the engine's own code. Otherwise a layer
+    would not offer its dead input, as if another plugin had wrapped the method.
     """
 
     def method(*args: Any, **kwargs: Any) -> Any:

@@ -21,8 +21,8 @@ HEAD_DIM = 128
 ROUTED_SCALING_FACTOR = 2.5
 
 ROW_MULTIPLE = 128
-"""Number of which every weight's number of rows must be a multiple. The TRT-LLM kernel's layout of block scales
-requires it."""
+"""Every weight's number of rows must be a multiple of this number. The TRT-LLM kernel's layout of block scales requires
+it."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -246,7 +246,7 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
 
 
 OF_FAMILY: Any = None
-"""Default value of a size in :class:`ModelSpec` that the model family decides."""
+"""Marks a size in :class:`ModelSpec` whose default depends on the model family."""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def nvfp4_quantize(
     sfLayout: int = SF_SWIZZLED,
     backend: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand-in for ``flashinfer.nvfp4_quantize``: ``fp4_quantize`` with other names of its arguments.
+    """Stand-in for ``flashinfer.nvfp4_quantize``: :func:`fp4_quantize` with other argument names.
 
     :param a_global_sf: the multiplier.
     :param sfLayout: 0 swizzled or 2 linear block scales.
@@ -227,11 +227,12 @@ class _Layer:
         return self.hidden_states.is_cuda
 
     def activate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """Compute the activation between the two products. x is a row of the first product.
+        """Compute the activation between the two matrix products.
 
-        Not gated: relu(x * gate_scale)^2 * scale. Gated, x being up and gate: silu(gate * gate_scale) * up * scale.
+        Not gated: relu(x * gate_scale)^2 * scale. Gated, with x = [up, gate]: silu(gate * gate_scale) * up * scale.
 
-        :returns: float64 [rows, intermediate], of float64 [rows, columns of the first product].
+        :param x: rows of the first product, float64 [rows, intermediate], or [rows, 2 * intermediate] if gated.
+        :returns: float64 [rows, intermediate].
         """
         gate_scale, scale = (s[expert].double() for s in (self.output1_scale_gate_scalar, self.output1_scale_scalar))
         if not self.gated:
@@ -449,8 +450,7 @@ def _answer(
         _run_experts(layer, ids, weights.float(), output)
         return [output]
 
-    # Each (token, slot) counts as a token of its own with one expert of weight 1. The experts are computed one after
-    # another.
+    # Each (token, slot) counts as a token of its own, with one expert of weight 1. They are sorted by their experts.
     slot_ids = ids.flatten()
     local = (slot_ids >= 0) & (slot_ids < layer.local_num_experts)
     order = torch.where(local, slot_ids, layer.local_num_experts).argsort(stable=True)
@@ -469,7 +469,7 @@ def _answer(
 
 
 def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor) -> None:
-    """Compute the experts of each token, and add the weighted results to ``output``.
+    """Compute the experts of each token, and write the weighted sum of their results to ``output``.
 
     :param ids: int64 [tokens, top_k].
     :param weights: float32 [tokens, top_k].
@@ -501,10 +501,7 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
 
 @cache
 def _triton() -> Any:
-    """Return the module with the Triton kernels, or ``None`` if Triton is not installed.
-
-    The Triton kernels compute the same results on a GPU, in bounded memory.
-    """
+    """Return the module with the reference kernels in Triton, or ``None`` if Triton is not installed."""
     return importlib.import_module(f"{__package__}.nvfp4_triton") if util.find_spec("triton") else None
 
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the command line imports
 MARKER = "sglang_moe_patches_tiny_model"
 """Key of config.json that marks a directory written by ``make_model``. Only such a directory may be replaced."""
 
-# Standard deviations are gain / sqrt(fan_in). The gains were chosen by generating from GSM8K prompts, with three
-# results. The text depends on the whole prompt (with a gain of 1, attention is nearly a plain average). The text does
-# not repeat itself in a loop. Rounding every activation to bfloat16 changes only about 3 % of the greedy choices (with
-# a smaller embedding, a change of the routing changes more).
+# Standard deviations are gain / sqrt(fan_in). The gains were chosen so that answers to GSM8K prompts have three
+# properties. They depend on the whole prompt (with a gain of 1, attention is nearly a plain average). They do not
+# repeat themselves in a loop. If every activation is rounded to bfloat16, only about 3 % of the greedy tokens change
+# (with a smaller embedding, a change of the routing changes more tokens).
 GAINS = {
     "embed_tokens": 2.0,  # the standard deviation itself, because an embedding has no fan-in
     "q_b_proj": 1.5,
-    "q_norm": 1.5,  # if queries are normalised, their norm decides how large they are
+    "q_norm": 1.5,  # if queries are normalised, this weight decides how large they are
     "lm_head": 3.0,
 }
 NORM_SPREAD = 0.1

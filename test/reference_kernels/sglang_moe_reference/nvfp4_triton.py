@@ -1,7 +1,8 @@
 """The reference kernels on a GPU: NVFP4 quantization and the routed experts in Triton, for real sizes.
 
-Weights stay packed. Each program decodes the strip of FP4 weights that it multiplies from the TRT-LLM layout. An index
-table finds the rows, because all experts of a tensor have the same permutation.
+Weights stay packed in the TRT-LLM layout. Each program decodes only the strip of FP4 weights that it multiplies. One
+index table of rows serves all experts of a tensor, because they have the same permutation. A *slot* is a (token,
+expert) pair; its number is token * top_k + k.
 
 * The kernels can be captured in a CUDA graph. They do not synchronize with the host, and all shapes depend only on the
   shapes of the arguments.
@@ -12,8 +13,9 @@ table finds the rows, because all experts of a tensor have the same permutation.
   and the result in strips of columns.
 
 An E2M1 value times its E4M3 block scale has six significant bits and lies between 2**-10 and 2688, so float16
-represents it exactly. Products are accumulated in float32, in the plain functions in float64. An intermediate on a
-rounding boundary of NVFP4 may therefore be rounded to another code here.
+represents it exactly. Products are accumulated in float32, and in
+:mod:`~sglang_moe_reference.flashinfer_kernels` in float64. An intermediate on a rounding boundary of NVFP4 may
+therefore be rounded to another code here.
 """
 
 from __future__ import annotations
@@ -88,8 +90,8 @@ def _multiplied(  # type: ignore[no-untyped-def]
     acc,
     BYTES: tl.constexpr,
 ):
-    """Return acc [M, N] + activations [M, K strip] @ weights[rows, K strip].T, with the weights of one expert in the
-    TRT-LLM layout.
+    """Return acc + activations @ weights.T for a strip of K: [M, N] + [M, strip] @ [N, strip].T. The weights are rows
+    of one expert, in the TRT-LLM layout.
     """
     byte = first_byte + tl.arange(0, BYTES)
     column = first_byte // 8 + tl.arange(0, BYTES // 8)
@@ -105,7 +107,8 @@ def _multiplied(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
-    """Round non-negative float32 to the nearest E4M3 number, ties to even. Casts are wrong in Triton's interpreter."""
+    """Round non-negative float32 to the nearest E4M3 number, ties to even. A cast would round incorrectly in Triton's
+    interpreter."""
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) - 127, -6)
     # At the magnitude of this number, float32 has the same step size as E4M3.
     large = ((exponent + 20 + 127) << 23).to(tl.float32, bitcast=True)
@@ -154,7 +157,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Quantize one tile [M, N], as a program of ``quantize``."""
+    """Kernel of :func:`quantize`. Each program quantizes one tile [M, N]."""
     STRIPS: tl.constexpr = (COLUMNS + N - 1) // N
     row = (tl.program_id(0) // STRIPS).to(tl.int64) * M + tl.arange(0, M)
     strip = tl.program_id(0) % STRIPS
@@ -221,7 +224,7 @@ def _gemm1_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Compute activation(x @ w13.T), quantized to NVFP4, for M slots of one expert and N columns of the
+    """Compute activation(x @ w13.T), quantized to NVFP4, for M (token, expert) pairs of one expert and N columns of the
     intermediate.
     """
     STRIPS: tl.constexpr = INTERMEDIATE // N
@@ -288,7 +291,7 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Compute x @ w2.T in float32, for M slots of one expert and N columns. The columns begin at ``first_column``."""
+    """Compute x @ w2.T in float32, for M (token, expert) pairs of one expert and N columns from ``first_column`` on."""
     strips = columns // N
     block = tl.program_id(0) // strips
     strip = tl.program_id(0) % strips
@@ -314,7 +317,7 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, expert_ptr, weight_ptr, out_ptr, experts, columns, out_stride, TOP_K: tl.constexpr, N: tl.constexpr
 ):
-    """Sum weight * row over the slots of a token, one slot after another. The result is out [token, columns]."""
+    """Write out[token] = sum of weight * row over the token's experts, one expert after another."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)
     inside = column < columns
@@ -329,7 +332,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
-    """Group the slots by expert, and cut the groups into blocks of at most ``_BLOCK_M`` slots.
+    """Group the slots, which are (token, expert) pairs, by expert. Cut the groups into blocks of at most ``_BLOCK_M``
+    slots.
 
     :param expert: int64 [slots], the local expert of each slot, or ``experts`` if the slot's expert is on another rank.
     :returns: int32 tensors on the device. slot: [slots], the slots in the order of their experts. block_expert,
