@@ -167,7 +167,7 @@ class _Engine:
         return [module for name in sorted(names) if (module := self.module(name))]
 
     def find(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
-        """Return the classes that a name refers to in a module: one class, or the classes in a table.
+        """Return the classes that a name refers to in a module: one class, or the classes in a table such as a dict.
 
         :param above: pairs of a module and a name whose lookups called this lookup. Modules may import each other, so a
             pair that appears again ends the lookup.

@@ -105,7 +105,7 @@ def ask(server: Server, requests: Sequence[Request]) -> list[Answer]:
 
 
 def find_differences(requests: Sequence[Request], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
-    """Compare two servers' answers to the same requests, bit for bit."""
+    """Compare two servers' answers to the same requests, bit for bit. Return a difference for each unequal answer."""
     different = []
     for number, (request, a, b) in enumerate(zip(requests, one, other, strict=True)):
         sides = [list(zip(answer.tokens, answer.logprobs, strict=True)) for answer in (a, b)]

@@ -82,7 +82,6 @@ NOT_ASKED = ("not asked", "")
 
 
 def change_names(found: dict[str, Any]) -> list[str]:
-    """Return the names of all changes in the records."""
     return list(dict.fromkeys(name for facts in found.values() for name in facts["changes"]))
 
 

@@ -99,7 +99,6 @@ def flag_text(text: Text) -> list[tuple[str, list[str]]]:
 
 
 def measure(texts: Iterable[Text]) -> Shares:
-    """Compute the shares of flagged sentences."""
     sentences, headed = 0, 0
     counts = {"long": 0, "nested": 0, "headless": 0}
     for text in texts:

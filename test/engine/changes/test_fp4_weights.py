@@ -150,8 +150,8 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
 
 @pytest.mark.usefixtures("marlin")
 def test_scales_that_another_kernel_reads_stay(engine, checkpoint):
-    """Of the kernels on a Hopper GPU, only Marlin does not read a layer's scales. If the server's arguments choose
-    another kernel, the scales stay allocated. The change must not conclude from the kind of GPU that Marlin runs.
+    """On a Hopper GPU, only Marlin does not read a layer's scales. If the server's arguments choose another kernel, the
+    scales stay allocated. The change must not conclude from the kind of GPU that Marlin runs.
     """
     with installed(fp4_weights.CHANGE), engine.override_arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3

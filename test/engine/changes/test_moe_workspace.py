@@ -1,8 +1,7 @@
 """Tests of moe-workspace in the engine's own model, on the CPU with the reference kernels.
 
-These tests do not cover column slices, because a CPU server never runs the Triton runner's fused-MoE function.
-test/unit/changes/test_moe_workspace.py runs this function in Triton's interpreter, and
-test/gpu/test_moe_workspace_cuda.py on a GPU.
+These tests do not cover column slices, because a CPU server never runs the Triton runner's fused-MoE function. This
+function runs in Triton's interpreter in test/unit/changes/test_moe_workspace.py, and on a GPU in test/gpu.
 """
 
 from __future__ import annotations

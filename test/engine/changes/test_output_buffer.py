@@ -221,9 +221,7 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     hidden_tensor = len(prompt[0]) * 256 * 2
 
     def measure_live_bytes():
-        """Return the bytes of all tensors that exist while the last of three MoE layers runs. The search for tensors
-        takes half a second.
-        """
+        """Return the bytes of all tensors that exist when the kernel of the last of three MoE layers starts."""
         model = engine.load(checkpoint())
         found = []
         before = forwards._tensor_bytes()
@@ -237,8 +235,8 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         stock = measure_live_bytes()
     with installed(*CHANGES):
         patched = measure_live_bytes()
-    # The previous output is freed, and two tensors that some releases keep: the attention input (up to 0.5.12.post1)
-    # and the shared experts' output (0.5.11).
+    # The patched engine does not keep the previous layer's output. It also frees two tensors that some releases keep:
+    # the attention input (up to 0.5.12.post1) and the shared experts' output (0.5.11).
     native = probe(output_buffer.CHANGE).status is not Status.APPLIED
     assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 

@@ -185,8 +185,8 @@ def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_
     """The other plugin patches one hook point at a time. If the change itself needs the hook point, the change does
     nothing at all.
 
-    If the hook point only offers dead inputs to the change, the change may act without these offers. Its reason then
-    names the hook point.
+    If the hook point only offers dead inputs to the change, the change may act without these offers. The reason in the
+    change's status then names the hook point.
     """
     hook_points = hook_points_of(change)
     if foreign_patch is subclass:

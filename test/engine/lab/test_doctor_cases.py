@@ -144,7 +144,7 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
     """Return a function that checks the range of fractions with which a server starts. The smallest fraction is just
     large enough for the weights. The largest fraction leaves three amounts free: the measured memory of forward passes
-    and CUDA graphs, a fifth of it for the prediction's error, and a margin."""
+    and CUDA graphs, a fifth of this memory for the prediction's error, and a margin."""
 
     def check(report: Report) -> None:
         for found in report["room"].values():
@@ -156,7 +156,7 @@ def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report
 
 
 def loads_as_mxfp4(layers: int, ranks: int) -> Callable[[Report], None]:
-    """Return a function that checks the memory of DeepSeek-V4's MXFP4 experts on Marlin, loaded and while loading.
+    """Return a function that checks the memory of DeepSeek-V4's MXFP4 experts on Marlin, after and during loading.
 
     A packed weight has half a byte, and 32 weights share a scale of one byte. Up to 0.5.13 the engine loads the scales
     in float32. A stock server then keeps the float32 scales allocated, too.

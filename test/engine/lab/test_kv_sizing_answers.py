@@ -31,7 +31,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_consistent(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
-    """Return whether ``doctor``'s row has the same decision and the same reason as the server."""
+    """Return whether ``doctor``'s row about kv-sizing has the same decision and the same reason as the server."""
     if "refused" in doctor or "refused" in server:
         return "refused" in doctor and "refused" in server
     row = row_of(doctor)
@@ -123,8 +123,8 @@ STARTED = {
     "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
-"""Servers that the test starts. For each row of the page's tables that names a flag or a variable, there is at least
-one server."""
+"""Servers that the test starts. If a row in the tables of kv-sizing's page names a flag or a variable, at least one
+server has it, or :data:`TESTED_ELSEWHERE` has the row."""
 TESTED_ELSEWHERE = {
     "`--dcp-size`": "no server with its flags starts on a CPU; a unit test compares page and table of flags",
     "`--enable-priority-scheduling`": "a unit test has the flag, and the server starts as other servers do",
@@ -140,12 +140,12 @@ TESTED_ELSEWHERE = {
     "a phase was not reached": "the engine tests of rehearsals that fail start them",
     "`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`": "the engine decides by the GPU whether it sizes",
 }
-"""Rows of the page's tables for which this file starts no server. The key has the first words of the row. The value is
-the reason, or the test that covers the row."""
+"""Rows in the tables of kv-sizing's page for which this file starts no server. The key has the first words of the row.
+The value is the reason, or the test that covers the row."""
 
 
 def rows_of_the_page() -> list[str]:
-    """Return the first cells of the page's tables about servers that keep the engine's own KV cache size."""
+    """Return the first cells of the tables about servers that keep the engine's KV cache size, in kv-sizing's page."""
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
     tables = page.partition("## When it does nothing")[2].partition("<!-- figures:recipes-kv-sizing -->")[0]
     headers = ("---", "server")
@@ -164,8 +164,8 @@ def test_each_row_of_the_page_has_a_server_or_a_reason():
 
 
 def decision_reason(running: Server, log: str) -> str:
-    """Return the reason why a server uses the engine's fraction. It comes from the status of kv-sizing, or from the
-    log."""
+    """Return the reason why a server uses the engine's own ``--mem-fraction-static``. The reason is in the status of
+    kv-sizing, or in the log."""
     (reason,) = {reason for name, _, reason in read_observations(running).changes if name == "kv-sizing"}
     logged = re.findall(r"kv-sizing: using the engine's default fraction \S+ because (.+)", log)
     return reason or logged[0]

@@ -46,12 +46,11 @@ def ask(engine, model, questions: list[str], longest: int) -> Run:
 
 
 def ask_shortest(engine) -> Run:
-    """Send the questions with the shortest answers to the engine."""
     return ask(engine, engine.load(SHIPPED / "model"), shortest_questions(), MAX_ANSWER_TOKENS)
 
 
 def ask_first(engine) -> Run:
-    """Send the questions of ``MUTATION_QUESTIONS`` to the engine."""
+    """Send the first ``MUTATION_QUESTIONS`` questions of the test set to the engine."""
     first = (SHIPPED / "test.jsonl").read_text().splitlines()[:MUTATION_QUESTIONS]
     return ask(engine, engine.load(SHIPPED / "model"), first, MUTATION_ANSWER_TOKENS)
 

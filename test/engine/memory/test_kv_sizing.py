@@ -63,7 +63,7 @@ FLUSHED_CACHE_ARGUMENTS = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Arguments that select a prefix cache that a flush empties. kv-sizing need not read these arguments."""
+"""Server arguments of prefix caches that a flush empties. kv-sizing need not read these arguments."""
 
 
 @pytest.mark.every_release
@@ -110,8 +110,9 @@ def test_each_argument_that_kv_sizing_reads_exists_in_the_engine():
 
 @pytest.mark.every_release
 def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompts():
-    """The test finds the arguments that the engine reads when it chooses the prefix cache. Some of them choose an
-    external store of prompts, which a flush does not empty. kv-sizing must read these arguments."""
+    """The test finds the arguments that the engine reads when it chooses the prefix cache. Some of these arguments
+    choose an external store of prompts, which a flush does not empty. kv-sizing must read all arguments of such stores.
+    """
     if engine_code.has_module("sglang.srt.mem_cache.registry"):
         registry = engine_code.import_module("sglang.srt.mem_cache.registry")
         chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
@@ -236,7 +237,6 @@ def sized_server(
 
 
 def remove_argument(server: Server, argument: str) -> None:
-    """Remove an argument and its value from a server's command line."""
     place = server._arguments.index(argument)
     del server._arguments[place : place + 2]
 
@@ -538,8 +538,8 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
-    """The engine's default limit is 4,096 concurrent requests, and this KV cache has room for 1,292. kv-sizing may use
-    at most a thirty-second of the KV cache as sampling memory for more requests."""
+    """The engine's default limit is 4,096 concurrent requests, and this KV cache has room for 1,292. To run more
+    requests than the largest decode graph has, kv-sizing gives up at most 1/32 of the KV cache."""
     # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
@@ -831,8 +831,8 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 @pytest.mark.every_release
 def test_a_rehearsed_prefix_leaves_sliding_windows_for_a_chunk_after_it(place: Path, checkpoint):
     """The rehearsal computes a long prefix in parts. While the prefix is in use, the radix cache keeps the sliding
-    windows of these parts. In a small pool of windows, the parts must leave room for a prefill chunk after the prefix.
-    """
+    window of each part. If the pool for sliding windows is small, the parts must leave room in the pool for a prefill
+    chunk after the prefix."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized_server(
         "grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60"

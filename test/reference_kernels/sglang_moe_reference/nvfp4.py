@@ -41,9 +41,9 @@ def _byte_values(device: torch.device) -> torch.Tensor:
 def _rounding_boundaries(device: torch.device) -> torch.Tensor:
     """Return float32 [7], the boundaries between codes: magnitude m gets code i if boundary[i - 1] < m <= boundary[i].
 
-    The boundary between codes i and i + 1 is their midpoint. A midpoint itself is rounded to the even code, whose
-    mantissa bit is zero. For even i this is the lower code, as in the rule above. For odd i the boundary is therefore
-    the float just below the midpoint.
+    The boundary between codes i and i + 1 is their midpoint. The midpoint itself is rounded to the even code. If i is
+    even, this is code i, as in the rule above. If i is odd, this is code i + 1, so the boundary is the float just below
+    the midpoint.
     """
     magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
@@ -71,7 +71,7 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch
     """Quantize a tensor to NVFP4.
 
     block_scale = e4m3(amax of the block / 6 * global_scale), value = e2m1(x * global_scale / block_scale). Both
-    saturate. A block whose scale is zero is all zeros.
+    conversions saturate. If the scale of a block is zero, all its values are zero.
 
     :param x: float tensor [..., K], K a multiple of 16. The computation is in float32.
     :param global_scale: the multiplier, one float32 value, usually ``global_scale_for`` of the calibration data.
