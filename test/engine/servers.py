@@ -44,7 +44,7 @@ ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
 QUESTION_COUNT, MAX_ANSWER_TOKENS = 24, 64
-"""Number of questions for the shipped model, and maximum number of tokens of an answer. The tests ask the questions
+"""Number of questions for the shipped model, and maximum number of tokens of its answers. The tests ask the questions
 with the shortest answers, because each token costs a forward pass."""
 REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
@@ -52,7 +52,7 @@ PATIENCE = 1800
 PORTS: list[int] = []
 PRELOADED = str(ROOT / "test/standins/preloaded")
 TOKENS = 8
-"""Number of tokens of an answer to one of ``PROMPTS``."""
+"""Default number of tokens of an answer."""
 PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for length in (9, 300, 40, 1)]
 
 

@@ -68,9 +68,9 @@ def scan(folder: Path) -> dict[str, str]:
 
 
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
-    """Return whether the residual may be a plain sum, according to one declaration of how it is read or updated.
+    """Return whether a declaration of how the residual is read or updated allows a plain sum.
 
-    The residual may be one if a possible value of the declaration is in :data:`_PLAIN`, or if the code names no value.
+    It does if one of its possible values is in :data:`_PLAIN`, or if the code names no value.
 
     :param value: value of a keyword argument in :data:`_RESIDUAL_KEYWORDS`.
     :param function: function that contains the declaration.
@@ -262,7 +262,7 @@ class _Engine:
         )
 
     def _sum_skip_reason(self, layer: _Class, forward: ast.FunctionDef) -> str | None:
-        """Return a reason if a layer's residual is no plain sum. Return ``None`` if it is one, or can be one.
+        """Return a reason if a layer's residual cannot be a plain sum, else ``None``.
 
         A layer declares how it reads and updates the residual. Some layers choose these declarations, or their
         communicator, by the model's configuration. The scan then assumes a plain sum.

@@ -324,7 +324,7 @@ def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, ex
 
 def test_prefill_graphs_of_every_kind_raise_the_bound(server_args):
     """CUDA graphs of prefills raise this package's bound on the tokens in a forward pass, whether the graphs are
-    piecewise or not. The bound that newer engine releases compute ignores prefill graphs that are not piecewise.
+    piecewise or not. The bound of newer engine releases ignores prefill graphs that are not piecewise.
     """
     graphs = graph_arguments(4, 2048)
     if "cuda_graph_config" not in graphs:

@@ -110,8 +110,8 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
 
 @pytest.fixture
 def marlin(engine, monkeypatch):
-    """Make the engine run NVFP4 experts on Marlin, as on a Hopper GPU. A stand-in replaces its repacking kernel, which
-    needs a GPU.
+    """Make the engine run NVFP4 experts on Marlin, as on a Hopper GPU. A stand-in replaces Marlin's repacking kernel,
+    which needs a GPU.
 
     :returns: list to which each call of the stand-in adds a number: how many results of earlier calls still exist.
     """

@@ -195,7 +195,8 @@ def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
     """A layer with a forward hook offers nothing, and neither does the layer after it, because the hook may keep
-    tensors. The engine registers such hooks (``--forward-hooks``) after it has built a model.
+    tensors. The engine registers the hooks of ``--forward-hooks`` after it has built a model, so a layer must look for
+    hooks when it runs.
     """
     with installed(output_buffer.CHANGE):
         model = engine.load(path)

@@ -129,8 +129,8 @@ def does_not_start_and_is_not_sized(report: Report) -> None:
 
 
 def runs_out_in(*places: str) -> Callable[[Report], None]:
-    """Return a function that checks doctor's prediction that the stock server runs out of memory in one of ``places``.
-    Doctor's verdict must say so."""
+    """Return a function that checks doctor's prediction that the stock server runs out of memory in one of ``places``:
+    a kind of forward pass, or the capture of CUDA graphs. Doctor's verdict must say so."""
 
     def check(report: Report) -> None:
         found = report["room"]["stock"]

@@ -150,8 +150,8 @@ UNREPORTED_ATTRIBUTES = {
 
 
 def attributes_added_to(kind: type) -> set[str]:
-    """Return the names of the attributes that a class of the engine increments with ``+=`` or a similar operator. They
-    belong to ``self`` or to ``self.metrics_reporter``."""
+    """Return the names of the attributes that a class of the engine increments with ``+=`` or a similar operator. The
+    attributes belong to ``self`` or to ``self.metrics_reporter``."""
     trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
     return {
         node.target.attr
@@ -435,8 +435,8 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
 @pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
 def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
     """Freeing KV cache memory must neither end a chunked prompt nor make a request wait forever. The engine does not
-    check for room before the second chunk of a prompt. It admits a request only if more tokens are free than it needs.
-    """
+    check for room before the second chunk of a prompt. It admits a request only if more tokens are free than the
+    request needs."""
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"

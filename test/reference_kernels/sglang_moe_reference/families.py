@@ -246,7 +246,7 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
 
 
 OF_FAMILY: Any = None
-"""Marks a size in :class:`ModelSpec` whose default depends on the model family."""
+"""Default of each size in :class:`ModelSpec` that depends on the model family."""
 
 
 @dataclass(frozen=True)

@@ -450,7 +450,7 @@ def _answer(
         _run_experts(layer, ids, weights.float(), output)
         return [output]
 
-    # Each (token, slot) counts as a token of its own, with one expert of weight 1. They are sorted by their experts.
+    # Each (token, slot) counts as a token of its own, with one expert of weight 1. The pairs are sorted by expert.
     slot_ids = ids.flatten()
     local = (slot_ids >= 0) & (slot_ids < layer.local_num_experts)
     order = torch.where(local, slot_ids, layer.local_num_experts).argsort(stable=True)
