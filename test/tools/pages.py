@@ -123,7 +123,7 @@ def variables_table() -> str:
 
 
 def unsized_table() -> str:
-    """Return a table of the servers that kv-sizing leaves alone, with a line for each reason."""
+    """Return a table of the servers whose KV cache kv-sizing does not size, with a line for each reason."""
     import_package()
     from sglang_moe_patches.memory.kv_sizing.eligibility import UNSIZED
 

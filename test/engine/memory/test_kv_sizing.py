@@ -367,7 +367,7 @@ def logged_sizes(running: Server) -> list[tuple[int, int, str]]:
 
 def only_logged_size(running: Server) -> tuple[int, int, str]:
     """Return three values of the only log line about a new KV cache size: the new size in tokens, the size by the
-    engine's rule in tokens, and the fraction with which the engine would make the new size."""
+    engine's rule in tokens, and the ``--mem-fraction-static`` that gives the new size without kv-sizing."""
     ((now, rule, line),) = logged_sizes(running)
     pattern = r".* tokens; 200 MB stay free.*\. The same size without measuring: --mem-fraction-static (0\.\d{4})"
     found = re.fullmatch(pattern, line)

@@ -294,8 +294,8 @@ def trtllm_fp4_block_scale_moe(
     """Stand-in for the NVFP4 MoE kernel that computes the routing itself.
 
     The activation of hidden_states @ gemm1_weights is quantized to NVFP4. Its multiplier is part of
-    output1_scale_scalar, or with ``per_token_scale`` there is one multiplier per token. The activation is multiplied
-    with gemm2_weights and output2_scale_scalar. The results of a token's experts are summed with the routing weights.
+    output1_scale_scalar. The activation is multiplied with gemm2_weights and output2_scale_scalar. The results of a
+    token's experts are summed with the routing weights.
 
     :param routing_logits: float [tokens, num_experts].
     :param routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3, MiniMax2).
