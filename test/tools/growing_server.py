@@ -39,9 +39,8 @@ NO_GPU = (
     "its forward passes and the growth are real."
 )
 NO_FIGURES = ("rehearses the largest forwards", "needed in addition to weights and KV cache")
-"""Beginnings of kv-sizing's log lines that mean nothing without a GPU: the time limit and the memory of forward passes
-are the stand-in's.
-"""
+"""Beginnings of kv-sizing's log lines that mean nothing without a GPU. Their time limit and their memory of forward
+passes come from the stand-in for the driver."""
 
 
 class Start(NamedTuple):
