@@ -115,13 +115,13 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder with config.json, that file, or a Hugging Face name: published models, the local cache."
+            help="Folder with config.json, the file itself, or a Hugging Face name in the cache or in this package's list."
         ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"With --model: {', '.join(GPUS)}; h100:94GB: with another memory. None need be there. Default: h200."
+            help=f"With --model: GPU to predict for, present or not: {', '.join(GPUS)}, or h100:94GB. Default: h200."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,

@@ -50,9 +50,9 @@ def register() -> None:
 
     The engine calls this function through the entry point ``sglang.srt.plugins``.
 
-    :raises SystemExit: a variable of this package has an invalid value, or ``SGLANG_MOE_PATCHES_STRICT=1`` and an
-        exception occurs. The engine swallows an ``Exception``, but not a ``SystemExit``. A server must not start
-        without a change that its user has selected by a misspelt name.
+    :raises SystemExit: a variable of this package has an invalid value, such as a misspelt change, or an exception
+        occurs and ``SGLANG_MOE_PATCHES_STRICT=1``. A ``SystemExit`` ends the start. The engine would only log an
+        ``Exception``, and the server would start without the change.
     """
     try:
         patch.check_environment(CHANGES)

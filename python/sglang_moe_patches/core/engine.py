@@ -170,8 +170,9 @@ def _follow_wrappers(function: Any) -> Iterator[Any]:
 
 
 def _find_top_level_package(name: str) -> str:
-    """Return the name of a module's top-level package. For a module of the engine's plugin framework, return ``a
-    plugin``.
+    """Return the name of a module's top-level package.
+
+    For the engine's plugin framework, return ``a plugin``, because its wrappers run the code of other plugins.
     """
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 
@@ -200,8 +201,8 @@ def require_parameters(function: Callable[..., Any], expected: Sequence[str], *,
     """Check the names of a function's first parameters.
 
     :param exactly: whether the function must have no other parameters.
-    :raises Unsupported: the function's parameters do not begin with ``expected``, or it has others that are not
-        allowed.
+    :raises Unsupported: the names do not begin with ``expected``, or the function has more parameters although
+        ``exactly`` is set.
     """
     names = list_parameters(function)
     require(
@@ -240,7 +241,7 @@ def load_definition(owner: ModuleType, name: str) -> FunctionType:
     """Return a function as a module's source code defines it, without its decorator.
 
     If a decorator replaces the function, the module itself does not give access to it. The result is therefore created
-    from the module's compiled code. It has no default values.
+    from the module's compiled code. Its parameters have no default values.
 
     :raises Unsupported: the module defines no function of that name, or several.
     """

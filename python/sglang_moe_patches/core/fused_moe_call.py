@@ -24,7 +24,7 @@ _ROUTES = "_moe_patches_routes"
 
 Route = Callable[[Any, Any, dict[str, Any]], Callable[..., Any] | None]
 """Type of a route. A route is a function that receives a call's ``hidden_states``, ``topk_ids`` and keyword arguments.
-It returns the function that receives the call instead of the engine's function, or ``None``."""
+It returns a function that receives the call instead of the engine's function, or ``None`` to replace nothing."""
 
 
 def probe() -> tuple[ModuleType, FunctionType]:

@@ -1,5 +1,6 @@
-"""Memory figures of one GPU, from the driver and from PyTorch's allocator in this process. Reading them does not
-synchronize.
+"""Memory figures of one GPU, from the driver and from PyTorch's allocator in this process.
+
+The functions do not wait for the GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about the machine, and names that this package uses on it. This module imports neither torch nor the engine."""
+"""Facts about the machine, and the name of this package's plugin. This module imports neither torch nor the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Definition of a change, and the functions that probe, install and undo changes.
 
 A *change* is one module or package in ``changes`` or ``memory`` that defines one :class:`Change`. Its ``plan`` function
-probes the installed engine and returns a :class:`Plan`: a status, a reason and an installer. The installer already
-matches the engine, so the engine is not probed again to install the change.
+probes the installed engine and returns a :class:`Plan`: a status, a reason and an installer. The installer uses
+what the probe found, so the engine is not probed again to install the change.
 
 Probing changes nothing. An installer patches the engine through a :class:`Patcher`. If an installer fails, all its
 patches are undone.
@@ -40,7 +40,7 @@ class Status(StrEnum):
     HARDENED = "hardened"
     """The engine already does what the change would do, but with a fault. A patch corrects the fault."""
     NOT_NEEDED = "not needed here"
-    """This configuration never runs the code that the change patches."""
+    """This server never runs the code that the change patches, or the change does not support this server."""
     OFF = "off"
     """The change does nothing on this server until an environment variable enables it."""
     UNSUPPORTED = "unsupported"
@@ -55,9 +55,12 @@ ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
 
 @dataclass(frozen=True)
 class Skip:
-    """Reason to skip a change on a server, because the server never runs the code that the change patches.
+    """Reason why a change is not installed on a server.
 
-    :param reason: why the server never runs that code.
+    The server never runs the code that the change patches, the change does not support the server, or an environment
+    variable must enable the change first.
+
+    :param reason: the reason in words, for the log and ``doctor``.
     :param can_be_enabled: whether an environment variable can enable the change on this server. If so, the change's
         status is ``off``, else ``not needed here``.
     """
@@ -113,8 +116,8 @@ class BuiltModel:
     ``doctor --model`` builds such a model, with one layer of each kind, to show what the changes decide.
 
     :param model: the engine's model. Its weights may be tensors of PyTorch's ``meta`` device or fake tensors.
-    :param tokens: tokens of the largest prefill chunk, as a MoE layer receives it. With data parallelism, this is the
-        sum of one chunk per rank.
+    :param tokens: largest number of tokens that a MoE layer receives in a prefill chunk. With data parallelism, this is
+        the sum of one chunk per rank.
     :param top_k: number of experts per token, for layers that leave this number to their router.
     :param tiles: function that returns the tile sizes of Triton's second GEMM for a ``FusedMoE`` layer. It returns
         ``None`` if it does not know them.
@@ -148,8 +151,8 @@ SHARED_BUFFERS = "one set of buffers for all layers"
 class Decision:
     """Effects of a change in the layers of one model, as the change's own code decides them (:attr:`Change.decide`).
 
-    :param effects: effects of the change in at least one layer, such as :data:`SHARED_LAST`. If it is empty, the change
-        does nothing in this model.
+    :param effects: effects of the change in at least one layer, such as :data:`SHARED_LAST`. If the tuple is empty,
+        the change does nothing in this model.
     :param reason: why the change does nothing, or less than it could, and which setting would change that.
     :param width: columns of a column slice, or ``None`` if no layer computes in column slices.
     """
@@ -167,12 +170,12 @@ class Decision:
 class Count:
     """Definition of a counter for an action of a change.
 
-    In observed processes, :mod:`sglang_moe_patches.lab.observers.counting` counts the action. It wraps one function of
-    this package, which runs whenever the change may act.
+    If ``SGLANG_MOE_PATCHES_OBSERVE`` is set, :mod:`sglang_moe_patches.lab.observers.counting` counts the action. It
+    wraps one function, which runs whenever the change may act.
 
     :param name: name of the action. Changes that share an action use the same name.
     :param description: phrase for people, which follows the change's name, such as "ran in columns".
-    :param module: module of this package that defines the function.
+    :param module: module of this package or of the engine that defines the function.
     :param function: name of the function in the module, or ``Class.method``.
     :param amount: function that returns how often or how much the change acted in one call, or 0 if it did not act. It
         receives the call's result and then the call's arguments.
@@ -201,10 +204,10 @@ class Change:
     :param summary: one line for ``doctor`` and the pages.
     :param plan: function that probes the installed engine and returns the plan. It imports the engine's modules that it
         needs. It raises :class:`engine.Unsupported` if the engine is not as the change expects.
-    :param skip: function that receives a server's ``ServerArgs``. It returns a :class:`Skip` if such a server never
-        runs the code that the change patches, else ``None``. It raises :class:`engine.Unsupported` if an environment
-        variable enables the change on a server that cannot run it. It is called before ``plan``, so that a server
-        imports no modules for a change that it does not need.
+    :param skip: function that receives a server's ``ServerArgs``. It returns a :class:`Skip` if the change is not to be
+        installed on this server, else ``None``. It raises :class:`engine.Unsupported` if an environment variable
+        enables the change on a server that cannot run it. ``skip`` is called before ``plan``, so that a server imports
+        no modules for a change that it skips.
     :param variables: environment variables that the change reads. If the change is selected, an invalid value ends the
         start-up.
     :param counts: counters for the change's actions.
@@ -230,8 +233,8 @@ class Change:
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
 _VARIABLE_PREFIX = "SGLANG_MOE_PATCH"
 """Beginning of the names of all environment variables of this package. A variable with this beginning that no code
-reads is probably misspelt. The final "ES" of ``SGLANG_MOE_PATCHES`` is left out, so that names without it are reported,
-too."""
+reads is probably misspelt. The final "ES" of ``SGLANG_MOE_PATCHES`` is left out, so that a misspelt name such as
+``SGLANG_MOE_PATCH_STRICT`` is reported, too."""
 _NEW_NAMES = {"nvfp4-weights": "fp4-weights"}
 """Mapping from a change's former name to its present name. ``SGLANG_MOE_PATCHES`` may not contain a former name. The
 error message then gives the present name."""
@@ -338,7 +341,7 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     :param names: names of the selected changes. If the change is not among them, its status is *not selected*.
     :param server_args: the engine's ``ServerArgs``, resolved or not. If it is ``None``, the plan holds for every server
         of this environment.
-    :raises WrongValue: an engine variable that this server uses has a value with which the server must not start.
+    :raises WrongValue: a variable that the engine reads, too, has a value with which this server must not start.
     """
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
@@ -375,12 +378,12 @@ def probe(change: Change) -> Plan:
 
 
 def format_reason(error: Exception, prefix: str = "") -> str:
-    """Return the text of an exception that serves as the reason of an *unsupported* plan.
+    """Return the reason of an *unsupported* plan, from the exception that a probe has raised.
 
-    For :class:`engine.Unsupported` the text is the exception's message. For another exception it is ``prefix`` and one
-    line with the exception's type and message.
+    For :class:`engine.Unsupported`, the reason is the exception's message. For another exception, the reason is
+    ``prefix`` and then the exception's type and message.
 
-    :param prefix: text before the line of another exception, such as "probing the engine failed: ".
+    :param prefix: text such as "probing the engine failed: ".
     """
     return str(error) if isinstance(error, engine.Unsupported) else prefix + format_error(error)
 
@@ -453,10 +456,10 @@ class Patcher:
 
 
 def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function for the parameter ``make_wrapper`` of :meth:`Patcher.wrap`. It replaces an original function by
-    a call of ``wrapper``.
+    """Turn ``wrapper`` into an argument ``make_wrapper`` of :meth:`Patcher.wrap`. The patched function then calls
+    ``wrapper``.
 
-    A call through such a wrapper needs one more stack frame than a wrapper that is written by hand. Do not use it for
+    Each call needs one more stack frame than with a wrapper that is written by hand. Do not use ``around`` for
     functions that run in a forward pass.
 
     :param wrapper: function that receives the original function and then the arguments of each call.

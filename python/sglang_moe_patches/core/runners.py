@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
-"""Values of ``--moe-runner-backend`` for TRT-LLM's kernels, which never write into their input. The last value exists
-from 0.5.13 on. It has kernels of its own for LoRA adapters. Without adapters it uses the same kernels as the other
-values."""
+"""Values of ``--moe-runner-backend`` for TRT-LLM's kernels, which never write into their input. The value
+``experimental_sgl_trtllm`` exists from 0.5.13 on. It has its own kernels for LoRA adapters. Without adapters, it uses
+the same kernels as the other values."""
 CUTEDSL = "flashinfer_cutedsl"
 MARLIN = ("marlin", "lora_marlin")
 """Values of the engine's ``MoeRunnerBackend`` for layers that run on Marlin. Only newer releases have the value
@@ -29,11 +29,12 @@ TRITON_KERNELS = "triton_kernel"
 OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 """Runners that do not write into their input if ``inplace`` is off. ``inplace`` is an attribute of a runner's
 configuration. It permits the runner to write its output over its input. The engine switches ``inplace`` on for all
-runners. Triton reads ``inplace``. The other runners in this tuple ignore it and never write into their input."""
+runners. Of the runners in this tuple, Triton alone reads ``inplace``. The others never write into their input."""
 
 
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
-    """Return the function ``skip`` for a change that acts only with these values of ``--moe-runner-backend``.
+    """Return a ``skip`` function (:class:`.patch.Change`) for a change to some runners, which are given by their values
+    of ``--moe-runner-backend``.
 
     The change is not skipped if the draft model uses one of the runners, or if the value is ``auto``, which the engine
     may still resolve to one of the runners.
@@ -83,11 +84,11 @@ _CUTLASS_FP4 = "cutlass_moe_fp4"
 def _find_directly_called_runner(holder: Any) -> str | None:
     """Return the runner whose kernel an NVFP4 method or scheme calls directly, not through its attribute ``runner``.
 
-    The attribute then names another runner. With ``--moe-runner-backend auto`` a method's attribute names TRT-LLM's
-    runner, but ``apply`` calls ``cutlass_moe_fp4`` (0.5.12.post1). A scheme's attribute names Triton's runner.
+    The attribute then names a runner that does not run. In 0.5.12.post1 with ``--moe-runner-backend auto``, for
+    example, a method's attribute names TRT-LLM's runner, but the method calls ``cutlass_moe_fp4``.
 
     :returns: the runner, or "" if ``--moe-runner-backend`` has no name for the kernel. The result is ``None`` if no
-        such direct call is found. :func:`find_runner` then reads the attribute ``runner``.
+        direct call is found. :func:`find_runner` then reads the attribute ``runner``.
     """
     flag = next((name for name in _TRTLLM_FLAGS if hasattr(holder, name)), None)
     apply: Any = getattr(type(holder), "apply_weights", None) or getattr(type(holder), "apply", None)
@@ -141,7 +142,7 @@ def preserves_input(experts: Any) -> bool:
 
 
 def serves_lora() -> bool:
-    """Return whether this server may run LoRA adapters. Adapters have runners of their own, which read ``inplace``."""
+    """Return whether this server may run LoRA adapters. Their runners may write over the input if ``inplace`` is on."""
     return bool(read_server_setting("get_lora", "enable_lora") or read_server_setting("get_lora", "lora_paths"))
 
 
@@ -183,11 +184,11 @@ _MAX_ADDRESSES = 4096
 class SymmetricMemory:
     """The engine's pool of NCCL symmetric memory. A collective is faster if its input lies in this pool.
 
-    :param module: the engine's module that manages the pool.
-    :param pool: function that returns the engine's context manager for the output of a runner. Tensors that are
-        allocated inside it come from the pool if the server uses the pool for them.
+    The method ``contains`` returns whether a tensor lies in the pool.
 
-    Its method ``contains`` returns whether a tensor lies in the pool.
+    :param module: the engine's module that manages the pool.
+    :param pool: function that returns a context manager of the engine. Inside it, new tensors come from the pool if the
+        server allocates the outputs of runners there.
     """
 
     def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -222,8 +223,8 @@ def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callabl
 
     - A positive answer stays true for an address, because the pool never frees memory while the process lives. The
       engine relies on this, too.
-    - A negative answer is not cached, because the pool may grow and contain the address later. A rank with an outdated
-      negative answer would allocate from the pool when the other ranks do not, and all ranks need the same pool.
+    - A negative answer is not cached, because the pool may grow and contain the address later. With an outdated
+      answer, one rank would allocate from the pool when the other ranks do not. All ranks must do the same.
 
     :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
     """
@@ -288,10 +289,10 @@ def disable_inplace_while(config: Any, is_disabled: Callable[[], bool]) -> None:
     """Make ``config.inplace`` false while ``is_disabled`` returns true. At other times ``config.inplace`` has its own
     value.
 
-    Several forward passes may read the same configuration at the same time, each in a context of its own. Therefore the
-    attribute itself is not switched off and on.
+    The attribute's own value does not change, because several forward passes may read it at the same time.
 
     :param config: the configuration of a runner.
+    :param is_disabled: function that answers for the forward pass that reads the attribute.
     """
 
     def inplace(self: Any) -> bool:

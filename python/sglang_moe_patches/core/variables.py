@@ -58,7 +58,7 @@ def parse_zero_or_one(text: str) -> bool:
 def make_positive_number_parser(unit: str) -> Callable[[str], int | None]:
     """Return a ``parse`` function for a variable whose value is an integer of at least 1.
 
-    The function returns ``None`` for empty text.
+    The ``parse`` function returns ``None`` for empty text.
 
     :param unit: unit of the value, for the error message.
     """

@@ -4,8 +4,7 @@ No list says which families offer their dead input. :mod:`.probe` inspects the l
 """
 
 DEEPSEEK = "deepseek_v2"
-"""Name of the family of DeepSeek V2 and of the models that reuse its layers, such as DeepSeek-R1 and Kimi-K2. In
-other families this package neither runs the shared experts after the routed experts, nor frees attention's inputs
-early."""
+"""Name of the family of DeepSeek V2 and of the models that reuse its layers, such as DeepSeek-R1 and Kimi-K2. Only
+in this family, this package runs the shared experts after the routed experts, and frees attention's inputs early."""
 MODELS = "sglang.srt.models"
 """Name of the engine's package that contains one module for each model family."""

@@ -30,10 +30,9 @@ _HOOKS = "_moe_patches_forward_hooks"
 value is a list of PyTorch's dictionaries of forward hooks: those of the layer, of the previous layer, of all submodules
 of both layers, and the global ones."""
 MIN_SLICED_OFFER_BYTES = 1 << 20
-"""Smallest input, in bytes, that a decoder layer offers to Marlin or to in-place Triton. These runners take an offered
-buffer only while they compute in column slices: Marlin writes its output there, and Triton uses it as scratch memory. A
-smaller input, such as that of a small decode, is not offered, because no slices are computed there by default. With a
-top-k of 8, one rank's expert outputs then have less than 8 MiB. By default, moe-workspace cuts none below 192 MiB."""
+"""Smallest input, in bytes, that a decoder layer offers to Marlin or to in-place Triton. These runners use an offered
+buffer only while they compute in column slices. By default they do so only if the expert outputs [tokens, top-k,
+hidden] have at least 192 MiB. With a top-k of 8, the expert outputs of an input of 1 MiB have only 8 MiB."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -91,13 +90,13 @@ def get_residual_argument(forward_batch: Any, residual: Any) -> Any:
 
 
 def find_stream_residual(forward_batch: Any, residual: Any) -> Any:
-    """Return the residual of a layer's input, in releases where the batch keeps the residual.
+    """Return the residual that belongs to a layer's input, in releases where the batch keeps the residual.
 
-    In these releases ``forward_batch.residual_stream`` has the residual. A layer's output is added to the residual
-    later. Until then the stream's attribute ``pending`` contains the output.
+    In these releases ``forward_batch.residual_stream`` contains the residual. Its attribute ``pending`` contains the
+    output of the previous layer until the engine adds this output to the residual.
 
-    :returns: ``None`` if nothing is pending, or if the pending update is more than an addition. The layer's input must
-        then not be offered, because it is the residual or may become the residual.
+    :returns: ``None`` if no output is pending, or if the engine will do more than add it. The layer's input must not be
+        offered then, because it is the residual or may become the residual.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending
@@ -116,7 +115,7 @@ def is_plain_addition(update: Any) -> bool:
 def is_plain_norm(read: Any) -> bool:
     """Return whether attention reads the residual only through the norm before attention.
 
-    The addition to the residual may run in the same kernel as the norm.
+    The norm's kernel may also add the layer's input to the residual.
 
     :param read: the engine's description of how attention reads the residual. Its attribute ``is_plain_norm`` or
         ``norms_plainly``, depending on the release, gives the answer.
@@ -144,13 +143,13 @@ def make_layer_forward(
     residual_of: Callable[[Any, Any], Any] = get_residual_argument,
     tensor_of: Callable[[Any], Any] = return_unchanged,
 ) -> Callable[..., Any]:
-    """Wrap a decoder layer's ``forward``, so that a marked layer offers its dead input while ``original`` runs.
+    """Wrap a decoder layer's ``forward``, so that a layer offers its dead input while ``original`` runs.
 
-    :func:`mark_offering` marks layers. Nothing is offered if the input is not dead (:func:`may_offer`), if it is
-    smaller than the layer's smallest offer, if the batch is idle, or if a forward hook may see the input.
+    Only layers that :func:`mark_offering` has marked offer their input. They offer nothing if the input is not dead
+    (:func:`may_offer`) or too small, if the batch is idle, or if a forward hook may see the input.
 
     :param is_compiling: function that returns whether ``torch.compile`` traces the call. Nothing is offered then.
-    :param parameters: the names of the layer's positional parameters.
+    :param parameters: the names of the positional parameters of ``original``, without ``self``.
     :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual.
     :param tensor_of: function that receives the layer's input and returns its tensor. If it returns an object without
         ``nbytes``, nothing is offered.

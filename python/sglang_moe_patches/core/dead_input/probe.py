@@ -34,8 +34,8 @@ class LayerFacts:
     :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual that
         belongs to a layer's input.
     :param tensor_of: function that receives a layer's input and returns its tensor.
-    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The code of
-        the class does not show what the submodules return, so :func:`require_attention_input_dies` checks each layer.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The class does
+        not show what the submodules return. :func:`require_attention_input_dies` checks the submodules of each layer.
     """
 
     layer: Any
@@ -52,12 +52,11 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Offers:
-    """Result of :func:`probe_offers`: how layers of this engine offer their dead inputs, and the method that installs
-    this.
+    """Installer of this package's offers of dead inputs. :func:`probe_offers` returns it.
 
-    :param note: reason why the layers of DeepSeek's family cannot offer their input. It is empty if they can.
-        ``doctor`` shows it. The layers of other families are probed only when a model is built.
-    :param channel: the engine's own channel, or ``None`` if the engine has none.
+    :param note: reason why the layers of DeepSeek's family cannot offer their input, for ``doctor``. It is empty if
+        they can. The layers of other families are probed only when a model is built.
+    :param channel: the engine's own channel for offers, or ``None`` if the engine has none.
     """
 
     note: str
@@ -276,17 +275,16 @@ def probe_layer(layer: type) -> LayerFacts:
 
 
 def require_attention_input_dies(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
-    """Check that no submodule of a layer keeps attention's input readable until the routed experts run.
+    """Check that a layer's submodules do not return attention's input, and do not run the routed experts too early.
 
-    The proof about the layer's class stops at its submodules, so this function checks the submodules of the layer
-    itself.
+    The routed experts may overwrite the memory of attention's input. The proof about the layer's class does not cover
+    the submodules, so this function checks them.
 
-    :param attention: the submodules that the layer uses up to the norm after attention, and the arguments through which
-        they receive attention's input.
+    :param attention: the result of that proof.
     :param experts: the class of the layer's routed experts.
     :raises engine.Unsupported: one of these holds:
 
-        - The routed experts run before the norm after attention. Attention may then read memory that they overwrite.
+        - The routed experts may run before the norm after attention. Attention could then read overwritten memory.
         - A submodule may return its own input.
         - A submodule's code is not the engine's own.
     """
@@ -319,8 +317,8 @@ def require_unpatched_parts(layer: Any, require_methods: Callable[[type], None])
     A wrapper of another plugin, for example around a norm, may keep a tensor that shares memory with the layer's input.
 
     :param require_methods: :func:`require_unpatched_methods`, or a cached version of it.
-    :raises engine.Unsupported: a module of the layer, or an object that calls its norms or kernels, has code that is
-        not the engine's own.
+    :raises engine.Unsupported: a module of the layer has code that is not the engine's own. The same holds for objects
+        that call the module's norms or kernels, such as its communicator.
     """
     for module in layer.modules():
         require_methods(type(module))
@@ -378,8 +376,8 @@ def require_loop(model: type) -> None:
 def _has_plain_sum(layer: Any) -> bool:
     """Return whether a decoder layer only adds its input to the residual, and reads the residual only through its norm.
 
-    In releases with a residual stream, each forward pass also checks the update that is still pending
-    (:func:`.offer.find_stream_residual`).
+    In releases where the batch keeps the residual, this function only checks the norm. Each forward pass checks the
+    addition (:func:`.offer.find_stream_residual`).
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:
@@ -415,10 +413,10 @@ def _batches_carry_residual() -> bool:
 def _choose_tensor_of(forward: Any) -> Callable[[Any], Any]:
     """Return the function that finds the tensor of a layer's input.
 
-    In some releases the input is a handle. The layer's own ``forward`` then calls an engine function
-    (:data:`.proofs.TENSOR_OF_HANDLE`) to find the tensor, and that function is returned.
+    In some releases the input is a handle, and the layer's own ``forward`` finds the tensor by an engine function
+    (:data:`.proofs.TENSOR_OF_HANDLE`). The result is then this engine function.
 
-    :raises engine.Unsupported: another plugin has replaced or wrapped that engine function.
+    :raises engine.Unsupported: another plugin has replaced or wrapped the engine function.
     """
     access, name = proofs.TENSOR_OF_HANDLE.split(".")
     if not engine.mentions(forward, access, name):

@@ -4,8 +4,8 @@ The input is dead if no code reads it after attention has run. A proof follows a
 of a function. An *alias* is a local name that may refer to this memory. The memory *escapes* if code may keep it in
 another place, such as an attribute or a list. If a function contains code that a proof does not model, the proof fails.
 
-Each proof accepts a function or a syntax tree. A server passes the functions of the model that it builds. The family
-scan passes syntax trees, because it does not import the engine's models.
+Each proof accepts a function or a syntax tree. A server passes the functions of the model that it builds. The scan of
+all model families (``test/tools/family_scan.py``) passes syntax trees, because it does not import the engine's models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Place = int | str
 an unpacked argument."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
-"""Name of the engine's function that returns the tensor of a layer's input. In some releases the input is a handle for
+"""Name of the engine's function that returns the tensor of a layer's input, in releases where the input is a handle for
 a sum that is not computed yet."""
 #: Names of the engine's methods that add the layer's input to the residual and run the norm before attention. These
 #: methods keep no reference to the layer's input.
@@ -94,9 +94,10 @@ def find_loop_skip_reason(model: str, forward: Code) -> str | None:
 def input_dies(forward: Code) -> bool:
     """Return whether a decoder layer's ``forward`` drops its input in the first statement that uses it.
 
-    This statement must assign the result of a norm (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states``. The
-    input may have a second alias, because in some releases the engine assigns the input to another name and offers it.
-    The second alias must have no other use. This package disables the engine's offer.
+    This statement must assign the result of a norm (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states``.
+
+    In some releases ``forward`` first assigns the input to a second name, under which the engine offers it. This
+    package disables the engine's offer. The second name must have no other use (:func:`_is_only_offered`).
     """
     definition = _parse_definition(forward)
     consumer, second_alias = _find_consumer(definition)
@@ -106,8 +107,8 @@ def input_dies(forward: Code) -> bool:
 def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
     """Find the statement that passes ``hidden_states`` to the norm before attention and overwrites that name.
 
-    :returns: the statement, and another name to which ``forward`` assigned its input before. Each is ``None`` if there
-        is none.
+    :returns: the statement, and a second name to which ``forward`` has assigned its input before. ``None`` stands for a
+        missing statement or name.
     """
     if not _is_modelled(definition):
         return None, None
@@ -126,7 +127,7 @@ def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str 
 
 
 def _find_second_alias(statement: ast.stmt | None) -> str | None:
-    """Return the name to which a statement assigns the layer's input, or ``None`` if the statement does something else.
+    """Return the name to which a statement assigns the layer's input, or ``None`` if it does not assign the input.
 
     In some releases the input is a handle. The statement may then assign the handle's tensor (:data:`TENSOR_OF_HANDLE`)
     instead of the handle.
@@ -165,7 +166,8 @@ class AttentionFacts:
     """Attributes and submodules that a decoder layer's ``forward`` uses up to the norm after attention.
 
     :param attributes: names of the layer's attributes that ``forward`` looks up.
-    :param submodules: names of the submodules that receive attention's input, with the places of these arguments.
+    :param submodules: the submodules that receive attention's input. The key is the submodule's name. The value
+        contains the places (:data:`Place`) of the arguments that may share memory with the input.
     """
 
     attributes: frozenset[str]
@@ -183,18 +185,16 @@ def attention_input_dies(forward: Code, method_of: MethodOf = lambda name: None)
 def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> AttentionFacts | None:
     """Prove that no code of a decoder layer's ``forward`` can read attention's input after attention.
 
-    The proof follows attention's input from the norm before attention to the norm after attention.
+    Attention's input may lie in the memory of the layer's input, because the norm before attention may work in place.
+    The proof follows this memory from the norm before attention to the norm after attention. After that, no statement
+    may use an alias of the memory. The norm after attention is a method in :data:`_NORMS_AFTER_ATTENTION`, or a
+    function that receives the layer as its first argument.
 
-    The norm before attention may work in place, so attention's input may be the memory of the layer's input. This
-    memory must have no alias at the norm after attention or later. That norm is a method in
-    :data:`_NORMS_AFTER_ATTENTION`, or a function of the module that receives the layer as its first argument.
+    The proof also follows the layer's own methods, but not its submodules. The caller proves that the submodules return
+    new memory (:func:`returns_own_memory`).
 
-    The layer's own methods are followed, too. Its submodules are not: the caller proves that they return new memory
-    (:func:`returns_own_memory`). In a batch without tokens a submodule may return its input, but nothing is offered
-    then.
-
-    :returns: the attributes and submodules that ``forward`` uses on this way, or ``None`` if code may still read the
-        memory after attention.
+    :returns: the attributes and submodules that ``forward`` uses up to the norm after attention. The result is ``None``
+        if the proof fails.
     """
     definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
@@ -253,9 +253,10 @@ class _AliasTracker:
     """State of a proof that follows aliases of attention's input through a decoder layer's ``forward`` and methods.
 
     :param method_of: function that returns the code of the layer's methods (:data:`MethodOf`).
-    :param submodules: places at which each submodule has received an alias so far, by the submodule's name.
-    :param methods: stack of the methods that are being followed, innermost last. It is empty in ``forward``, which must
-        not return before the norm after attention.
+    :param submodules: the submodules that have received an alias so far. The key is the submodule's name. The value
+        contains the places (:data:`Place`) of the aliases.
+    :param methods: names of the methods that the proof is inside, the innermost last. The tuple is empty while the
+        proof follows ``forward`` itself, which must not return before the norm after attention.
     """
 
     method_of: MethodOf
@@ -268,11 +269,11 @@ class _AliasTracker:
         return any(ast.unparse(call.func) != "isinstance" and not self._accepts_call(call, aliases) for call in calls)
 
     def _accepts_call(self, call: ast.Call, aliases: set[str]) -> bool:
-        """Return whether the code that a call runs cannot keep the aliases among the call's arguments.
+        """Return whether the proof accepts a call that passes aliases as arguments.
 
-        A call of a submodule is accepted. ``submodules`` records the places of the aliases in this call, and the caller
-        of the proof checks the submodule's code later. A call of one of the layer's own methods is accepted if the
-        proof succeeds for the method's statements. Any other call may keep an alias, so the result is False.
+        A call of a submodule is accepted. ``submodules`` records the places of the aliases, and the caller of the proof
+        checks the submodule's code later. A call of one of the layer's own methods is accepted if the proof succeeds
+        for the method's statements. Any other call may keep an alias, so it is not accepted.
         """
         name = _find_called_attribute(call)
         if name is None:
@@ -316,11 +317,11 @@ def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set
 
 
 def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
-    """Return the names that may alias the tracked memory after ``statement``.
+    """Return the names that may alias the followed memory after ``statement``.
 
     :param aliases: the aliases before the statement.
-    :returns: ``None`` if the memory may escape through a call, an attribute or a return value, or if the statement has
-        a kind that the proof does not model.
+    :returns: ``None`` if the memory may escape through a call, an attribute or a return value, or if the proof does not
+        model such a statement.
     """
     match statement:
         case ast.Assign(targets=targets, value=value):
@@ -367,9 +368,9 @@ def _split_condition(test: ast.expr) -> list[str]:
 
 
 def _find_called_attribute(node: ast.AST) -> str | None:
-    """Return the name of the attribute of ``self`` that a call runs, or ``None`` if ``node`` is another expression.
+    """Return the name of the attribute of ``self`` that an expression calls, or ``None`` if it calls none.
 
-    The attribute is a submodule, a list of submodules of which one is called, or a method.
+    The attribute is a method, a submodule, or a list of submodules of which the expression calls one.
     """
     match node:
         case ast.Call(func=ast.Subscript(value=module)) | ast.Call(func=module):
@@ -398,10 +399,10 @@ def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
 
 
 def _find_submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
-    """Return the names that may alias the submodule's tracked arguments after ``statement``.
+    """Return the names in a submodule's ``forward`` that may alias the followed arguments after ``statement``.
 
     :param aliases: the aliases before the statement.
-    :returns: ``None`` if the statement may return an alias.
+    :returns: ``None`` if the statement may return an alias, or if the proof does not model such a statement.
     """
     if any(isinstance(node, _NOT_MODELLED) and aliases & _find_names_read(node) for node in ast.walk(statement)):
         return None
@@ -441,12 +442,11 @@ def _calls_own_attribute(call: ast.Call) -> bool:
 
 
 def captures_only_sums(forward: Code) -> bool:
-    """Return whether the norm before attention is the only code of a layer that captures hidden states.
+    """Return whether a layer captures hidden states only in the norm before attention.
 
-    Hidden states are captured for speculative decoding, for example.
-
-    This norm captures sums of the layer's input and the residual, which are new tensors. No other statement of the
-    layer's ``forward`` may use an argument or keyword that has to do with captures.
+    To capture a tensor is to keep it for other code, such as speculative decoding. This norm captures only sums of the
+    layer's input and the residual, which are new tensors. The other statements of the layer's ``forward`` must not use
+    an argument or a text with "captur" in it.
     """
     definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
@@ -492,8 +492,8 @@ def keeps_no_result(forward: Code) -> bool:
 def loop_keeps_nothing(forward: Code) -> bool:
     """Return whether a model's loop over its decoder layers keeps no reference to a layer's input.
 
-    The loop must assign each layer's result to the name ``hidden_states``, which then no longer refers to the input. No
-    other name may refer to a layer's input.
+    The loop must assign each layer's result to the name ``hidden_states``. This name then no longer refers to the
+    layer's input, and no other name may refer to it.
 
     - The loop may add to a layer's result in place.
     - The loop may capture sums of the hidden states and the residual, which are new tensors. Without a residual it may
@@ -523,7 +523,7 @@ def _runs_layer(node: ast.AST) -> bool:
 
 
 def _reads_hidden_states_elsewhere(definition: ast.FunctionDef) -> bool:
-    """Return whether code outside the function's own statements may read its local name ``hidden_states``.
+    """Return whether code outside a function's own statements may read its local name ``hidden_states``.
 
     Such code is an inner function, a ``global`` statement or a call such as ``locals()``.
     """
@@ -547,9 +547,10 @@ def _loop_keeps_no_input(loop: ast.For) -> bool:
 
 
 def _stores_layer_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether an assignment to ``hidden_states`` in the loop stores a layer's result and nothing else.
+    """Return whether an assignment to ``hidden_states``, in a model's loop over its layers, stores a layer's result.
 
-    The result may come from an in-place addition to a layer's result.
+    The assigned value may also be an in-place addition to the result, which returns the same tensor
+    (:data:`_IN_PLACE_ADDITIONS`).
     """
     parent = parents[use]
     match parents[parent] if isinstance(parent, ast.Tuple) else parent:
@@ -559,7 +560,7 @@ def _stores_layer_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool
 
 
 def _keeps_no_reference(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a use of ``hidden_states`` in the loop keeps no reference to the tensor.
+    """Return whether a use of ``hidden_states``, in a model's loop over its layers, keeps no reference to the tensor.
 
     Such a use passes the tensor to a layer, adds it to another tensor, adds another tensor to it in place, or copies
     it.
@@ -594,7 +595,7 @@ def _adds_in_place(node: ast.AST) -> bool:
 def _follow_statements(
     statements: list[ast.stmt], aliases: set[str], follow_one: Callable[[ast.stmt, set[str]], set[str] | None]
 ) -> set[str] | None:
-    """Return the names that may alias the tracked memory after all statements.
+    """Return the names that may alias the memory that a proof follows, after all ``statements``.
 
     The result is ``None`` if the proof fails in one of the statements.
 
@@ -647,8 +648,8 @@ def _find_aliased_names(
 ) -> set[str]:
     """Return the local names whose tensors may share memory with an expression's value.
 
-    :param returns_new_memory: function that returns a true value if a call returns new memory. By default, calls of the
-        layer's submodules and methods do.
+    :param returns_new_memory: function that returns a true value if a call returns new memory. The default assumes this
+        of all calls of the layer's submodules and methods.
     """
     match value:
         case ast.Name(id=name):

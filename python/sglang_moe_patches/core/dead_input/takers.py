@@ -28,9 +28,9 @@ class OutputTorch:
     """Stand-in for the module ``torch`` inside an engine function. Its ``empty_like`` returns the offered buffer if it
     fits, and otherwise allocates a tensor.
 
-    If the server uses NCCL symmetric memory, the result lies in its pool: a buffer outside the pool does not fit, and a
-    new tensor is allocated in the pool. The next collective expects the output there on all ranks, because a stock
-    runner that works in place writes over its input, which lies in the pool.
+    If the server uses NCCL symmetric memory, the result lies in the pool of that memory. A buffer outside the pool does
+    not fit, and new tensors come from the pool. The next collective expects the output in the pool on all ranks,
+    because a stock runner that works in place writes over its input, which lies in the pool.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:
@@ -130,13 +130,12 @@ def probe_trtllm() -> Install:
 
 
 def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> fused_moe_call.Route:
-    """Return a route for the Triton runner's calls that do not work in place. The route makes such a call write its
-    output into the offered buffer.
+    """Return a route that makes the Triton runner write its output into the offered buffer.
 
     A route is a function that may replace a call of the engine's fused-MoE function
-    (:mod:`sglang_moe_patches.core.fused_moe_call`). This route replaces the call by ``into_buffer`` if a buffer is
-    offered, or if the server uses NCCL symmetric memory. With symmetric memory, ``into_buffer`` allocates a new output
-    in the pool of that memory if it takes no buffer.
+    (:mod:`sglang_moe_patches.core.fused_moe_call`). This route replaces calls that do not work in place. They are
+    replaced by ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In the second case
+    ``into_buffer`` may also allocate a new output in the pool of that memory.
 
     :param into_buffer: copy of the engine's fused-MoE function, in which the global name ``torch`` is an
         :class:`OutputTorch`.

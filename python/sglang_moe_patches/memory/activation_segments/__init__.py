@@ -3,7 +3,6 @@
 Why
     After prompts of many lengths, PyTorch's caching allocator keeps free blocks that fit no new tensor. With
     Kimi-K2.5's widths and chunks of 16,384 tokens, the tensors take 3.1 GB and these blocks take 2.5 GB more.
-    Users cannot see this loss.
     With expandable segments the driver maps memory where it is needed. Expandable segments cannot be on from the start,
     because they break code that shares memory between processes: CUDA IPC has no handles for such memory.
 
@@ -16,7 +15,7 @@ Skipped
     feature that has not been tested with such memory on a GPU (:mod:`.eligibility`).
 
 Costs
-    The driver maps memory in pieces when it is used for the first time. This happens once.
+    When memory is used for the first time, the driver maps it in pieces. This takes time once.
 
 How
     When ``Scheduler.run_event_loop`` begins, weights, KV cache, CUDA graphs and registered buffers are allocated, also
@@ -33,7 +32,8 @@ Upstream
     None.
 
 Remove when
-    the engine itself switches to expandable segments after the start, or PyTorch's allocator keeps no such blocks.
+    the engine itself switches to expandable segments after the start, or PyTorch's allocator keeps no free blocks that
+    fit no new tensor.
 """
 
 from __future__ import annotations

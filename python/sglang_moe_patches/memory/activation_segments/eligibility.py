@@ -38,14 +38,14 @@ TESTED_PYTORCH = ("2.11",)
 
 
 def _is_above_one(size: Any) -> bool:
-    """Return whether a number of ranks is above 1. ``None``, an argument that is not set, is not above 1."""
+    """Return whether a number of ranks is above 1. The number is ``None`` if the argument is not set."""
     return size not in (None, 0, 1)
 
 
 def _is_not_one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return a predicate for an argument's value: whether the argument is set to another value than ``values``.
+    """Return a function that returns whether an argument is set to another value than ``values``.
 
-    The predicate returns False if the argument is ``None``, False or one of ``values``.
+    That function returns False if the argument is ``None``, False or one of ``values``.
     """
     return lambda value: value not in (None, False, *values)
 
@@ -56,9 +56,9 @@ class Feature:
 
     :param argument: name of the argument in the engine's ``ServerArgs``. A release without this argument does not have
         the feature.
-    :param exclusion_reason: why expandable segments cannot be used with this feature, even if the user sets
-        ``SGLANG_MOE_PATCHES_SEGMENTS=on``. If the reason is empty, they can be used, but only if the user sets ``on``,
-        because the combination has not been tested on a GPU.
+    :param exclusion_reason: why expandable segments cannot be used with this feature. If the reason is empty, the
+        combination has only not been tested on a GPU. The user can then enable expandable segments with
+        ``SGLANG_MOE_PATCHES_SEGMENTS=on``.
     :param is_used: function that receives the argument's value and returns whether the server uses the feature.
     :param name: name in messages. If it is empty, messages use the command-line option of ``argument``.
     """
@@ -105,8 +105,8 @@ FEATURES = (
 """Features with which expandable segments cannot be used, or are used only if the user sets
 ``SGLANG_MOE_PATCHES_SEGMENTS=on``. All other features are allowed.
 
-The list does not contain features that receive handles (weight updates by tensor or by IPC, images by CUDA IPC).
-Another process makes those handles, and its allocator is not switched."""
+The list does not contain features that receive handles of GPU memory (weight updates by tensor or by IPC, images by
+CUDA IPC). Another process makes these handles, and this change does not switch that process's allocator."""
 
 VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
 """Name of the engine's environment variable that lets a vision tower capture CUDA graphs while the server runs. This

@@ -45,7 +45,7 @@ class Switch:
             self._apply()
 
     def turn_off(self) -> None:
-        """Use ordinary segments from now on, for good."""
+        """Use ordinary segments from now on. :meth:`suspend` and :meth:`resume` then have no effect."""
         with self._lock:
             self._apply(OFF)
             self._on = False
@@ -72,7 +72,7 @@ class Switch:
             self.resume()
 
     def _apply(self, setting: str = "") -> None:
-        """Set the allocator to a kind of segments. If the switch was never turned on, or was turned off, do nothing.
+        """Set the kind of segments that the allocator uses. If the switch is off, do nothing.
 
         :param setting: :data:`ON` (expandable segments) or :data:`OFF` (ordinary segments). If it is empty, the method
             chooses ordinary segments while the switch is suspended, else expandable segments.
@@ -124,8 +124,8 @@ def find_allocator_skip_reason() -> str | None:
 
 
 def _driver_supports_mapping() -> bool | None:
-    """Return whether the CUDA driver can map memory in pieces (virtual memory management), or ``None`` if there is no
-    driver.
+    """Return whether the CUDA driver can map memory in pieces (virtual memory management), or ``None`` if no driver
+    answers.
     """
     value = ctypes.c_int()
     try:
@@ -175,7 +175,7 @@ def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) ->
 
     failed = "another rank cannot use expandable segments"
     try:
-        # Return the memory that was free after the start to the driver. Only free blocks between blocks in use remain.
+        # Return free memory to the driver. The allocator keeps only free blocks of segments that are partly in use.
         torch.cuda.empty_cache()
         switch.turn_on()
         if not (works := allocates_expandable()):
@@ -194,7 +194,7 @@ def turn_on_if_it_works(switch: Switch, agree: Callable[[bool], bool] = bool) ->
     log.logger.warning(log.format_line("activation-segments", "expandable segments stay off: %s"), failed)
 
 
-# --- Where it is turned ----------------------------------------------------------------------------------------------
+# --- The hook points -------------------------------------------------------------------------------------------------
 
 
 def probe() -> Install:
