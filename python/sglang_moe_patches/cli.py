@@ -115,7 +115,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder with config.json, the file itself, or a Hugging Face name in the cache or in this package's list."
+            help="Folder with config.json, the file itself, or a Hugging Face name: from the cache or a built-in list."
         ),
     ] = None,
     gpu: Annotated[
@@ -131,7 +131,7 @@ def doctor(
     Exit code: 1 if a selected change cannot be applied to this engine, 2 if a variable has a value with which no server
     starts.
 
-    With --model: whether a server of that model starts, whether its memory lasts, and which changes act in it.
+    With --model: whether a server of that model starts, whether its memory suffices, and which changes act in it.
     Example: sglang-moe-patches doctor --model Qwen/Qwen3-30B-A3B-FP8 --gpu h100
     -- --tp 2 --chunked-prefill-size 16384
 
@@ -143,7 +143,7 @@ def doctor(
 
     Exit code: 1 if the server does not start; 2 if there is no config.json, the
     model has no routed experts, a variable or an option is misspelt, or the engine
-    refuses the model or the arguments, in its own words.
+    refuses the model or the arguments.
     """
     if misspelt := find_misspelt_option(server_args or []):
         refuse(misspelt, json=json)

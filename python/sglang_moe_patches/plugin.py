@@ -50,9 +50,9 @@ def register() -> None:
 
     The engine calls this function through the entry point ``sglang.srt.plugins``.
 
-    :raises SystemExit: a variable of this package has an invalid value, such as a misspelt change, or an exception
-        occurs and ``SGLANG_MOE_PATCHES_STRICT=1``. A ``SystemExit`` ends the start. The engine would only log an
-        ``Exception``, and the server would start without the change.
+    :raises SystemExit: a variable of this package has an invalid value, such as the misspelt name of a change. The
+        same is raised if an exception occurs and ``SGLANG_MOE_PATCHES_STRICT=1``. A ``SystemExit`` ends the start. The
+        engine would only log an ``Exception``, and the server would start without the change.
     """
     try:
         patch.check_environment(CHANGES)
@@ -94,8 +94,6 @@ def _report_no_model_runner(reason: str) -> None:
 def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], None], module: ModuleType) -> None:
     """Run a change's launcher hook for the engine module that was just imported. If the hook fails, undo all its
     patches.
-
-    :param change: the name of the change.
     """
     patcher = patch.Patcher()
     with patch.best_effort(f"{module.__name__} (change {change})"):

@@ -62,7 +62,7 @@ def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[...
 
     While ``torch.compile`` traces a call, the engine's function receives it.
 
-    :param routes: functions that choose who receives a call (:data:`Route`). The wrapper asks them in this order.
+    :param routes: functions that may replace a call (:data:`Route`). The wrapper asks them in this order.
     :returns: the wrapper. Its attribute named :data:`_ROUTES` contains the routes, and :func:`add_route` adds to it.
     """
     import torch

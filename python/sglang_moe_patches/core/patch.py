@@ -2,7 +2,7 @@
 
 A *change* is one module or package in ``changes`` or ``memory`` that defines one :class:`Change`. Its ``plan`` function
 probes the installed engine and returns a :class:`Plan`: a status, a reason and an installer. The installer uses
-what the probe found, so the engine is not probed again to install the change.
+the results of the probe, so the engine is not probed again to install the change.
 
 Probing changes nothing. An installer patches the engine through a :class:`Patcher`. If an installer fails, all its
 patches are undone.

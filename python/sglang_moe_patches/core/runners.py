@@ -33,11 +33,10 @@ runners. Of the runners in this tuple, Triton alone reads ``inplace``. The other
 
 
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
-    """Return a ``skip`` function (:class:`.patch.Change`) for a change to some runners, which are given by their values
-    of ``--moe-runner-backend``.
+    """Return the ``skip`` function of a change that acts only with these values of ``--moe-runner-backend``.
 
-    The change is not skipped if the draft model uses one of the runners, or if the value is ``auto``, which the engine
-    may still resolve to one of the runners.
+    The change is also not skipped if the draft model uses one of the values, or if the value is ``auto``. The engine
+    may still resolve ``auto`` to one of the values.
     """
 
     def skip(server_args: Any) -> Skip | None:
@@ -224,9 +223,7 @@ def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callabl
     - A positive answer stays true for an address, because the pool never frees memory while the process lives. The
       engine relies on this, too.
     - A negative answer is not cached, because the pool may grow and contain the address later. With an outdated
-      answer, one rank would allocate from the pool when the other ranks do not. All ranks must do the same.
-
-    :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
+      answer, one rank would allocate from the pool when the other ranks do not. All ranks must decide alike.
     """
     inside = set[int]()
 
@@ -275,7 +272,8 @@ def probe_inplace(fused_moe: Any) -> Any:
 
 
 def is_in_place(experts: Any) -> bool:
-    """Return whether the runner of a ``FusedMoE`` layer writes its output over its input in every forward pass.
+    """Return whether ``inplace`` is on for the runner of a ``FusedMoE`` layer in every forward pass. Triton then writes
+    its output over its input.
 
     The result is false if :func:`disable_inplace_while` may switch ``inplace`` off for some forward passes.
     """

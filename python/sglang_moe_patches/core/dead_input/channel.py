@@ -123,7 +123,7 @@ def take_output(
 ) -> torch.Tensor | None:
     """Take the offered buffer as an output tensor, and withdraw the offer.
 
-    :param conditions: the keyword arguments of :func:`fits`.
+    :param conditions: keyword arguments for :func:`fits`.
     :returns: a new tensor object on the buffer's memory. The result is ``None``, and the offer stays, if no buffer is
         offered or the buffer does not fit.
     """

@@ -1,4 +1,4 @@
-"""Counters of how often decoder layers offered their dead input, and how often MoE runners took its memory.
+"""Counters of how often decoder layers offered their dead input, and how often MoE runners took this input.
 
 Several changes share these counters.
 """

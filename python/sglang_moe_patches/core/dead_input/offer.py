@@ -56,7 +56,7 @@ def has_hooks(layer: Any) -> bool:
 
     Such a hook is registered on the layer, on the previous layer or on one of their submodules, or globally in PyTorch.
     It may keep a tensor and read it later. The check runs in each forward pass, because hooks can be registered at any
-    time. The engine registers those of ``--forward-hooks`` after it has built the model.
+    time. The engine registers the hooks of ``--forward-hooks`` after it has built the model.
     """
     hooks = getattr(layer, _HOOKS, None)
     # Collected in the first forward pass, because adapters may replace modules after the model was built.

@@ -156,8 +156,6 @@ def make_forward_wrapper(facts: LayerFacts) -> Callable[[Callable[..., Any]], Ca
     """Return a function that wraps the ``forward`` of decoder layers, so that the layers offer their dead input.
 
     :meth:`Patcher.wrap` receives the returned function as ``make_wrapper``.
-
-    :param facts: facts about the class of the layers.
     """
     import torch
 
@@ -317,8 +315,8 @@ def require_unpatched_parts(layer: Any, require_methods: Callable[[type], None])
     A wrapper of another plugin, for example around a norm, may keep a tensor that shares memory with the layer's input.
 
     :param require_methods: :func:`require_unpatched_methods`, or a cached version of it.
-    :raises engine.Unsupported: a module of the layer has code that is not the engine's own. The same holds for objects
-        that call the module's norms or kernels, such as its communicator.
+    :raises engine.Unsupported: a module of the layer, or an object such as its communicator (:data:`_TENSOR_HANDLERS`),
+        has code that is not the engine's own.
     """
     for module in layer.modules():
         require_methods(type(module))

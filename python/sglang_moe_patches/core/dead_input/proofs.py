@@ -175,10 +175,7 @@ class AttentionFacts:
 
 
 def attention_input_dies(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
-    """Return whether no code of a decoder layer can read attention's input after attention.
-
-    :func:`follow_attention` makes the proof.
-    """
+    """Return whether :func:`follow_attention` proves that no code of a decoder layer reads attention's input later."""
     return follow_attention(forward, method_of) is not None
 
 
@@ -186,9 +183,9 @@ def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> 
     """Prove that no code of a decoder layer's ``forward`` can read attention's input after attention.
 
     Attention's input may lie in the memory of the layer's input, because the norm before attention may work in place.
-    The proof follows this memory from the norm before attention to the norm after attention. After that, no statement
-    may use an alias of the memory. The norm after attention is a method in :data:`_NORMS_AFTER_ATTENTION`, or a
-    function that receives the layer as its first argument.
+    The proof follows this memory from the norm before attention to the norm after attention. From there on, no code may
+    read an alias of the memory. The norm after attention is a method in :data:`_NORMS_AFTER_ATTENTION`, or a function
+    that receives the layer as its first argument.
 
     The proof also follows the layer's own methods, but not its submodules. The caller proves that the submodules return
     new memory (:func:`returns_own_memory`).
@@ -302,9 +299,9 @@ def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
 
 
 def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
-    """Return the names of the parameters through which a method receives some arguments of a call.
+    """Return the names of a method's parameters that receive the arguments at some places of a call.
 
-    :param places: places of these arguments in the call: positions, keywords, ``*`` and ``**``.
+    :param places: positions, keywords, ``*`` and ``**``.
     :returns: ``None`` if an argument has no named parameter of its own, for example if the call passes ``*values``.
     """
     arguments = definition.args
@@ -317,7 +314,7 @@ def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set
 
 
 def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
-    """Return the names that may alias the followed memory after ``statement``.
+    """Return the names that may alias the memory of the proof after ``statement``.
 
     :param aliases: the aliases before the statement.
     :returns: ``None`` if the memory may escape through a call, an attribute or a return value, or if the proof does not
@@ -384,9 +381,9 @@ def _find_called_attribute(node: ast.AST) -> str | None:
 def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
     """Return whether the result of a submodule's ``forward`` shares no memory with the arguments in ``places``.
 
-    Batches without tokens are an exception: for them, ``forward`` may return such an argument. The proof assumes that
-    the submodule's own methods and submodules return new memory, and that all other functions return the memory of
-    their arguments.
+    Batches without tokens are an exception: for them, ``forward`` may return such an argument, because no layer offers
+    its input then. The proof assumes that the submodule's own methods and submodules return new memory. All other
+    functions may return the memory of their arguments.
 
     :param places: places of the arguments that may share memory with the layer's input.
     """
@@ -399,7 +396,7 @@ def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
 
 
 def _find_submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
-    """Return the names in a submodule's ``forward`` that may alias the followed arguments after ``statement``.
+    """Return the names in a submodule's ``forward`` that may alias the tracked arguments after ``statement``.
 
     :param aliases: the aliases before the statement.
     :returns: ``None`` if the statement may return an alias, or if the proof does not model such a statement.
@@ -595,7 +592,7 @@ def _adds_in_place(node: ast.AST) -> bool:
 def _follow_statements(
     statements: list[ast.stmt], aliases: set[str], follow_one: Callable[[ast.stmt, set[str]], set[str] | None]
 ) -> set[str] | None:
-    """Return the names that may alias the memory that a proof follows, after all ``statements``.
+    """Return the names that may alias the memory of a proof after all ``statements``.
 
     The result is ``None`` if the proof fails in one of the statements.
 

@@ -57,8 +57,7 @@ class Feature:
     :param argument: name of the argument in the engine's ``ServerArgs``. A release without this argument does not have
         the feature.
     :param exclusion_reason: why expandable segments cannot be used with this feature. If the reason is empty, the
-        combination has only not been tested on a GPU. The user can then enable expandable segments with
-        ``SGLANG_MOE_PATCHES_SEGMENTS=on``.
+        combination has not been tested on a GPU, and is used only with ``SGLANG_MOE_PATCHES_SEGMENTS=on``.
     :param is_used: function that receives the argument's value and returns whether the server uses the feature.
     :param name: name in messages. If it is empty, messages use the command-line option of ``argument``.
     """

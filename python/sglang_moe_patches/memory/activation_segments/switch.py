@@ -45,7 +45,7 @@ class Switch:
             self._apply()
 
     def turn_off(self) -> None:
-        """Use ordinary segments from now on. :meth:`suspend` and :meth:`resume` then have no effect."""
+        """Use ordinary segments from now on. :meth:`resume` then does not turn expandable ones on."""
         with self._lock:
             self._apply(OFF)
             self._on = False
