@@ -121,7 +121,8 @@ def doctor(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"With --model: GPU to predict for, present or not: {', '.join(GPUS)}, or h100:94GB. Default: h200."
+            help=f"With --model: GPU to assume; it may be absent. One of {', '.join(GPUS)}. h100:94GB sets its memory. "
+            "Default: h200."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
