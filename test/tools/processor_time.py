@@ -104,7 +104,7 @@ class ProcessorTimeLimit:
         if taken_s > (limit_s := LIMIT_S * measure_slowdown()):
             pytest.fail(
                 f"{item.nodeid} took {taken_s:.0f} s of processor time; the limit without a reason is {limit_s:.0f} s: "
-                'see "How tests share what is slow" in CONTRIBUTING.md',
+                'see "How tests share slow parts" in CONTRIBUTING.md',
                 pytrace=False,
             )
         return result
