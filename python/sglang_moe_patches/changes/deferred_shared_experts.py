@@ -5,29 +5,27 @@ Why
     routed experts have their workspace.
 
 Hook points
-    ``DeepseekV2MoE.__init__``. In 0.5.11 also its ``forward_normal`` and ``_forward_shared_experts``. From
-    :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and Triton's fused-MoE function.
+    ``DeepseekV2MoE.__init__``, in 0.5.11 also ``forward_normal`` and ``_forward_shared_experts`` of this class. The
+    hook points of :mod:`sglang_moe_patches.core.dead_input`: decoder layers, and Triton's fused-MoE function.
 
 Skipped
-    The change decides for each layer separately. Shared experts run first with runners that overwrite their input, with
-    fused shared experts, with all-to-all, and with single-batch overlap. They also run first in Triton layers of a
-    server with LoRA adapters, and on AMD.
-    ``--moe-runner-backend`` does not decide, because it does not say which runner a layer has.
+    The change decides for each layer by the layer's actual runner, not by ``--moe-runner-backend``. Shared experts run
+    first with runners that overwrite their input, with fused shared experts, with all-to-all, and with single-batch
+    overlap. They also run first in Triton layers of a server with LoRA adapters, and on AMD.
 
 How
-    The change switches ``inplace`` off in the configuration of runners that then preserve their input. Triton's output
-    then goes into the layer's dead input. Releases from 0.5.12 on run the shared experts last by themselves if
-    ``inplace`` is off.
+    The change switches ``inplace`` off for runners that then preserve their input. Triton writes its output into
+    the layer's dead input instead. From 0.5.12 on the engine itself runs the shared experts last if ``inplace`` is off.
 
-    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the ``forward_normal`` of a layer that defers its
-    shared experts. The engine's own ``final_hidden_states += shared_output`` then computes and adds the shared experts'
-    output. It does so at the usual place: after the routed experts and their scaling, before the all-reduce.
-    ``inplace`` is off only during this call. A forward pass that defers nothing, such as a traced prefill graph, would
-    otherwise allocate one more tensor for the output.
+    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the layer's ``forward_normal``. The engine's own
+    ``final_hidden_states += shared_output`` then computes and adds the shared experts' output, at the usual place:
+    after the routed experts and their scaling, before the all-reduce. ``inplace`` is off only during this call of
+    ``forward_normal``. A forward pass that defers nothing, such as a traced prefill graph, would otherwise allocate one
+    more tensor for the output.
 
 Upstream
-    sgl-project/sglang#25279, in releases from 0.5.12. From 0.5.13 on, the engine itself switches ``inplace`` off, but
-    only for TRT-LLM.
+    From 0.5.12 on the engine can run the shared experts last (sgl-project/sglang#25279). From 0.5.13 on it switches
+    ``inplace`` off for TRT-LLM, but for no other runner.
 
 Remove when
     the engine itself runs the shared experts last with every runner that preserves its input.
@@ -101,11 +99,10 @@ def find_reason_to_run_first(
 
 
 class DeferredSharedExperts:
-    """Stand-in for the output of the shared experts, which is computed later.
+    """Stand-in for the output of the shared experts, which run later.
 
-    The shared experts run when the engine adds the stand-in in place to the routed experts' output.
-
-    The stand-in is no tensor. Every use other than ``routed += deferred`` raises ``TypeError``.
+    They run when the engine adds the stand-in to the routed experts' output (``routed += deferred``). The stand-in is
+    no tensor, so every other use raises ``TypeError``.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -169,7 +166,7 @@ def _construct_layer(
 
     :param original: the engine's constructor.
     :param disable_inplace: function that switches ``inplace`` off in the configuration of the routed experts' runner.
-    :param is_native: function that returns whether the engine itself runs the shared experts after these routed
+    :param is_native: function that returns whether the engine itself runs the shared experts after given routed
         experts.
     """
     original(self, *args, **kwargs)
@@ -198,8 +195,7 @@ def _clear_inplace(config: Any) -> None:
 
 
 def _plan() -> Plan:
-    """Return the plan for deferred-shared-experts, after a probe of DeepSeek's class of MoE layers, the offers of dead
-    inputs and Triton's fused-MoE function.
+    """Return the plan for deferred-shared-experts: how to install the change, and what the engine does already.
 
     :raises engine.Unsupported: the engine's code is not what this change expects.
     """
@@ -258,7 +254,7 @@ def _plan() -> Plan:
 def decide(built: BuiltModel) -> Decision:
     """Return whether the layers of a built model run their shared experts last, or why they run them first.
 
-    Each layer has stored its own decision in an attribute when it was constructed.
+    Each layer stores its decision in an attribute (:data:`_REASON_TO_RUN_FIRST`) when it is constructed.
     """
     reasons = {
         getattr(module, _REASON_TO_RUN_FIRST)

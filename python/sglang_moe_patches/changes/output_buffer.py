@@ -19,7 +19,7 @@ Skipped
     * Without FlashInfer, up to 0.5.12.post1: everything except the early release of attention's inputs.
 
 Costs
-    A comparison of storages in each layer. The change saves memory, not time.
+    One comparison of storages in each layer.
 
 How
     A decoder layer offers its input when the input is dead (:mod:`sglang_moe_patches.core.dead_input` has the families
@@ -27,13 +27,13 @@ How
     tensor, if the memory fits. The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's
     attention are dropped when ``self_attn`` returns.
 
-    Releases that have all this built in have a fault: they offer the input of every DeepSeek MoE layer, also of a layer
-    that starts without a residual. Such an input *becomes* the residual, and every answer is wrong. This change
-    withholds the engine's own offer in every layer, and its own offers use the engine's channel.
+    Releases with an output buffer of their own have a fault: they offer the input of every DeepSeek MoE layer. If a
+    layer starts without a residual, its input *becomes* the residual, so every answer is wrong. This change withholds
+    the engine's own offers, and passes other offers to the runners in the engine's way.
 
 Upstream
-    sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models. Each of these releases has the
-    fault.
+    From 0.5.13 on the engine has an output buffer for DeepSeek-architecture models (sgl-project/sglang#25379), with the
+    fault above.
 
 Remove when
     0.5.12.post1 is no longer supported, the engine checks the residual before it offers, and other model families offer
@@ -63,10 +63,9 @@ from sglang_moe_patches.core.patch import (
 
 
 def _plan() -> Plan:
-    """Return the plan for output-buffer, after a probe of the offers of dead inputs, the TRT-LLM runner and DeepSeek's
-    attention.
+    """Return the plan for output-buffer, which says how to install the change.
 
-    If the engine offers layer inputs itself, the plan only corrects the engine's offers.
+    If the engine itself offers layer inputs, the plan only corrects these offers.
     """
     offers = probe.probe_offers()
     if probe.has_engine_offer():
@@ -78,7 +77,7 @@ def _plan() -> Plan:
 
 
 def _probe_attention_inputs() -> Install:
-    """Return an installer that frees the inputs of DeepSeek's attention when attention returns, with every runner.
+    """Return an installer that frees the inputs of DeepSeek's attention when attention returns.
 
     :raises engine.Unsupported: the engine's code is not what this change expects.
     """

@@ -14,17 +14,17 @@ Skipped
 How
     The buffers have room for the largest forward pass that the engine's scheduler can produce
     (:func:`.tokens.compute_max_forward_tokens`). Layers with the same configuration share one wrapper. This is safe
-    because a wrapper has no weights and layers run one after another. The output does not go into the wrapper's own
-    buffer, which the next layer would overwrite. It goes into the buffer that output-buffer offers, or into a new
-    tensor. If a forward pass is larger than the buffers nevertheless, it runs in slices of tokens.
+    because a wrapper has no weights and layers run one after another. The output is written into the buffer that
+    output-buffer offers, or into a new tensor, because the next layer would overwrite the wrapper's own buffer. If a
+    forward pass is larger than the buffers nevertheless, it runs in slices of tokens.
 
 Costs
     One more Python call in each layer. A forward pass that runs in slices reads the weights once for each slice.
 
 Upstream
-    sgl-project/sglang#26696 computes the size of the buffers, in releases from 0.5.13. This size is not the largest
-    possible size, and every layer allocates buffers of its own. FlashInfer 0.6.14, used by releases from 0.5.16, keeps
-    no buffers and has no largest size.
+    From 0.5.13 on the engine computes the size of the buffers (sgl-project/sglang#26696). A forward pass can be larger
+    than this size, and every layer allocates buffers of its own. From 0.5.16 on the engine uses FlashInfer 0.6.14,
+    whose wrapper keeps no buffers and accepts forward passes of any size.
 
 Remove when
     0.5.15.post1 is no longer supported.

@@ -1,7 +1,7 @@
-"""Largest number of tokens of a forward pass, computed from the server's arguments and memory pools.
+"""Compute the largest number of tokens in a forward pass from the server's arguments and memory pools.
 
 The module adds a method to ``ServerArgs`` that returns this number. It also adds a start-up check that the all-to-all
-dispatcher can send so many tokens.
+dispatcher can send this number of tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ _DEFAULT_BUDGET = 1024
 
 
 def _parse_budget(text: str) -> int:
-    """Parse ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` as the engine does. Text that is no number counts as
-    an unset variable.
-
-    Newer engine releases check the variable themselves.
+    """Parse ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``. As in the engine, text that is no number means the
+    default.
     """
     try:
         return int(text)
@@ -186,12 +184,10 @@ def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
     The method returns the largest number of tokens in a forward pass. The check raises an error if
     ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` is too small for this number (:func:`check_budget`).
 
-    If the engine has such a method of its own (:func:`is_sized_by_engine`), this function adds nothing. Other code of
-    the engine sizes its buffers by the engine's number, and the engine itself checks the variable. In both cases this
-    package computes the size of CuteDSL's buffers (:func:`.tokens.compute_wrapper_tokens`).
+    If the engine itself computes the number (:func:`is_sized_by_engine`), this function adds nothing. The engine then
+    also checks the variable. Only CuteDSL's buffers still have the size that this package computes.
 
-    The launcher and every other process call this function. In the launcher, ``check_server_args`` runs after all
-    arguments are resolved.
+    The launcher and every other process call this function.
 
     :param module: the engine's module ``server_args``, right after its import.
     """

@@ -1,4 +1,5 @@
 """Compute the largest number of tokens in one forward pass, and the number of tokens for which CuteDSL needs buffers.
+
 All functions are pure functions of plain values.
 """
 
@@ -58,8 +59,8 @@ def compute_max_forward_tokens(limits: ForwardLimits) -> int:
       if chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
       decodes from the chunk and from ``max_prefill_tokens``.
     - If chunked prefill is off, a further request is admitted only if the batch then has at most
-      ``max_prefill_tokens``. Some requests are admitted without this check (``unchecked_requests``). Such a request may
-      be admitted when the batch is one token below ``max_prefill_tokens``.
+      ``max_prefill_tokens``. Some requests are admitted without this check (``unchecked_requests``), even if the batch
+      is only one token below ``max_prefill_tokens``.
     - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
       tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
       ``max_prefill_tokens``.
@@ -99,7 +100,7 @@ def compute_wrapper_tokens(rank_tokens: int, gathered_ranks: int, dispatcher_tok
     """Return the number of tokens for which the buffers of a CuteDSL wrapper must have room.
 
     :param rank_tokens: tokens of the largest forward pass of one data-parallel rank.
-    :param gathered_ranks: number of data-parallel ranks whose tokens an all-gather puts together before the experts.
+    :param gathered_ranks: number of data-parallel ranks whose tokens are all-gathered before the experts.
     :param dispatcher_tokens: tokens that an all-to-all dispatcher accepts from one rank, or ``None`` without a
         dispatcher.
     :param ep_size: number of expert-parallel ranks.

@@ -55,8 +55,8 @@ class SharedMoE:
         self._ranks = ranks
         self._is_capturing = is_capturing
         self._warned = False
-        # The output goes into the offered buffer or a new tensor. FlashInfer's own output buffer, four fifths of the
-        # memory of all buffers, is never allocated.
+        # The output is written into the offered buffer or a new tensor. FlashInfer's own output buffer, which would be
+        # four fifths of the memory of all buffers, is not needed.
         wrapper._moe_output = None
 
     def __getattr__(self, name: str) -> Any:
@@ -82,8 +82,7 @@ class SharedMoE:
 
     def _run_into(self, output: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run the experts on at most ``max_num_tokens`` tokens, and write the result into ``output``."""
-        # FlashInfer's `run` has no parameter for its output. It writes into the first rows of the attribute
-        # `_moe_output`.
+        # FlashInfer's `run` has no parameter for its output, and writes into the attribute `_moe_output`.
         self._wrapper._moe_output = output
         try:
             self._wrapper.run(**arguments)
@@ -92,10 +91,9 @@ class SharedMoE:
         return output
 
     def _report_larger_forward(self, tokens: int) -> None:
-        """Log a warning that a forward pass has more tokens than the buffers have room for. Only the first such forward
-        pass logs.
+        """Log a warning, once, that a forward pass has more tokens than fit into the buffers and runs in slices.
 
-        :raises ValueError: CUDA graphs are captured. A graph cannot run in slices.
+        :raises ValueError: CUDA graphs are captured. A forward pass in a CUDA graph cannot run in slices.
         """
         size = self._wrapper.max_num_tokens
         flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
@@ -128,7 +126,8 @@ def _wrap_ensure(
 ) -> Any:
     """Wrap the engine's function ``ensure_cutedsl_wrapper``, which constructs a layer's CuteDSL wrapper.
 
-    While it runs, :func:`_construct_wrapper` replaces FlashInfer's class, so that the layer receives a shared wrapper.
+    While the engine's function runs, :func:`_construct_wrapper` replaces FlashInfer's class, so that the layer receives
+    a shared wrapper.
 
     :param without_output: subclass of FlashInfer's class to construct instead (:func:`_make_class_without_output`). If
         it is ``None``, FlashInfer's class itself is constructed.
@@ -202,8 +201,8 @@ def _make_class_without_output(real: Any, patcher: Patcher) -> Any:
 
 
 def _construct_wrapper(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
-    """Return the CuteDSL wrapper for a layer. If a layer with the same arguments has constructed a wrapper, return that
-    wrapper.
+    """Return the CuteDSL wrapper for a layer. Layers with the same arguments share a wrapper, unless the server may run
+    them at the same time.
 
     The engine calls this function in place of ``CuteDslMoEWrapper(**arguments)``.
 
@@ -294,9 +293,9 @@ def keeps_buffers(wrapper_class: Any) -> bool:
 
 
 def plan() -> Plan:
-    """Return the plan for cutedsl-sizing, after a probe of the engine's CuteDSL runner and of FlashInfer's wrapper.
+    """Return the plan for cutedsl-sizing: how to install the change, or why it is not needed.
 
-    :raises engine.Unsupported: the engine's code is not what this module expects.
+    :raises engine.Unsupported: the code of the engine or of FlashInfer's wrapper is not what this module expects.
     """
     if absent := runners.plan_without_flashinfer():
         return absent

@@ -1,29 +1,29 @@
 """fp4-weights: lay out FP4 experts in the memory into which they were loaded, and free scales that no code reads.
 
 Why
-    The engine lays out NVFP4 experts for TRT-LLM through thousands of allocations and more than a second copy of the
-    layer. MXFP4's layout for ``triton_kernels`` takes nearly six times a layer's weights, and leaves holes in the
-    allocator. For Marlin the engine repacks a layer's experts into a list and a stack, while the loaded experts are
-    still allocated. ``create_weights`` allocates swizzled block scales that neither TRT-LLM nor Marlin reads; with
-    Marlin they stay allocated. MXFP4's scales with ``triton_kernels`` (gpt-oss) also stay allocated unread, and so do
-    the unpacked scales with Marlin (DeepSeek-V4).
+    * NVFP4 for TRT-LLM: the layout of a layer makes thousands of allocations, and more than a second copy of the layer.
+    * MXFP4 for ``triton_kernels``: the layout takes nearly six times a layer's weights, and leaves holes in the
+      allocator. The loaded scales stay allocated although no code reads them (gpt-oss).
+    * Marlin: the engine repacks a layer's experts into a list and a stack, while the loaded experts are still
+      allocated. MXFP4's unpacked scales stay allocated although no code reads them (DeepSeek-V4).
+    * NVFP4: ``create_weights`` allocates swizzled block scales that neither TRT-LLM nor Marlin reads. With Marlin these
+      scales stay allocated.
 
 Hook points
     * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and in every module that imported it by
-      name. :mod:`.shuffle` writes into its arguments. ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each
-      result into the parameter that it was made from. This copy is free, because ``Tensor.copy_`` returns at once if
-      source and destination are the same view of one storage. If the engine pads the intermediate size first, the
-      padded tensors are new ones. They are shuffled in place, and become the parameters.
-    * ``swizzle_blockscale``, while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend. It
-      returns a placeholder of one byte per expert (:func:`_make_placeholder`). Releases from 0.5.13 on do not need it.
+      name. :mod:`.shuffle` replaces it by a function that shuffles its arguments in place. The engine's
+      ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each result into its parameter. This copy is free,
+      because source and destination are the same view of one storage. If the engine pads the intermediate size first,
+      the padded copies are shuffled in place, and become the parameters.
+    * ``swizzle_blockscale``, while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend. The
+      function then returns a placeholder (:func:`_make_placeholder`). Releases from 0.5.13 on create no block scales.
     * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer. Placeholders then replace the
       layer's swizzled scales.
     * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
       memory that is large enough for the result from the start.
-    * ``process_weights_after_loading`` of MXFP4's methods. Afterwards placeholders replace the scales that the method's
-      ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update, as the stock engine's parameter
-      does. Once unread scales are freed, other memory follows the scales that are read. On Hopper ``triton_kernels``
-      reads up to 64 bytes of this memory, so zeros are put there (:func:`append_zeros_to_scales`).
+    * ``process_weights_after_loading`` of MXFP4's quantization methods. Afterwards placeholders replace the scales that
+      the method's ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update, as the stock engine's
+      parameter does. On Hopper, zeros are put after the remaining scales (:func:`append_zeros_to_scales`).
     * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
       :mod:`.repack` writes each expert over the expert from which it was made.
 
@@ -36,12 +36,14 @@ Costs
     layer's layout.
 
 Upstream
-    sglang preallocates the outputs of the shuffle from release 0.5.13 on: no fragmentation, but still a second copy of
-    the layer, and slower. It frees TRT-LLM's unread block scales after loading from 0.5.12 on, and creates none from
-    0.5.13 on. For Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales are deleted after Marlin's
-    repack in 0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, in addition to the loaded
-    experts. #36456 pads the scales that ``triton_kernels`` reads on Hopper: in 0.5.23, not yet in 0.5.17. vllm#41268
-    and vllm#45179 report the same holes in vLLM. TensorRT-LLM#16125 reports the same temporary memory.
+    * The shuffle for TRT-LLM: from 0.5.13 on, sglang preallocates the outputs. This leaves no fragments, but is slower
+      and still makes a second copy of the layer. TensorRT-LLM#16125 reports the same temporary memory.
+    * NVFP4's unread block scales: with TRT-LLM, sglang frees them after loading from 0.5.12 on, and creates none from
+      0.5.13 on. With Marlin it keeps them in all releases (#38092, open).
+    * Marlin: 0.5.17 deletes DeepSeek-V4's scales after the repack, 0.5.13 does not. #31898 (open) stacks the experts
+      without a list, in addition to the loaded experts.
+    * ``triton_kernels``: 0.5.23 pads the scales that are read on Hopper (#36456), 0.5.17 does not. vllm#41268 and
+      vllm#45179 report the same holes in vLLM.
 
 Remove when
     the engine lays out experts in place, or within a bounded scratch, allocates no unread block scales for TRT-LLM and
@@ -86,7 +88,7 @@ _NONZERO_CREATORS = ("empty", "ones", "full", "tensor", "rand", "arange")
 """Names of PyTorch's functions that create tensors whose values may differ from zero. If the code of
 ``create_weights`` refers to one of them, :func:`creates_only_zeros` returns False."""
 _HOPPER_SCALES = "HOPPER_SCALE"
-"""Name of the layout that ``triton_kernels`` gives scales on Hopper."""
+"""Name of the layout of scales on Hopper in ``triton_kernels``."""
 _SCALE_BYTES_AT_ONCE = 128
 """Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These are the scales of a tile
 of 128 weights."""
@@ -171,8 +173,9 @@ def append_zeros_to_scales(method: Any) -> None:
     scales.
 
     On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
-    multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. A byte of 255 there is a NaN. The
-    limit of gpt-oss's SwiGLU turns the NaN into an ordinary number (triton-lang/triton#10772, sglang#36456).
+    multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. If a byte of this memory is 255, it
+    stands for a NaN. gpt-oss's SwiGLU clamps the NaN to an ordinary number, so the output is wrong
+    (triton-lang/triton#10772, sglang#36456).
 
     :param method: the quantization method of a layer whose weights were processed. Its swizzled scales [experts, bytes
         of a row, rows] move to new memory, and their values stay the same.
@@ -247,8 +250,8 @@ def _wrap_swizzle(original: Any, scale: Any) -> Any:
 
 @around
 def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    # This is the condition of `process_weights_after_loading`. Otherwise that method swizzles the block scales itself,
-    # and compares their shape with the placeholder, which then has to be the engine's.
+    # `process_weights_after_loading` has the same condition. If it is false, that function swizzles the block scales
+    # and compares their shape with the parameter's shape. The parameter must then be the engine's own.
     modelopt = sys.modules[_MODELOPT]
     token = _no_swizzled_scales.set(
         bool(getattr(self, "enable_flashinfer_trtllm_moe", False))
@@ -360,9 +363,7 @@ def _probe_marlin() -> Install | None:
 
 
 def _serves_by_marlin_alone() -> bool:
-    """Return whether Marlin is the engine's only kernel for NVFP4 experts on this GPU. A function of the engine answers
-    this.
-    """
+    """Return whether Marlin is the engine's only kernel for NVFP4 experts on this GPU."""
     modelopt = engine.import_module(_MODELOPT)
     if not engine.get(modelopt, "is_cuda")():
         return False
@@ -372,10 +373,10 @@ def _serves_by_marlin_alone() -> bool:
 
 
 def _probe_unread() -> Install | None:
-    """Return an installer that wraps ``process_weights_after_loading`` of the engine's MXFP4 methods.
+    """Return an installer that wraps ``process_weights_after_loading`` of the engine's quantization methods for MXFP4.
 
-    During the call, loaded weights may be overwritten. After it, the wrapper frees the scales that no kernel reads, and
-    moves scales to memory that ends with zeros if ``triton_kernels`` reads beyond their end.
+    During the call, the layout may overwrite the loaded weights. After the call, the wrapper frees the scales that no
+    kernel reads (:func:`free_unread_scales`) and puts zeros after the others (:func:`append_zeros_to_scales`).
 
     :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """
@@ -395,11 +396,10 @@ def _probe_unread() -> Install | None:
 
 
 def _probe_layout() -> Install | None:
-    """Return an installer that lays out MXFP4 experts for ``triton_kernels`` in parts.
+    """Return an installer that lays out MXFP4 experts for ``triton_kernels`` a few at a time.
 
     :returns: ``None`` if the engine has no function that lays out MXFP4 experts.
-
-    :raises engine.Unsupported: that function, or the place of its calls, is not as expected.
+    :raises engine.Unsupported: the engine's function, or the code that calls it, is not as expected.
     """
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
@@ -429,8 +429,8 @@ def _probe_layout() -> Install | None:
 def creates_only_zeros(create_weights: Any) -> bool:
     """Return whether ``create_weights`` sets every parameter of a layer to zero.
 
-    If so, fp4-weights can allocate the parameters itself, with room for the later layout of the experts. If not
-    (0.5.23), the engine allocates them without this room, and the layout gets memory of its own.
+    Only then can fp4-weights allocate the parameters itself, with room for the later layout of the experts. Otherwise
+    (0.5.17, 0.5.23) the engine allocates the parameters without this room, and the layout is written into new memory.
     """
     return engine.mentions(create_weights, "zeros") and not any(
         engine.mentions(create_weights, name) for name in _NONZERO_CREATORS

@@ -1,17 +1,17 @@
 """Lay out MXFP4 experts for ``triton_kernels``, a few experts at a time, in the memory of the loaded experts.
 
-The engine lays out all experts of a layer at once. Its temporaries take nine times the loaded weights. The result lies
-in a piece of a temporary's memory. No later tensor fits into the rest of that memory, which is called a *hole*.
+The engine lays out all experts of a layer at once. Its temporary tensors take nine times the memory of the first GEMM's
+weights. Laid-out weights end up in a piece of a temporary tensor's memory. No later tensor fits into the rest of this
+memory, which is called a *hole*.
 
-The layout treats each expert separately, so an expert has the same bytes whether one part or all experts are laid out.
-Each part is written over the experts from which it was made, as soon as the part is complete. A laid-out expert of
-gpt-oss is 2 % larger than a loaded one, because its rows are padded. Therefore :func:`create_with_room` creates the
-weights at the end of memory that the whole result fits into. While a layer is laid out, no large memory is then
-allocated or freed, so no hole can arise, whatever the allocator's settings are.
+With this module, the engine's function lays out one part of the experts after the other. The layout treats each expert
+separately, so the result has the same bytes. Each part is written over the loaded experts from which it was made. A
+laid-out expert of gpt-oss is 2 % larger than a loaded expert, because its rows are padded. Therefore
+:func:`create_with_room` allocates memory for the laid-out weights, and places the loaded weights at its end. The layout
+then allocates and frees no memory as large as the weights, so holes stay small.
 
-The engine's own function computes every part. Run on the ``meta`` device for all experts, the same function returns the
-shapes and strides of the result for all experts. If parts cannot give that result, the engine lays out all experts at
-once.
+To learn the shapes and strides of the whole result, this module runs the engine's function for all experts on the
+``meta`` device. If parts cannot give the same result, the engine lays out all experts at once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ _ALIGNMENT = 512
 
 
 class Layout(NamedTuple):
-    """Layout of a layer's experts: the engine's result for all experts, and the size of the parts in which it is
-    computed.
+    """Layout of a layer's experts for one GEMM: the engine's result for all experts, which is computed in parts.
 
-    :param result: the engine's result, whose tensors have no memory (``meta`` device) until :func:`_assign_memory` sets
-        it.
+    :param result: the engine's result. Its tensors have no memory (``meta`` device) before :func:`_assign_memory`.
     :param step: number of experts of a part.
     """
 
@@ -65,10 +63,10 @@ def _make_meta_copy(tensor: Any) -> Any:
 
 
 def choose_layout(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
-    """Return the layout of a layer's experts, with the number of experts to lay out at a time.
+    """Return the layout of a layer's experts for one GEMM, with the number of experts to lay out at a time.
 
-    Return ``None`` if parts would not give the same tensors as all experts at once. The layout is tried on tensors
-    without memory, so nothing is computed.
+    The engine's function runs on tensors without memory, first for all experts and then for one part of them. If the
+    parts would not give the same tensors as all experts at once, return ``None``.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param weight: packed weights [experts, rows, columns / 2].
@@ -130,7 +128,7 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
 
 
 def _compute_bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
-    """Return the bytes to allocate for a parameter: its own bytes, and the bytes that its layout needs in addition."""
+    """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which its layout is larger."""
     own = int(layer._parameters[name].nbytes)
     if name not in WEIGHTS:
         return own
@@ -150,8 +148,8 @@ def free_cached_memory() -> None:
 # --- The conversion --------------------------------------------------------------------------------------------------
 
 _shared_storages: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_shared_storages", default=None)
-"""Storages of the present layer's weights to which other objects than the layer refer. They must not be overwritten.
-``None`` means that no weights may be overwritten."""
+"""Storages that must not be overwritten during the layout of the current layer, because other objects than this layer
+refer to them. ``None`` means that no weights may be overwritten."""
 
 
 @contextmanager
@@ -225,10 +223,9 @@ def _find_memory(weight: Any, data: Any) -> Any:
 def require_last_use(process: Any, swizzle: str) -> None:
     """Check that the engine does not read a layer's loaded weights after their layout.
 
-    :raises engine.Unsupported: the engine may read them.
-
     :param process: the engine's ``process_weights_after_loading``.
     :param swizzle: the name of the engine's function that lays out experts, ``_swizzle_mxfp4``.
+    :raises engine.Unsupported: the engine may read the loaded weights.
     """
     (definition,) = ast.parse(engine.read_source(process)).body
     engine.require(isinstance(definition, ast.FunctionDef), f"{process.__name__} is no plain function")

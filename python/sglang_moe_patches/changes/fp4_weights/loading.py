@@ -1,8 +1,7 @@
-"""Memory that loading a model's experts takes in addition to its weights, computed for a layer that is not loaded yet.
+"""Predict the memory that loading a model's experts takes in addition to its weights, from a layer that is not loaded.
 
-:mod:`.sizes` computes the memory from a layer's sizes. This module reads the sizes from the layer. The source code of
-the layer's quantization method shows which scales no kernel reads. ``doctor`` calls this module in a process that has
-built the model with fake tensors.
+This module reads the sizes of the layer, and finds the scales that no kernel reads. :mod:`.sizes` computes the memory
+from these sizes. ``doctor`` calls this module in a process that has built the model with fake tensors.
 """
 
 from __future__ import annotations

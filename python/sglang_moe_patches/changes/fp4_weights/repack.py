@@ -6,7 +6,7 @@ soon as the kernel is done. The stack of all experts then is the memory of the l
 
 Two conditions must hold: only the layer refers to this memory, and no code reads the loaded weights any more. Reference
 counts decide the first condition for each layer, and the engine's source decides the second (:func:`require_last_use`).
-If either condition fails, the engine's own list and stack remain.
+If a condition fails, the engine repacks into its own list and stack.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def _count_references(parameters: Mapping[str, Any], name: str) -> tuple[int, in
 def find_shared_storages(layer: Any) -> list[int]:
     """Return the storages of a layer's weights that must not be overwritten, because other objects refer to them.
 
-    To find other references, the function compares a weight's reference counts with the counts of a new parameter, to
-    which no other object refers.
+    A weight is shared if its reference counts differ from those of a new parameter, to which no other object refers.
 
     :returns: addresses of the storages' C++ objects.
     """
@@ -53,7 +52,7 @@ def find_shared_storages(layer: Any) -> list[int]:
 class _Repack(TorchFunctionMode):
     """Observer of the engine's repack of one layer, which lets repacked experts overwrite the loaded experts.
 
-    The observer records from which memory the engine copied an expert. If the engine stacks the written experts, the
+    The observer records from which memory the engine copied an expert. When the engine stacks the repacked experts, the
     observer returns the memory of the loaded weights instead of a new tensor.
 
     :param protected_storages: storages that must not be overwritten, as :func:`find_shared_storages` returns them.
@@ -82,9 +81,8 @@ class _Repack(TorchFunctionMode):
         The engine copies an expert's transposed weights with ``contiguous()``, and repacks the copy.
 
         :param copy: the tensor that the engine passes to its repacking kernel.
-        :returns: a view of the loaded weights that a repacked expert may overwrite. The result is ``None`` if ``copy``
-            is not the last result of ``contiguous()``, if it shares memory with the loaded weights, or if these weights
-            must not be overwritten.
+        :returns: a view of the loaded weights, which the repacked expert may overwrite. It is ``None`` if the weights
+            must not be overwritten, if ``copy`` is not the last result of ``contiguous()``, or if it copied nothing.
         """
         (last_copy, source), self._last_copy = self._last_copy, (None, None)
         if last_copy is not copy or copy is None:
@@ -144,11 +142,9 @@ def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwa
 def require_last_use(prepare: Any, helper: Any | None) -> None:
     """Check that the engine does not read a layer's loaded weights after the first repack.
 
-    :raises engine.Unsupported: the engine may read them.
-
-    :param prepare: one of the engine's functions that prepare a layer.
-    :param helper: the engine's function that repacks a layer's experts, or ``None`` if that function is inside
-        ``prepare``.
+    :param prepare: one of the engine's functions that prepare a layer for Marlin.
+    :param helper: the engine's function that repacks a layer's experts, or ``None`` if ``prepare`` defines it inside.
+    :raises engine.Unsupported: the engine may read the loaded weights.
     """
     whole = _parse_definition(prepare)
     inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]

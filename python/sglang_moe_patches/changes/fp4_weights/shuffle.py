@@ -1,21 +1,21 @@
 """Permute NVFP4 expert weights and block scales into the TRT-LLM layout, in place.
 
-FlashInfer defines the layout, and this module asks FlashInfer's own helpers for the row indices. The layout of a
-layer's tensors is:
+FlashInfer defines the layout, and this module asks FlashInfer's own helpers for the row indices. Let K be the number of
+FP4 elements of a row. The layout moves the elements of a layer's tensors as follows:
 
-* weights, uint8 ``[experts, rows, K/2]``: whole rows move, by one permutation that all experts of a tensor share;
-* block scales, one byte each, ``[experts, rows, K/16]``: rows move by the same kind of permutation. Then every tile of
+* Weights, uint8 ``[experts, rows, K/2]``: whole rows move. All experts of a tensor share one permutation.
+* Block scales, one byte each, ``[experts, rows, K/16]``: rows move by the same kind of permutation. Then every tile of
   128 rows is interleaved: ``view(rows/128, 4, 32, K/64, 4)`` with dimensions 1 and 3 swapped, flattened.
 
-A *closed set* of rows is a set that the permutation maps onto itself. A program can shuffle a closed set in place.
+A *closed set* of rows is a set that the permutation maps onto itself. A GPU program can shuffle a closed set in place.
 Three facts make the shuffle possible without a second copy of the layer:
 
-* a row permutation never mixes columns, so each column strip of an expert can be permuted by itself: one GPU program
-  reads all rows of a strip into registers, and only then writes any of them;
-* w2's permutation repeats within tiles of 128 rows, and so does w13's without a gate. A program then needs only the
-  rows of its tile. A gated w13 interleaves the two halves of an expert, so its smallest closed set of rows is the whole
-  expert;
-* the interleave maps a tile of 128 rows onto the same contiguous bytes, so a tile is a closed set, too.
+* A row permutation never mixes columns, so each column strip of an expert can be permuted by itself. One GPU program
+  reads all rows of a strip into registers, and only then writes them.
+* The permutation of the second GEMM's weights (w2) repeats in tiles of 128 rows, so a tile is a closed set. The same
+  holds for the first GEMM's weights (w13) without a gate. With a gate, w13's permutation interleaves the two halves of
+  an expert, so its smallest closed set of rows is the whole expert.
+* The interleave maps a tile of 128 rows onto the same contiguous bytes, so a tile is a closed set, too.
 
 Every operation exists twice: as a Triton kernel, and in plain PyTorch with a scratch buffer of limited size. Both give
 the same result bit for bit.
@@ -65,8 +65,8 @@ Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class NotInPlace(ValueError):
     """Raised if the weights cannot be shuffled in place, before any tensor is changed.
 
-    The cause is that the layout is no permutation of each tensor's own bytes, or that an argument is not a plain tensor
-    of a layer. The engine's own function then does the work.
+    Either the layout is no permutation of a tensor's rows, or a tensor has an unexpected dtype, shape or stride. The
+    engine's own function then shuffles the weights.
     """
 
 
@@ -83,9 +83,7 @@ class RowPermutation(NamedTuple):
 
     @property
     def kernel_index(self) -> torch.Tensor:
-        """Tensor of row numbers that a program of the row kernel reads. It is ``tile`` if all tiles have the same
-        permutation, else ``rows``.
-        """
+        """Row numbers that the Triton kernel reads: ``tile`` if all tiles have the same permutation, else ``rows``."""
         return self.rows if self.tile is None else self.tile
 
 
@@ -105,7 +103,7 @@ def compute_matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bo
 
 
 def find_repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
-    """Return the permutation within a tile, or ``None`` if the tiles of ``rows`` have different permutations.
+    """Return the permutation within a tile of TILE_ROWS rows, or ``None`` if tiles have different permutations.
 
     :param rows: int64 ``[n]``, a permutation of ``range(n)``.
     """
@@ -145,9 +143,9 @@ def compute_row_permutations(
     """Return the row permutations of a layer's four tensors, or ``None`` if a tensor's layout is no permutation of
     rows.
 
-    The cache keeps only CPU tensors. The engine's memory saver may unmap device memory that was allocated while weights
-    were loaded, for example between RL steps. When it maps the memory again, the contents are lost. A stale index would
-    scramble the next reload.
+    The cache keeps only CPU tensors, because the contents of device memory may be lost. The engine's memory saver may
+    unmap memory that was allocated while weights were loaded, for example between RL steps. The next reload would then
+    shuffle rows by a wrong index.
 
     :raises AssertionError: FlashInfer does not allow the shape.
     """
@@ -186,12 +184,11 @@ def _choose_warps(program_bytes: int) -> int:
 
 
 def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
-    """Return the launch parameters with which the row kernel permutes matrices of `rows` x `row_bytes`.
+    """Return the launch parameters of the Triton kernel that permutes the rows of matrices of `rows` x `row_bytes`.
 
-    One program permutes one *strip*: a range of columns, in all rows of a tile. It keeps the strip in registers, so the
-    width of the strip is limited. The function chooses the widest strip that fits, from 16 bytes (one vector load) to
-    256 bytes. On an H200 the width of a row access matters more than the number of programs that share a
-    multiprocessor.
+    One program permutes one *strip*: a range of columns, in all rows of a tile. The program keeps the strip in
+    registers. The function chooses the widest strip that fits into them, from 16 bytes (one vector load) to 256 bytes.
+    On an H200 wide strips matter more than the number of programs that share a multiprocessor.
 
     :param tiled: whether the permutation repeats in tiles of TILE_ROWS rows. Otherwise the tile is the whole matrix.
     :returns: ``None`` if a strip of 16 bytes does not fit into the registers, if `row_bytes` is no multiple of 4, or if
@@ -210,8 +207,10 @@ def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKerne
 
 
 def choose_interleave_warps(row_bytes: int) -> int | None:
-    """Return the number of warps of the interleave kernel for scale rows of `row_bytes`, or ``None`` if a program
-    cannot keep a tile of scales in registers.
+    """Return the number of warps with which the Triton kernel interleaves a tile of scales.
+
+    :param row_bytes: bytes of a row of scales.
+    :returns: ``None`` if a tile does not fit into a program's registers, or `row_bytes` is no multiple of 4.
     """
     program_bytes = TILE_ROWS * max(4, _round_up_to_power_of_2(row_bytes))
     return None if row_bytes % 4 or program_bytes > MAX_PROGRAM_BYTES else _choose_warps(program_bytes)
@@ -230,8 +229,8 @@ if triton is not None:
     ):
         """Permute the rows of one column strip of one tile: ``tile[i, strip] = tile[index[i], strip]``.
 
-        `words_ptr` is the matrix in 4-byte words, tiles one after another; `index_ptr` int32 ``[TILE_ROWS]``. Strips of
-        a tile are neighbours in the grid: they run at the same time and share DRAM pages and cache lines.
+        `words_ptr` is a matrix of 4-byte words, and `index_ptr` is int32 ``[TILE_ROWS]``. Strips of a tile are
+        neighbours in the grid, so they run at the same time and share DRAM pages and cache lines.
         """
         STRIPS: tl.constexpr = (ROW_WORDS + STRIP_WORDS - 1) // STRIP_WORDS
         pid = tl.program_id(0)
@@ -245,9 +244,8 @@ if triton is not None:
             source = tl.load(index_ptr + row, mask=row < TILE_ROWS, other=0)
         source_ptr = tile_ptr + source[:, None] * ROW_WORDS + column[None, :]
         target_ptr = tile_ptr + row[:, None] * ROW_WORDS + column[None, :]
-        # Source and target are the same memory. A thread's own loads precede its stores, because it stores what it
-        # loaded; but it overwrites rows that *other* threads of the program read. The barrier between the two makes
-        # every load of the program happen before any of its stores (and no other program touches this strip).
+        # Source and target are the same memory. A thread may overwrite rows that *other* threads of the program read.
+        # The barrier makes every load of the program happen before any of its stores. No other program uses this strip.
         if BLOCK_ROWS == TILE_ROWS and ROW_WORDS % STRIP_WORDS == 0:
             words = tl.load(source_ptr)
             tl.debug_barrier()
@@ -268,8 +266,8 @@ if triton is not None:
     ):
         """Permute the 128 rows of one tile of scales by `index_ptr` (if PERMUTE) and interleave it, in place.
 
-        A word is the four scales that stay together. Word ``(32*q + r, k)`` of the tile goes to position
-        ``128*k + 4*r + q``. Rows are read and written contiguously; the transposition happens between registers.
+        A word is four scales that stay together. Word ``(32*q + r, k)`` of the tile moves to position
+        ``128*k + 4*r + q``. Loads and stores are contiguous. The words are transposed in registers.
         """
         # 64 bits: a tensor of experts is larger than 4 GiB for unsharded models.
         tile_ptr = words_ptr + tl.program_id(0).to(tl.int64) * (128 * ROW_WORDS)
@@ -338,9 +336,9 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 
 
 def _allocate_scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
-    """Return a uint8 scratch buffer as large as `matrices`, but at most SCRATCH_BYTES.
+    """Return a uint8 scratch buffer as large as `matrices`, but of at most SCRATCH_BYTES.
 
-    :param at_least: bytes that one step needs. The buffer has at least this size.
+    :param at_least: bytes that one step needs. The buffer has this size even if it is above SCRATCH_BYTES.
     """
     size = max(at_least, min(SCRATCH_BYTES, matrices.numel()))
     return torch.empty(size, dtype=torch.uint8, device=matrices.device)
@@ -396,12 +394,10 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
-    """Copy the `kernel_index` of each permutation to the device, and return the copies.
+    """Copy the row numbers (`kernel_index`) of each permutation to the device, and return the copies.
 
-    If the device runs no Triton kernels, return ``None`` for each permutation.
-
-    All indices are uploaded in one copy of at most some tens of KB. The copy comes from pageable memory, so the driver
-    has read it when the call returns, and no wait for the stream is needed.
+    If the device runs no Triton kernels, return ``None`` for each permutation. All row numbers are copied at once, at
+    most some tens of KB. Their CPU memory is pageable, so the driver has read it when the call returns.
     """
     if not uses_triton(device):
         return [None] * len(permutations)
@@ -413,9 +409,9 @@ def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Seq
 def _try_kernel(
     name: str, uploaded: torch.Tensor | None, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any
 ) -> bool:
-    """Try to launch a Triton kernel, and return whether it ran.
+    """Launch a Triton kernel on ``matrices`` if possible, and return whether it was launched.
 
-    If the kernel cannot be compiled or launched, log a warning. ``matrices`` is then unchanged.
+    If the kernel cannot be compiled or launched, log a warning, and leave ``matrices`` unchanged.
     """
     if uploaded is None or matrices.data_ptr() % 16:
         return False
@@ -432,7 +428,7 @@ def _permute_rows(matrices: torch.Tensor, permutation: RowPermutation, uploaded:
     config = choose_row_kernel_config(rows, row_bytes, permutation.tile is not None)
     if config and _try_kernel("row permutation", uploaded, permute_rows_triton, matrices, uploaded, config):
         return
-    # The tile is the smallest closed set of rows. If the tiles are permuted as small matrices, less scratch is needed.
+    # If every tile has the same permutation, tiles are permuted as small matrices, which need less scratch memory.
     index = permutation.kernel_index
     permute_rows_plain(matrices.view(-1, index.numel(), row_bytes), index.to(matrices.device))
 
@@ -510,11 +506,10 @@ def prepare_static_weights_for_trtllm_fp4_moe(
 ) -> Shuffled:
     """Shuffle one layer's NVFP4 expert weights and block scales for the TRT-LLM kernels, **in place**.
 
-    Values, shapes and dtypes of the result are those of the engine's function of this name. The returned tensors are
-    views of the inputs' storage, so the inputs are shuffled afterwards. The engine copies the result into the same
-    parameters anyway. A reload therefore works as in the engine: it writes raw weights into the parameters and prepares
-    them again. As in the engine, rows may be shuffled twice. This happens if weights are prepared twice without loading
-    in between, or if only some experts are loaded again.
+    The engine's function of this name returns the same values, shapes and dtypes, in new tensors. This function returns
+    views of its inputs, whose contents are shuffled. The engine then copies the result into the inputs anyway, so a
+    reload works as in the engine: it writes raw weights into the parameters and shuffles them again. If this function
+    runs twice without a reload, or after a reload of only some experts, rows are shuffled twice, as in the engine.
 
     :param gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size
         if is_gated, else intermediate_size.
@@ -526,7 +521,7 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param num_experts: experts on this rank, at least 1.
     :param is_gated: whether w13 holds two matrices of intermediate_size rows, which are interleaved row by row.
     :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8) and gemm2 scales
-        (float8_e4m3fn). Each has the three-dimensional shape that its parameter above gives.
+        (float8_e4m3fn). Each result has the three-dimensional shape of its parameter.
     :raises ValueError: a size or device is not allowed. The message names the tensor and the rule. No tensor was
         changed.
     :raises NotInPlace: a dtype, shape or stride is not allowed, or the sizes have no layout in place.

@@ -1,6 +1,6 @@
 """Predict the GPU memory that loading FP4 experts takes in addition to the weights that a server reads.
 
-Pure arithmetic for ``doctor`` and the pages: this module imports neither torch nor the engine.
+``doctor`` and the documentation's tables use these predictions. This module imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from typing import NamedTuple
 from sglang_moe_patches.core import runners
 
 PARTS = 40
-"""Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. A part's
-temporaries take ten times the part's weights. With 40 parts they take a quarter of a tensor, which is less than a
-quarter of the layer's weights."""
+"""Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. With 40
+parts the temporary tensors take less than a quarter of the layer's weights."""
 _TEMPORARIES = 9
-"""Memory that ``triton_kernels`` takes in addition to the loaded ``w13`` while it lays ``w13`` out, as a multiple of
-the laid-out ``w13``. Computed with a model of PyTorch's allocator."""
+"""Memory that ``triton_kernels`` takes while it lays out the first GEMM's weights (``w13``), in addition to the loaded
+weights. The unit is the memory of the laid-out ``w13``. A model of PyTorch's allocator gave this number."""
 _PADDED_TO = 64
-"""Padding of a laid-out expert: its rows and columns are multiples of this number of bytes (0.5.12.post1 to 0.5.17)."""
+"""Padding of a laid-out expert: its number of rows, and the bytes of each row, are multiples of this number
+(0.5.12.post1 to 0.5.17)."""
 _SCALE_ROWS = 256
-"""Padding of the laid-out scales of an expert: they have a multiple of this number of rows."""
+"""Padding of the laid-out scales of an expert: their number of rows is a multiple of this number."""
 _STOCK_HOLES = 0.085
-"""Memory lost to holes in the allocator of a stock server, as a fraction of the laid-out experts' bytes. With
-gpt-oss-120b on one H200 it is 5,005 MB of 58.6 GB. A hole is reserved memory that no later tensor fits into. The size
-of the holes depends on the order of all allocations. The allocator model gives 8 to 35 % for other sizes."""
+"""Memory that a stock server loses to holes in its allocator, as a fraction of the laid-out experts' bytes. A hole is
+reserved memory that no later tensor fits into. With gpt-oss-120b on one H200 the holes were 5,005 MB of 58.6 GB. For
+layers of other sizes, a model of PyTorch's allocator gives 8 to 35 %."""
 _HOLES = 100 << 20
-"""Largest number of bytes lost to holes on a rank if experts are laid out in parts. A hole is the unused rest of a 20
-MiB segment. Computed with the allocator model for TP=1, 2, 4 and 8."""
+"""Bytes that a rank loses to holes in its allocator if experts are laid out in parts. A hole is then the unused rest of
+a 20 MiB segment. The number is the largest of TP=1, 2, 4 and 8 in a model of PyTorch's allocator. Measured
+with gpt-oss-120b on an H200: 184 MB, and 724 MB with the sizes of TP=2."""
 _MARLIN = 1.47, 0.21
-"""Memory that Marlin's layout of one layer takes, as multiples of the layer's packed weights (0.5.17). The first number
-is for a stock server, the second for fp4-weights."""
+"""Memory that the repack of one layer for Marlin takes, as a multiple of the layer's packed weights (0.5.17). The first
+number is for a stock server, the second for fp4-weights."""
 
 
 class Loading(NamedTuple):
@@ -71,12 +72,11 @@ def compute_loading(
 ) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
-    A prediction of ``doctor --model`` reduces the KV cache by :attr:`Loading.kept_bytes`. The model does not load if
-    less than :attr:`Loading.required_bytes` is free in addition to the weights. Both ``runner`` and ``method`` are
-    needed, because ``triton_kernel`` also runs BF16 experts, for which all figures are zero.
+    All figures are zero unless the layer has FP4 experts on Marlin, or MXFP4 experts on ``triton_kernel``.
 
     :param runner: the resolved ``--moe-runner-backend``, or ``None`` if it is not known.
-    :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``.
+    :param method: class name of the layer's quantization method, such as ``Mxfp4MoEMethod``. It is needed because the
+        runner ``triton_kernel`` also runs BF16 experts.
     :param layers: MoE layers of this rank.
     :param experts: routed experts of a layer on this rank.
     :param intermediate: intermediate size of an expert on this rank, as the engine pads it.

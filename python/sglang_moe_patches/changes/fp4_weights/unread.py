@@ -1,12 +1,11 @@
 """Find scales of a layer that no code reads after the weights were processed.
 
-The source code of all possible readers decides. A *reader* is a function that may read the layer's attributes.
+The source code of all functions that may read the layer's attributes decides.
 
-:class:`_Reader` follows the statements of the quantization method's ``apply``, for the actual method and layer. If the
-condition of an ``if`` has a known value, only the branch that runs is followed. The value is known if the condition
-consists of attributes that no longer change, the engine's globals and functions that return one expression. If the
-value is unknown, both branches are followed. Functions that receive the layer are followed, too. If the layer is passed
-anywhere else, nothing is proven.
+:class:`_Reader` follows the statements of the quantization method's ``apply``, and of every function that receives the
+layer. If the condition of an ``if`` has a known value, only the branch that runs is followed, else both branches. A
+value is known if it depends only on attributes that no longer change, on the engine's globals, and on functions that
+return one expression. If the layer is passed to anything but such a function, all scales count as read.
 
 A scale also counts as read if its name occurs in another function of the quantization method, or in a function of the
 layer. Weight loaders are an exception, because they only write a scale.
@@ -28,11 +27,11 @@ from sglang_moe_patches.core import engine
 
 _UNKNOWN = object()
 _EMPTY_CELL = CellType()
-"""Closure cell without contents. Cells are compared with it, because reading the contents of an empty cell raises
-``ValueError``."""
+"""Closure cell without contents. Empty cells are found by comparison with this cell, because reading their contents
+would raise ``ValueError``."""
 _MEGA_MOE = "_mega_moe_weights_built"
-"""Name of the attribute that the engine sets on a layer whose experts run in DeepGEMM's mega kernel, without the
-method's ``apply``."""
+"""Name of an attribute that the engine sets on a layer if DeepGEMM's mega kernel runs the experts. The engine then does
+not call the quantization method's ``apply``."""
 _SETUP = ("__init__", "create_weights", "create_moe_runner", "process_weights_after_loading")
 """Names of a quantization method's functions that run only before a layer's first forward pass, or after a weight
 update."""
@@ -127,7 +126,7 @@ def find_attributes_read(method: Any, layer: Any) -> set[str]:
     return _Reader(apply, {"self": method, "layer": layer}, "layer", frozenset()).read()
 
 
-# --- Who else has the name of a scale --------------------------------------------------------------------------------
+# --- Other functions that contain the name of a scale ----------------------------------------------------------------
 
 
 @functools.cache
@@ -154,7 +153,7 @@ def _find_names_and_strings(code: CodeType) -> frozenset[str]:
 
 
 def _find_reachable(owner: type, names: tuple[str, ...]) -> set[str]:
-    """Return the names of the functions ``names`` of a class, and of all its functions that they may call."""
+    """Return the names of those functions of a class that may run if its functions ``names`` are called."""
     functions, reachable, todo = _find_functions(owner), set[str](), {*names}
     while todo := todo & functions.keys() - reachable:
         reachable |= todo
@@ -163,8 +162,11 @@ def _find_reachable(owner: type, names: tuple[str, ...]) -> set[str]:
 
 
 def _is_named_elsewhere(method: type, layer: type, name: str) -> bool:
-    """Return whether another function than ``apply`` contains a scale's name and may run after the weights were
+    """Return whether a scale's name occurs in a function other than ``apply`` that may run after the weights were
     processed.
+
+    :param method: class of the quantization method.
+    :param layer: class of the layer.
     """
     names_of_method = _find_functions(method).keys() - _find_reachable(method, (*_SETUP, "apply"))
     forwards = _find_reachable(layer, _FORWARDS)
@@ -197,9 +199,8 @@ def _find_changing_attributes(owner: type) -> frozenset[str]:
 class _Reader:
     """Reader of one function's source code. It finds the attributes of the layer that the function may read.
 
-    :param function: the function.
     :param known: known values of the function's local names, by name.
-    :param subject: the local name that refers to the layer.
+    :param subject: local name that refers to the layer. It is empty if the function does not receive the layer.
     :param callers: functions whose calls lead to this function. A recursive call is not followed.
     """
 
@@ -274,10 +275,9 @@ class _Reader:
         return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
 
     def _evaluate(self, expression: ast.expr) -> Any:
-        """Return the value of an expression, or ``_UNKNOWN``. The expression is not run.
+        """Return the value of an expression without running it, or ``_UNKNOWN``.
 
-        Only constants, names, attributes with a known value, ``not``, ``and``, ``or``, comparisons and a few calls are
-        understood. For any other expression the result is ``_UNKNOWN``.
+        The value can be known for constants, names, attributes, ``not``, ``and``, ``or``, comparisons and a few calls.
         """
         match expression:
             case ast.Constant(value=value):
@@ -332,7 +332,7 @@ class _Reader:
         return getattr(owner, name, default)
 
     def _evaluate_call(self, function: Any, arguments: list[Any]) -> Any:
-        """Return the value of a call, or ``_UNKNOWN`` if the called function is more than one ``return`` statement."""
+        """Return the value of a call, or ``_UNKNOWN`` unless the called function is a single ``return`` statement."""
         if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
             return _UNKNOWN
         names = engine.list_parameters(function)
@@ -387,9 +387,10 @@ class _Reader:
         return str(self.function.__qualname__)
 
     def _follow_call(self, call: ast.Call) -> set[ast.AST]:
-        """Read the function that ``call`` runs, too, if the call passes the layer to this function.
+        """If ``call`` passes the layer to a function, record the attributes that this function may read, too.
 
-        :returns: the arguments of ``call`` that are the layer. They need no check, because the function was read.
+        :returns: the arguments of ``call`` that are the layer. This use of the layer is safe, because the source of the
+            called function was followed.
         """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]

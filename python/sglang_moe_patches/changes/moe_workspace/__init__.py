@@ -1,8 +1,8 @@
 """moe-workspace: compute the expert outputs of the Triton and Marlin runners in column slices.
 
 Why
-    Between its second GEMM and the sum over the top-k, a runner allocates the expert outputs. This tensor has the
-    shape [tokens, top-k, hidden]. Tensor parallelism does not shard it, and no setting of the engine limits it.
+    A runner allocates the output of its second GEMM, the *expert outputs*, and then sums them over the top-k. This
+    tensor has the shape [tokens, top-k, hidden]. Tensor parallelism does not shard it, and no setting limits it.
 
 What it does
     The second GEMM and the sum run for one slice of the hidden columns at a time. The full tensor is never allocated.
@@ -12,17 +12,17 @@ Hook points
     (:mod:`.triton`), ``fused_marlin_moe`` (:mod:`.marlin`) and ``ModelRunner.load_model`` (:mod:`.streams`).
 
 Skipped
-    Servers without CUDA, and AMD GPUs. Other runners are unchanged. The section *What runs in columns* in
-    ``docs/changes/moe-workspace.md`` says for each kind of layer whether it is cut into slices.
+    Servers without CUDA, AMD GPUs, and other runners. The section *What runs in columns* in
+    ``docs/changes/moe-workspace.md`` says which kinds of layers are cut into slices.
 
 Costs
     By default at most an estimated 2 % of the layer's time (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`). With
     ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` the slices may cost any time. For small tensors the cost is one comparison.
 
 How
-    In the order of a forward pass with the Triton runner: :mod:`.triton` runs the engine's own fused-MoE function with
-    three replaced globals. :mod:`.deferred_tensor` stands in for the expert outputs. :mod:`.column_slices` chooses the
-    number of slices. :mod:`.streams` finds out whether the slices need a staging buffer.
+    With the Triton runner, :mod:`.triton` runs the engine's own fused-MoE function with three replaced globals.
+    :mod:`.deferred_tensor` has the stand-in for the expert outputs. :mod:`.column_slices` chooses the number of slices.
+    :mod:`.streams` finds out whether the slices need a staging buffer.
 
 Upstream
     None.
@@ -86,11 +86,10 @@ def _require_variable_unset(reason: str) -> None:
 
 
 def _plan() -> Plan:
-    """Return the plan for moe-workspace, combined from probes of the Triton runner, the Marlin runner and the offers of
-    dead inputs.
+    """Return the plan for moe-workspace, combined from the plans for the Triton runner and for Marlin.
 
-    If only one runner is supported, the plan installs the column slices of that runner. The plan's reason then says why
-    the other runner is not supported.
+    If only one of these runners is supported, the combined plan installs the column slices of this runner. The plan's
+    reason then says why the other runner is not supported.
     """
     from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
 
@@ -135,10 +134,9 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
 
 
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:
-    """Return the plan for one runner: the result of its function ``plan``, or an *unsupported* plan if the function
-    raises an exception.
+    """Call the function that returns the plan for one runner. If it raises an exception, return an *unsupported* plan.
 
-    An exception in one runner's probe therefore does not affect the other runner.
+    The exception then does not affect the other runner.
     """
     try:
         return plan()
@@ -147,11 +145,10 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:
-    """Probe whether decoder layers can offer their dead inputs to the runners. Column slices work without these offers,
-    too.
+    """Probe whether decoder layers can offer their dead inputs to the runners. Column slices do not need these offers.
 
-    :returns: two values: the installer of the offers, and a note about layers that offer nothing. If no layer can offer
-        its input, the installer is ``None``, and the note says why.
+    :returns: the function that installs the offers, and a note about layers that offer nothing. If no layer can offer
+        its input, the function is ``None``, and the note says why.
     """
     try:
         offers = probe.probe_offers()

@@ -22,7 +22,7 @@ MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     make_positive_number_parser("MB"),
 )
 
-# Limits of the default rule: the next three constants. If the user sets MOE_WORKSPACE_MB, that value replaces them.
+# Default limits: the next three constants. If the user sets MOE_WORKSPACE_MB, that value replaces them.
 #: Size in bytes of the smallest [tokens, top-k, hidden] tensor that is cut.
 MIN_TENSOR_BYTES = 192 << 20
 #: Smallest number of bytes that each slice after the first must save.
@@ -30,7 +30,7 @@ MIN_BYTES_SAVED_PER_SLICE = 36 << 20
 #: Largest fraction of the layer's time that slices may cost.
 MAX_SLOWDOWN_FRACTION = 0.02
 
-# Alignment of slices in columns: the first column of a slice is a multiple of this number.
+#: Alignment of slices in columns: the first column of a slice is a multiple of this number.
 SLICE_ALIGNMENT_COLUMNS = 256
 #: Alignment of operands in bytes. Triton compiles one kernel for operands with this alignment, and another kernel for
 #: other operands.
@@ -50,16 +50,16 @@ SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
 SMALL_TILE_ELEMENTS, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
-#: Smallest slowdown by slices, as a fraction of the layer's time, with FP8 tiles of 128 rows that go through the
-#: columns before the rows. Measured slowdowns are 3 to 7 %.
+#: Smallest estimated slowdown by slices, as a fraction of the layer's time, for GEMMs with ``has_slow_order``. Measured
+#: slowdowns are 3 to 7 %.
 SLOW_ORDER_SLOWDOWN = 0.07
 
 # Costs of slices with Marlin on an H200, in microseconds. The tuples have a constant and an amount per row.
 MARLIN_SLICING_US = 10.0
 MARLIN_SLICE_US = (15.0, 3.0e-4)
 MARLIN_OPERATIONS_PER_US = 0.25e9
-#: Bytes of the second GEMM's weights and scales that are copied in a microsecond. The copy reads and writes them, and
-#: the GEMM reads the copy.
+#: Bytes of the second GEMM's weights and scales that are copied in a microsecond, including the time in which the GEMM
+#: reads the copy.
 MARLIN_COPIED_BYTES_PER_US = 2.5e6
 
 
@@ -119,7 +119,7 @@ class RunnerMemory(NamedTuple):
     """Memory that a runner allocates in one forward pass of a layer, in bytes.
 
     :param at_activation: memory that is allocated while the activation runs. Column slices do not change it.
-    :param uncut: memory that is allocated during the second GEMM if the expert outputs are not cut.
+    :param uncut: memory that is allocated during the second GEMM if the expert outputs are not cut into slices.
     :param beside_slice: memory that is allocated while a slice is computed, in addition to the slice itself.
     :param slice_column: memory of one column of a slice.
     """
@@ -139,7 +139,7 @@ class TritonGemm(NamedTuple):
 
     :param tiles: the engine's tile configuration. No slice cuts a tile. If it is ``None``, the time that slices cost is
         ignored.
-    :param quantized: whether the activations have one byte (FP8 or INT8).
+    :param quantized: whether the activations are quantized to one byte per element (FP8 or INT8).
     :param activation_in_dead_input: whether the activation's output lies in the dead input, which is allocated anyway.
     :param uses_staging: whether slices are written to a staging buffer, which is copied into the output after the last
         GEMM.
@@ -168,10 +168,10 @@ class TritonGemm(NamedTuple):
 
     @property
     def has_slow_order(self) -> bool:
-        """Whether the GEMM's tiles go through the columns before the rows.
+        """Whether the GEMM computes its tiles in an order with which even two slices are measurably slower.
 
-        This holds for FP8 tiles of at least 128 rows whose ``GROUP_SIZE_M`` is 1. With such tiles, even two slices were
-        measurably slower than none (:data:`SLOW_ORDER_SLOWDOWN`).
+        Such a GEMM computes all tiles of a row before the next row. This holds for FP8 tiles of at least 128 rows whose
+        ``GROUP_SIZE_M`` is 1 (:data:`SLOW_ORDER_SLOWDOWN`).
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
@@ -234,7 +234,7 @@ class MarlinGemm(NamedTuple):
     output_in_dead_input: bool = False
 
     def estimate_slicing_us(self, layer: LayerShape, slices: int) -> float:
-        """Return the extra time of ``slices`` slices in microseconds. It includes the copies of weights and scales."""
+        """Return the extra time of ``slices`` slices in microseconds, compared with a tensor that is not cut."""
         copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
         return MARLIN_SLICING_US + copies_us + (slices - 1) * _compute_slice_cost_us(MARLIN_SLICE_US, layer.rows)
 
@@ -265,21 +265,20 @@ def choose_slice_width(
     The result is ``hidden`` if the tensor is not cut. Narrower slices save memory, and more slices cost time. Three
     limits bound the number of slices:
 
-    - Memory at the activation. Let I be ``intermediate``, and count memory in elements for each row. At the activation
-      the runner holds the first GEMM's output (2 I) and the activation's output (I), in all 3 I. No slice can lower
-      this. While a slice runs, the runner holds the second GEMM's input (I, or I/2 if quantized) and the slice. The
-      slice may therefore have 2 I columns (2.5 I if quantized) before it raises the peak. If the activation's output
-      lies in the dead input, it takes no new memory, and the slice may have 2 I columns (1.5 I if quantized). Narrower
-      slices would save no memory.
-    - Memory saved by each further slice. With ``n`` slices, one slice holds 1/n of the tensor, so one more slice saves
+    - Memory at the activation. Slices cannot lower the memory that is allocated while the activation runs. If the
+      second GEMM needs no more memory than this, narrower slices save nothing. The activation needs 3 I elements per
+      row (I = ``intermediate``): 2 I for the first GEMM's output, and I for its own output. The second GEMM needs its
+      input (I, or I/2 if quantized) and one slice. The limit is thus 2 I columns (2.5 I if quantized). If the
+      activation's output lies in the dead input, it needs no memory, and the limit is 2 I columns (1.5 I if quantized).
+    - Memory saved by each further slice. With ``n`` slices, one slice is 1/n of the tensor, so one more slice saves
       about 1/n^2 of the tensor. Each further slice must save :data:`MIN_BYTES_SAVED_PER_SLICE`. The largest ``n`` that
       fulfils this is a square root.
     - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
       (:func:`find_max_affordable_slices`).
 
-    :param max_bytes: memory limit of the runner in bytes, or ``None``. It replaces the three limits: the result is then
-        the width of the fewest slices with which the runner keeps the limit. A limit below the memory at the activation
-        counts as that memory.
+    :param max_bytes: the user's memory limit of the runner in bytes, or ``None``. It replaces the three limits above:
+        the tensor is cut into the fewest slices with which the runner keeps the user's limit. A limit below the memory
+        at the activation counts as that memory.
     :param ignores_time: whether to ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
@@ -301,10 +300,9 @@ def choose_packed_slice_width(
 ) -> int:
     """Return how many columns of the second GEMM's output Marlin computes and sums at a time.
 
-    The limits are those of :func:`choose_slice_width`. Marlin's weights are packed, so the weights and scales of each
-    slice are copied before its GEMM. While a slice runs, the runner has the activation's output, the layer's output,
-    and the slice's values, weights and scales. If the first GEMM's output is at least as wide as the layer's output,
-    slices save nothing.
+    The limits are those of :func:`choose_slice_width`. While a slice runs, the runner holds the activation's output,
+    the layer's output, the slice, and a copy of the slice's weights and scales, because Marlin's weights are packed. If
+    the first GEMM's output is at least as wide as the layer's output, slices save nothing.
 
     :param max_bytes: memory limit of the runner in bytes, as for :func:`choose_slice_width`.
     :param ignores_time: whether to ignore the time that slices cost.
@@ -332,9 +330,9 @@ def advise(layer: LayerShape, gemm: TritonGemm | MarlinGemm, choose_width: Calla
     """Return a phrase that advises the user to set ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``, so that the runner cuts
     the expert outputs.
 
-    The phrase contains the limit, the memory saved and the time that the slices cost. To find the limit, the default
-    rule chooses slices as if they cost no time. The limit is the runner's peak memory with these slices, rounded up to
-    a megabyte. If these slices save no memory, the phrase is empty.
+    The phrase contains a value for the variable, the memory saved and the time that the slices cost. To find the value,
+    this function chooses slices as if they cost no time. The value is the runner's peak memory with these slices,
+    rounded up to a megabyte. If these slices save no memory, the phrase is empty.
 
     :param choose_width: :func:`choose_slice_width` or :func:`choose_packed_slice_width`.
     """
@@ -368,7 +366,7 @@ def find_max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
 def _find_max_affordable_slices(
     layer: LayerShape, quantized: bool, uses_staging: bool, operations_per_us: float, max_slowdown_fraction: float
 ) -> int:
-    """Compute the result of :func:`find_max_affordable_slices`. It is cached for each combination of arguments."""
+    """Return the result of :func:`find_max_affordable_slices`, cached for each combination of arguments."""
     gemm = TritonGemm(quantized=quantized, uses_staging=uses_staging)
     budget_us = max_slowdown_fraction * layer.estimate_layer_us(operations_per_us) - gemm.estimate_slicing_us(layer, 1)
     return _count_affordable_slices(budget_us, SLICE_US[gemm.input_itemsize], layer.rows)
@@ -380,13 +378,13 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
 
     The result is at most ``rows`` + 1, so that an infinite budget has a finite result.
 
-    :param slice_us: cost of each further slice in microseconds: a constant, and an amount for each row.
+    :param slice_us: cost of each slice after the first in microseconds: a constant, and an amount for each row.
     """
     return max(1, 1 + int(min(budget_us / _compute_slice_cost_us(slice_us, rows), rows)))
 
 
 def _compute_slice_cost_us(slice_us: tuple[float, float], rows: int) -> float:
-    """Return the time that each slice after the first costs, in microseconds. The first slice costs nothing.
+    """Return the time in microseconds that each slice after the first costs.
 
     :param slice_us: the cost as two numbers: a constant, and an amount for each row.
     """
@@ -397,7 +395,7 @@ def _compute_slice_cost_us(slice_us: tuple[float, float], rows: int) -> float:
 def _find_fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
     """Return the width of the fewest slices with which the runner's memory is at most ``max_bytes``.
 
-    If even the narrowest slices need more memory, the result is their width, ``step``.
+    If even the narrowest slices need more memory, return the width of the narrowest slices, ``step``.
     """
     limit = max(max_bytes, memory.at_activation)
     if memory.uncut <= limit:
@@ -424,11 +422,12 @@ def read_max_bytes() -> int | None:
 def compute_min_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the Triton runner's expert outputs are never cut.
 
-    Each forward pass compares this size first, because the comparison is cheap. With a limit of ``max_bytes``, the size
-    is a quarter of the limit. Proof: let T be the bytes of the expert outputs and A those of the activation's output.
-    During the second GEMM the runner has T and at most 1.5 A: the activation's output in 16 bits, and its quantized
-    copy in one byte. During the activation the runner has at least 2 A, whatever is cut. Slices help only if the second
-    GEMM is the peak, and then A is less than 2 T. So the peak is less than 4 T.
+    Each forward pass compares this size first, because the comparison is cheap. If the user limits the runner's memory
+    to ``max_bytes``, the size is a quarter of the limit. Proof: let T be the bytes of the expert outputs, and A the
+    bytes of the activation's output. During the second GEMM the runner holds T and at most 1.5 A: the activation's
+    output in 16 bits, and its quantized copy in one byte per element. During the activation the runner holds at least
+    2 A, which slices do not change. Slices help only if the second GEMM is the peak. Then 2 A is less than T + 1.5 A,
+    so A is less than 2 T, and the peak is less than 4 T.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
@@ -436,9 +435,9 @@ def compute_min_tensor_bytes(max_bytes: int | None) -> int:
 def compute_min_packed_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which Marlin's expert outputs are never cut.
 
-    With a limit of ``max_bytes``, the size is a third of the limit. The runner holds three tensors: the expert outputs,
-    the activation's output and the layer's output. Where slices help, the expert outputs are the largest. If they are
-    below a third of the limit, all three tensors fit into the limit without slices.
+    If the user limits the runner's memory to ``max_bytes``, the size is a third of the limit. During the second GEMM
+    the runner holds three tensors: the expert outputs, the activation's output and the layer's output. If slices help,
+    the expert outputs are the largest of them. If they are below a third of the limit, no slices are needed.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
 

@@ -20,9 +20,8 @@ from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH
 def decide(built: BuiltModel) -> Decision:
     """Return what moe-workspace does in a built model. The decision for one layer stands for all layers of the model.
 
-    This layer is the first on Triton or Marlin that offers its dead input. If no layer on these runners offers its dead
-    input, it is the first layer on Triton or Marlin. If the model has no such layer, or if its experts exchange tokens
-    by all-to-all, the decision has only a reason.
+    This layer is the first layer on Triton or Marlin that offers its dead input, or else the first layer on Triton or
+    Marlin. If there is no such layer, or with all-to-all, the result is only a reason why moe-workspace does nothing.
     """
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
@@ -42,9 +41,7 @@ def decide(built: BuiltModel) -> Decision:
 
 
 def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """Return what moe-workspace does in a layer on the Triton runner.
-
-    The functions of :mod:`.triton` and :mod:`.deferred_tensor` decide.
+    """Return what the functions of :mod:`.triton` and :mod:`.deferred_tensor` do in a layer on the Triton runner.
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.
@@ -95,9 +92,9 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
 
 def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """Return what moe-workspace does in a layer on the Marlin runner. The functions of :mod:`.marlin` decide.
+    """Return what the functions of :mod:`.marlin` do in a layer on the Marlin runner.
 
-    The engine has not packed the weights yet. Tensors of the packed shapes stand in for them.
+    The engine has not packed the weights yet, so ``meta`` tensors with the packed shapes replace the weights.
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.
@@ -122,9 +119,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
     def make_packed_tensors(rows: int, columns: int) -> tuple[Any, Any]:
-        """Return the weights and the scales of a matrix [rows, columns], with the shapes that Marlin packs them into,
-        as ``meta`` tensors.
-        """
+        """Return ``meta`` tensors with the shapes into which Marlin packs a matrix [rows, columns]: weights, scales."""
         words = _make_meta_tensor(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
         return words, _make_meta_tensor(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
@@ -157,11 +152,11 @@ def _decide_width(
     cut: str,
     uncut: str,
 ) -> Decision:
-    """Return whether moe-workspace cuts a layer into column slices, and why not. It cuts the layer if
-    ``choose_width`` returns a slice width below the hidden size.
+    """Return whether moe-workspace cuts a layer's expert outputs into column slices, or why not.
 
     :param sizes: the layer's shape and its second GEMM, or the reason why the expert outputs cannot be cut into slices.
     :param choose_width: :func:`.column_slices.choose_slice_width` or :func:`.column_slices.choose_packed_slice_width`.
+        The expert outputs are cut if it returns less than the hidden size.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
     :param cut: use of the dead input if the expert outputs are cut, such as :data:`OUTPUT_IN_DEAD_INPUT`; empty if the
         dead input is not used.
@@ -188,7 +183,7 @@ def _describe_size(tokens: int, top_k: int, hidden: int) -> str:
 
 
 def _make_meta_tensor(*shape: int, dtype: Any = None) -> Any:
-    """Return a ``meta`` tensor of this shape. The default dtype is bfloat16."""
+    """Return a ``meta`` tensor with a given shape and dtype. The default dtype is bfloat16."""
     import torch
 
     return torch.empty(shape, dtype=dtype or torch.bfloat16, device="meta")

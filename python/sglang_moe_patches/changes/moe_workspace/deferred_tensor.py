@@ -1,9 +1,9 @@
 """Stand-in for the tensor of the Triton runner's expert outputs, which are then computed and summed one column slice at
 a time.
 
-Where the engine allocates the expert outputs, it gets a :class:`DeferredTensor`. The arguments of the second GEMM are
-recorded in it (:class:`SecondGemm`), and the GEMM does not run yet. The sum then runs the engine's GEMM and this
-package's sum for each slice (:func:`run_gemm_and_sum`).
+Where the engine allocates the expert outputs, it receives a :class:`DeferredTensor`. When the engine calls its second
+GEMM, this object only records the arguments (:class:`SecondGemm`). When the engine calls its sum, the GEMM and this
+package's sum run for each slice (:func:`run_gemm_and_sum`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from sglang_moe_patches.core import log
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
 CONFIG = 14
 REST = GEMM_PARAMETERS.index("topk_weights")
-"""Position of the first parameter of the GEMM that has no field of its own in :class:`SecondGemm`, and is kept in
-``rest``."""
+"""Position of the first parameter of the GEMM that has no field of its own in :class:`SecondGemm`."""
 
 
-# --- What stands in for tensors --------------------------------------------------------------------------------------
+# --- Stand-ins for tensors -------------------------------------------------------------------------------------------
 
 
 class SecondGemm(NamedTuple):
@@ -53,10 +52,9 @@ class SecondGemm(NamedTuple):
     def run(self, kernel: Callable[..., None], output: Any, columns: tuple[int, int] | None = None) -> None:
         """Run the engine's GEMM ``kernel``.
 
-        :param output: tensor for the result. It is ``None`` if the kernel ends before it writes
-            (:class:`QuantizedOnce`).
-        :param columns: ``(start, stop)`` of the hidden columns to compute, on views of weights, bias and scales. If it
-            is ``None``, all columns are computed, and no views are made. The operands may then have any shape.
+        :param output: tensor for the result. It is ``None`` if the kernel only quantizes (:class:`QuantizedOnce`).
+        :param columns: ``(start, stop)`` of the hidden columns to compute, from views of weights, bias and scales. If
+            it is ``None``, all columns are computed, and the operands may have any shape.
         """
         weights, bias, scale = self.weights, self.bias, self.weights_scale
         if columns is not None:
@@ -86,10 +84,7 @@ class DeferredTensor:
     tensor: Any = None
 
     def view(self, *shape: int) -> DeferredTensor:
-        """Return this object, in place of ``torch.Tensor.view``.
-
-        The engine requests only the shape that this object already has.
-        """
+        """Return this object. The engine calls ``view`` only with the shape that this object already has."""
         assert shape == self.shape
         return self
 
@@ -116,9 +111,9 @@ class _QuantizationDone(Exception):
 class QuantizedOnce:
     """Activations of the second GEMM, which are quantized once for all slices.
 
-    The engine's GEMM chooses the function that quantizes. The first call of the GEMM only quantizes: :meth:`quantize`
-    raises ``_QuantizationDone`` to end the call before the GEMM computes. The 16-bit activations are then freed, before
-    slices allocate memory. Later calls compute the slices from the quantized activations.
+    The engine's GEMM itself quantizes its input. So the GEMM is first called once only to quantize: :meth:`quantize`
+    raises ``_QuantizationDone`` to end this call. The 16-bit activations are then freed, before slices allocate memory.
+    Later calls compute the slices from the quantized activations.
     """
 
     __slots__ = ("_activations", "_result", "dtype")
@@ -145,11 +140,10 @@ class FusedMoeCall:
     :param weight_bytes: bytes of both GEMMs' weights.
     :param local_row_fraction: fraction of the rows whose expert is on this rank.
     :param inplace: whether the output is written over the input.
-    :param uses_staging: whether another stream reads the input. Slices are then written to a staging buffer first.
+    :param uses_staging: whether slices are written to a staging buffer first, as another stream may read the input.
     :param max_bytes: memory limit of the runner in bytes, if the user set one.
-    :param dead_input_address: address of the dead input, if it was passed to the activation as output tensor, else
-        ``None``. Some activations ignore that tensor and return another one (gpt-oss). So the address must be compared
-        with the address of the activation's result.
+    :param dead_input_address: address of the dead input if it was allocated for the activation's output, else ``None``.
+        Some activations ignore this memory and return another tensor (gpt-oss), whose address differs.
     """
 
     gate_columns: int
@@ -207,9 +201,7 @@ def find_column_skip_reason(
 
 
 def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
-    """Return the column slices in which the expert outputs are computed and summed. If they are not cut, return one
-    slice.
-    """
+    """Return the column slices in which the expert outputs are computed and summed: one slice if they are not cut."""
     sizes = describe(deferred, output)
     hidden = deferred.shape[2]
     if isinstance(sizes, str):
@@ -264,14 +256,14 @@ def run_gemm_and_sum(
     whole_sum: Callable[..., None],
     slice_sum: Callable[..., None],
 ) -> None:
-    """Compute the deferred tensor and sum it over the top-k, one column slice after the other.
+    """Compute the expert outputs and sum them over the top-k, one column slice after the other.
 
-    :param deferred: the expert outputs, with the second GEMM's arguments.
-    :param output: tensor [tokens, hidden]. The sums are written into it.
+    :param deferred: stand-in for the expert outputs, with the second GEMM's arguments.
+    :param output: tensor [tokens, hidden], into which the sums are written.
     :param scale: factor of the sum.
     :param invoke: the engine's GEMM.
-    :param invoke_quantized: the engine's GEMM, with support for :class:`QuantizedOnce` activations.
-    :param whole_sum: the engine's sum, which is used if there is one slice.
+    :param invoke_quantized: copy of the engine's GEMM that accepts :class:`QuantizedOnce` activations.
+    :param whole_sum: the engine's sum, which is used if there is only one slice.
     :param slice_sum: this package's sum, which writes columns of the output.
     """
     slices = choose_column_slices(deferred, output)
@@ -306,5 +298,5 @@ def run_gemm_and_sum(
 
 
 def quantizes(kwargs: dict[str, Any]) -> bool:
-    """Return whether the GEMM's activations have one byte (FP8 or INT8)."""
+    """Return whether a GEMM with these keyword arguments quantizes its activations to one byte (FP8 or INT8)."""
     return bool(kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"])

@@ -1,13 +1,13 @@
 """Column slices in Marlin: run the engine's own function ``fused_marlin_moe`` with replaced globals.
 
-The engine allocates one tensor for the outputs of both GEMMs, as wide as the wider output. Here the first GEMM's output
-is a tensor of its own, which is freed after the activation has read it. The second GEMM's output is deferred: the sum
-over the top-k runs the engine's GEMM and this package's sum for one column slice after the other.
+The engine allocates one tensor for the outputs of both GEMMs, as wide as the wider output. This module allocates the
+first GEMM's output as a separate tensor, which is freed after the activation has read it. The second GEMM's output is
+deferred: the sum over the top-k runs the engine's GEMM and this package's sum for one column slice after the other.
 
-Marlin packs its weights in tiles of 16 rows and 64 columns. Each row of tiles has the layer's whole width, so a column
-slice is no view. The weights and scales of a slice are copied before its GEMM. Packing moves columns only within a
-tile, so a slice of whole tiles has all its columns. One launch copies the weights and scales of a slice, and sums the
-slice before it. All of this runs on the caller's stream, and no tensor outlives the call.
+Marlin packs its weights in tiles of 16 rows and 64 columns. Packing moves columns only within a tile, so a column slice
+of whole tiles has all its columns. A slice's weights and scales are not contiguous, as the GEMM needs them, so they are
+copied before the GEMM. One launch copies the weights and scales of a slice, and sums the slice before it. All kernels
+run on the caller's stream, and no tensor outlives the call.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ GEMM = "moe_wna16_marlin_gemm"
 SUM = "moe_sum_reduce"
 #: Names of the first parameters of the engine's operator.
 _PARAMETERS = ("hidden_states", "w1", "w2", "w1_scale", "w2_scale", "gating_output", "topk_weights", "topk_ids")
-#: Names of the first parameters of the engine's GEMM. This module passes the GEMM other values for some of them. Its
-#: later parameters are passed on unchanged.
+#: Names of the first parameters of the engine's GEMM. This module replaces the values of some of these parameters. The
+#: GEMM's other parameters are passed on unchanged.
 _GEMM_PARAMETERS = ("a", "c_or_none", "b_q_weight", "b_bias_or_none", "b_scales")
 #: Source texts in the engine's function that use the tensor for both outputs, the first output or the second output.
 #: This module supports only these uses.
@@ -56,7 +56,7 @@ _EXPECTED_USES = {
 }
 
 
-# --- What stands in for tensors --------------------------------------------------------------------------------------
+# --- Stand-ins for tensors -------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class _BothOutputs:
 class _FirstOutput:
     """Stand-in for the output of the first GEMM until that GEMM runs.
 
-    The tensor is allocated when the GEMM runs, and only the :class:`MarlinCall` refers to it.
+    The output is allocated when the GEMM runs. Only the :class:`MarlinCall` refers to it, so it can be freed early.
 
     :param call: call of the engine's Marlin function to which the output belongs.
     :param allocate_elements: function that allocates the output, as for :class:`_BothOutputs`.
@@ -161,8 +161,8 @@ class DeferredOutput:
 class _MarlinTorch(takers.OutputTorch):
     """Stand-in for the module ``torch`` inside Marlin's function.
 
-    The engine allocates one tensor for the outputs of both GEMMs. Instead of it, this object returns
-    :class:`_BothOutputs`, which allocates nothing yet.
+    Where the engine allocates one tensor for the outputs of both GEMMs, this object returns :class:`_BothOutputs`,
+    which has no memory.
 
     :param sum_slices: function that computes a :class:`DeferredOutput` in slices, sums it over the top-k, multiplies
         the sum by a factor, and writes it into a tensor.
@@ -195,11 +195,11 @@ class _MarlinTorch(takers.OutputTorch):
         return self._torch.empty_like(tensor) if buffer is None else buffer
 
 
-# --- Which slices ----------------------------------------------------------------------------------------------------
+# --- Choosing the slices ---------------------------------------------------------------------------------------------
 
 
 def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> list[tuple[int, int]]:
-    """Return the column slices in which the second GEMM and its sum run. If the tensor is not cut, return one slice.
+    """Return the column slices in which the second GEMM and its sum run: one slice if the expert outputs are not cut.
 
     :param arguments: the arguments of the engine's function, by name.
     :param max_bytes: memory limit of the runner in bytes, if the user set one.
@@ -218,8 +218,8 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
 
     If the expert outputs cannot be cut, return the reason as a text instead.
     """
-    # While the GPU is idle, the host's time before the first kernel counts. Therefore no text is formatted unless it is
-    # logged.
+    # The CPU time before the first kernel counts while the GPU is idle. Therefore no text is formatted unless it is
+    # needed.
     hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
@@ -269,7 +269,7 @@ def _compute_gate_columns(w1: Any, arguments: dict[str, Any]) -> int:
     return int(w1.shape[2]) // (arguments["num_bits"] // 2)
 
 
-# --- Running them ----------------------------------------------------------------------------------------------------
+# --- Running the slices ----------------------------------------------------------------------------------------------
 
 
 def run_gemm_and_sum(
@@ -282,12 +282,12 @@ def run_gemm_and_sum(
 ) -> Any:
     """Compute the second GEMM's output and sum it over the top-k, one column slice after the other.
 
-    :param deferred: replacement for the second GEMM's output. It has the arguments of the GEMM.
-    :param output: tensor [tokens, hidden]. The sums are written into it, and it is returned.
+    :param deferred: stand-in for the second GEMM's output, with the arguments of the GEMM.
+    :param output: tensor [tokens, hidden]. The sums are written into this tensor, which is returned.
     :param scale: factor of the sum.
     :param gemm: the engine's GEMM.
-    :param sum_and_copy: this package's kernel. It sums a slice into its columns of the output, and copies the next
-        slice's weights and scales into memory of their own.
+    :param sum_and_copy: this package's kernel. It sums a slice into the output's columns, and copies the next slice's
+        weights and scales into contiguous memory.
     """
     call = deferred.call
     assert call.gemm is not None
@@ -388,8 +388,8 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
 def find_function(module: ModuleType) -> FunctionType:
     """Return the Python function that Marlin's operator ``fused_marlin_moe`` runs.
 
-    In newer releases the callable that wraps the operator refers to the function. In other releases no object refers to
-    it. The function is then defined again from the module's source, with the operator's defaults.
+    In newer releases the wrapper of the operator refers to the function. In older releases no object refers to the
+    function, so it is defined again from the module's source, with the operator's default values.
 
     :raises engine.Unsupported: the operator is not the engine's own.
     """
@@ -408,10 +408,9 @@ def find_function(module: ModuleType) -> FunctionType:
 
 
 def plan() -> Plan:
-    """Return the plan for Marlin: how to install the column slices, or why they are not needed. The function first
-    checks that the engine's Marlin function, GEMM and sum have the expected code.
+    """Return the plan for Marlin: how to install the column slices, or why they are not needed.
 
-    :raises engine.Unsupported: the engine's code is not what this module expects.
+    :raises engine.Unsupported: the code of the engine's Marlin function, GEMM or sum is not as expected.
     """
     module = engine.import_module(MODULE)
     if not getattr(module, "_is_cuda", True):

@@ -1,14 +1,14 @@
-"""Detect blocks that read the input of their routed experts on a second CUDA stream.
+"""Detect modules that read the input of their routed experts on a second CUDA stream.
 
-A layer that works in place writes its output over its input. The engine writes this output only after the whole second
-GEMM. Column slices would write their first columns earlier. Some blocks (modules of a model that contain routed
-experts) run their shared experts at the same time, on another stream and on the same input. Neither stream waits for
-the other. Without column slices this is safe, because the engine writes its output late.
+Some modules run their shared experts at the same time as their routed experts, on another stream and on the same input.
+If the routed experts work in place, they write their output over this input, without waiting for the other stream. With
+the engine's own function this is safe, because it writes the output only after the whole second GEMM. Column slices
+would write their first columns earlier.
 
-The code of a block shows whether it does this: a method of its class runs something on a stream of its choice. If the
-shared experts are fused into the routed experts, nothing runs at the same time. One answer holds for all layers of the
-process, because they are of one kind. If the answer is yes although no stream reads the input, this costs one copy of
-the output and changes no result.
+A module counts as such a reader if a method of its class runs code on a stream that it chooses, and if its shared
+experts are not fused into the routed experts. One answer holds for all layers of the process, because they are of one
+kind. If the answer is yes, the Triton runner copies its output once more, and Marlin does not cut layers that work in
+place. A wrong yes changes no result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Install, Patcher, around, best_effort
 
 has_concurrent_reader = False
-"""Whether a block of this process's models may read the input of its routed experts on another stream."""
+"""Whether a module of this process's models may read the input of its routed experts on another stream."""
 
 
 def switches_streams(block: type) -> bool:
@@ -30,7 +30,7 @@ def switches_streams(block: type) -> bool:
 
 
 def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
-    """Return whether a block of a model may read the input of its routed experts on another stream.
+    """Return whether a module of a model may read the input of its routed experts on another stream.
 
     :param modules: all modules of the model.
     :param experts: the engine's class ``FusedMoE``.

@@ -1,10 +1,10 @@
 """Column slices in the Triton runner: run the engine's own fused-MoE function with three replaced globals.
 
-``route`` compares the size of the expert outputs with a threshold in every forward pass. For a large tensor,
+In every forward pass, ``route`` compares the size of the expert outputs with a threshold. If they are large enough,
 ``run_in_columns`` runs a copy of the engine's function in which three global names have other values: ``torch``
 (:class:`_FusedMoeTorch`), the GEMM (``invoke``) and the sum (``sum_slices``). The first GEMM runs as usual. The call of
-the second GEMM is only recorded. ``sum_slices`` then runs the second GEMM and this package's sum for one slice after
-the other (:mod:`.deferred_tensor`).
+the second GEMM is only recorded. ``sum_slices`` then runs the second GEMM and this package's sum for one column slice
+after the other (:mod:`.deferred_tensor`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
 
-#: Source texts in the engine's fused-MoE function that use the expert outputs. This module supports only these uses. A
-#: deferred tensor supports some of them. The others are reached only by calls that never run in columns (top-k of 2,
-#: LoRA hooks, a deferred sum).
+#: Source texts in the engine's fused-MoE function that use the expert outputs. This module supports only these uses.
+#: :class:`DeferredTensor` supports some of these uses. Only calls that never run in columns reach the other uses (top-k
+#: of 2, LoRA hooks, a deferred sum).
 _EXPECTED_USES = {
     "intermediate_cache3.view",
     "intermediate_cache3.shape",
@@ -62,17 +62,16 @@ _MAX_COMPILED_SUM_TOKENS = 32
 class _FusedMoeTorch(takers.OutputTorch):
     """Stand-in for the module ``torch`` inside the fused-MoE function, which does not allocate the expert outputs.
 
-    The stand-in also places one tensor in the layer's dead input, if a dead input is offered. If the call is not in
-    place, this tensor is the output. If the call is in place, this tensor is the activation's output, which is part of
-    the runner's peak memory.
+    If the layer offers its dead input, the stand-in places one tensor there. This tensor is the layer's output. If the
+    layer works in place, its output needs no memory, and the tensor is the activation's output instead.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         """Replacement for ``torch.empty`` inside the fused-MoE function.
 
         The expert outputs, the only tensor with three dimensions, become a :class:`DeferredTensor`. If the MoE layer
-        runs with ``inplace``, the output of its activation function is placed in the offered dead input, if it fits.
-        All other tensors are allocated as usual.
+        runs with ``inplace``, the activation's output is placed in the offered dead input, if it fits. All other
+        tensors are allocated as usual.
         """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)
@@ -91,18 +90,20 @@ class _FusedMoeTorch(takers.OutputTorch):
 def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
     """Return whether a call with large expert outputs may run in column slices.
 
-    LoRA hooks and a deferred sum need the whole expert outputs, so such calls run without slices. Calls with a top-k of
-    1 or 2 do so, too, because the engine does not call its sum for them. Calls with few tokens do so, because their
-    compiled sum adds in another order.
+    These calls run without slices:
+
+    - calls with LoRA hooks or a deferred sum, because they need the whole expert outputs,
+    - calls with a top-k of 1 or 2, because the engine does not call its sum,
+    - calls with at most 32 tokens, because the engine's compiled sum adds in another order.
     """
     return tokens > _MAX_COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
 
 
 def estimate_local_row_fraction(filter_expert: Any) -> float:
-    """Return the fraction of the rows whose expert is on this rank, for evenly loaded experts.
+    """Return the fraction of the expert outputs' rows whose expert is on this rank, for evenly loaded experts.
 
     :param filter_expert: whether the call skips experts of other ranks (expert parallelism).
-    :returns: 0 if the number of ranks is unknown. The estimate of time then counts only the bytes of the weights.
+    :returns: 0 if the number of ranks is unknown. The estimated time of the layer then contains no GEMM operations.
     """
     if not filter_expert:
         return 1.0
@@ -146,7 +147,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             gemm = TritonGemm(tiles, deferred_tensor.quantizes(kwargs), uses_staging=uses_staging)
             if column_slices.choose_slice_width(layer, gemm, max_bytes) == layer.hidden:
                 return original(*args, **kwargs)
-        # The kernels still read the MoE input while they write the dead input. Both must not be the same memory.
+        # The kernels still read the MoE input while they write the dead input, so they must not be the same memory.
         channel.withdraw_if_shared(hidden_states)
         call = FusedMoeCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
         token = deferred_tensor.current_call.set(call)
@@ -170,19 +171,18 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 
 
 def has_unwritten_sum(fused_moe: FunctionType) -> bool:
-    """Return whether the engine's function sums a tensor that it never writes.
+    """Return whether the engine's fused-MoE function sums a tensor that it never writes.
 
     This fault exists up to 0.5.17 at least, if the top-k is 1 and the routed scaling factor is not 1. The GEMM then
-    writes the output itself, and the sum overwrites it with values that were never written.
+    writes the correct output, and the sum overwrites it with the sum of uninitialized memory.
     """
     return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.read_source(fused_moe)
 
 
 def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
-    """Return a route that makes calls with a top-k of 1 correct, in releases with the fault that
-    :func:`has_unwritten_sum` finds.
+    """Return a route for calls with a top-k of 1, which some releases compute wrongly (:func:`has_unwritten_sum`).
 
-    The route calls the fused-MoE function with a routed scaling factor of 1, and then multiplies its output by the real
+    The route calls the fused-MoE function with a routed scaling factor of 1, and then multiplies the output by the real
     factor.
     """
     following = getattr(module, FUSED_MOE)
@@ -208,7 +208,7 @@ def _build_fused_moe_in_columns(
 ) -> FunctionType:
     """Return a copy of the engine's fused-MoE function that runs the second GEMM and the sum in column slices.
 
-    The copy allocates, computes and sums through this module's replacements for three globals.
+    In the copy, the globals for ``torch``, the GEMM and the sum are replaced.
     """
     import torch
 
@@ -270,10 +270,9 @@ def _require_globals(function: Any, *names: str) -> None:
 
 
 def plan() -> Plan:
-    """Return the plan for the Triton runner: how to install the column slices, or why they are not needed. The function
-    first checks that the engine's fused-MoE function, GEMM and sum have the expected code.
+    """Return the plan for the Triton runner: how to install the column slices, or why they are not needed.
 
-    :raises engine.Unsupported: the engine's code is not what this module expects.
+    :raises engine.Unsupported: the code of the engine's fused-MoE function, GEMM or sum is not as expected.
     """
     if getattr(engine.import_module(fused_moe_call.MODULE), "_is_hip", False):
         return Plan.not_needed("AMD's sums over the top-k have not been tried")

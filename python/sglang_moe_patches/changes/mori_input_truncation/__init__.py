@@ -1,5 +1,5 @@
 """mori-input-truncation: with MoRI's all-to-all, the MoE kernel computes only the rows of the receive buffer that can
-have arrived. It never loses a row.
+have arrived. No row is ever lost.
 
 Why
     The MoE kernel computes MoRI's whole receive buffer, although only a part of it holds rows. The engine's own limit
@@ -16,18 +16,18 @@ Skipped
     ``SGLANG_MORI_RECV_BOUND`` is set.
 
 Costs
-    One lookup in a cache in each layer. Its key consists of values that the CPU has. Nothing is read from the device.
+    One lookup in a cache in each layer. Nothing is read from the device.
 
 How
     Reading the number of received rows from the device would synchronize in every layer. The CPU knows an upper bound
-    (:mod:`.bound`). It follows from the rows of each data-parallel rank in this forward pass, and from the rows that
-    this rank has sent. A cut to this bound needs no check. If no bound can be proven, the user's limit is applied and
-    an assertion on the device checks it. While CUDA graphs are captured, the bound is that of the padded batch, with
-    which every rank replays the graph.
+    (:mod:`.bound`), which follows from the rows of each data-parallel rank and from the rows that this rank has sent. A
+    cut to this bound loses no row. If no bound can be proven, the user's limit is applied, and an assertion on the
+    device checks the number of received rows. While a CUDA graph is captured, the bound is computed for the padded
+    batch, because every rank replays the graph with a batch of this size.
 
 Upstream
-    sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 also have
-    ``SGLANG_MORI_RECV_BOUND``. The limit is unsafe there, too.
+    From 0.5.11 on the engine has the limit (sgl-project/sglang#22952). From 0.5.19 on it also has
+    ``SGLANG_MORI_RECV_BOUND``. The limit is unsafe in all these releases.
 
 Remove when
     the engine never cuts below a bound that it can prove.
@@ -46,8 +46,8 @@ from sglang_moe_patches.core.patch import Change, Count, Skip
 def _find_skip(server_args: Any) -> Skip | None:
     """Return why this server's receive buffer need not be cut, or ``None`` if it must be cut.
 
-    It need not be cut if the server uses another all-to-all backend, or if neither :data:`LIMIT` nor :data:`BOUND` is
-    set.
+    It need not be cut if the server uses another all-to-all backend, or if neither of the environment variables
+    (:data:`LIMIT`, :data:`BOUND`) is set.
     """
     if server_args.moe_a2a_backend != "mori":
         return Skip(f"--moe-a2a-backend is {server_args.moe_a2a_backend}")

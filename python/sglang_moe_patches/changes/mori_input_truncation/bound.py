@@ -27,10 +27,10 @@ class Layout(NamedTuple):
 
     @property
     def dp_ranks(self) -> int:
-        """Number of data-parallel ranks in the expert-parallel group. It is 0 if ``attn_tp * attn_cp`` does not divide
-        ``ranks``; no bound is proven then.
+        """Number of data-parallel ranks in the expert-parallel group, or 0 if ``attn_tp * attn_cp`` does not divide
+        ``ranks``.
 
-        The number is computed, because the engine reports a data-parallel size of 1 while some draft models run.
+        The number is not read from the engine, because the engine reports 1 while some draft models run.
         """
         groups, rest = divmod(self.ranks, self.attn_tp * self.attn_cp)
         return 0 if rest else groups
@@ -46,6 +46,13 @@ def find_rows_per_dp_rank(
 ) -> tuple[int, ...] | None:
     """Return the largest number of rows that each data-parallel rank can have in this forward pass.
 
+    ``counts`` is ``None`` while the engine captures or warms up a graph, or runs a sub-batch. A single data-parallel
+    rank then has ``local_rows`` rows. With several data-parallel ranks, ``global_rows`` decides:
+
+    - If it is ``dp_ranks`` times ``local_rows``, all data-parallel ranks use the same graph: the graph for the largest
+      batch among them. No rank has more than ``local_rows`` rows.
+    - If it is another number, each rank uses a graph for its own batch. The other ranks' rows are unknown.
+
     :param counts: ``global_num_tokens`` of ``dp_attention``: the padded number of rows of each data-parallel rank. With
         the padding mode ``MAX_LEN`` all ranks have the same number. With ``SUM_LEN`` each rank has its own, and an idle
         rank has 0. If the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with
@@ -53,17 +60,9 @@ def find_rows_per_dp_rank(
     :param local_rows: local buffer length of ``dp_attention``: this rank's padded rows.
     :param global_rows: global buffer length of ``dp_attention``: the padded rows of all ranks.
     :param dp_ranks: number of data-parallel ranks.
-    :param two_batch_overlap: whether a sub-batch may be running. The engine gives no counts for a sub-batch, and each
-        data-parallel rank splits its own batch, so the other ranks' rows are unknown.
-    :returns: ``None`` if the CPU does not know the numbers of rows.
-
-    ``counts`` is ``None`` while the engine captures or warms up a graph, or runs a sub-batch. A single data-parallel
-    rank then has ``local_rows`` rows. With several data-parallel ranks, ``global_rows`` decides:
-
-    - If it is ``dp_ranks`` times ``local_rows``, all data-parallel ranks use the same graph: the graph for the largest
-      batch among them. No rank has more than ``local_rows`` rows.
-    - If it is another number, each rank uses a graph for its own batch. The other ranks' rows are unknown, and the
-      result is ``None``.
+    :param two_batch_overlap: whether a sub-batch may be running. Each data-parallel rank splits its own batch, so the
+        rows of the other ranks' sub-batches are unknown.
+    :returns: ``None`` if the rows of some rank are unknown.
     """
     if counts is not None:
         return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
@@ -79,27 +78,27 @@ def find_rows_per_dp_rank(
 def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
     """Return the largest number of rows that this rank can receive in one MoRI dispatch.
 
+    MoRI sends a row to a destination rank once, however many of the row's experts that rank has. So at most as many
+    rows arrive as all ranks of the group send, this rank included. Padding rows count, because the router decides on
+    the device whether they are sent. How many rows the ranks send depends on these cases, in which a data-parallel rank
+    has ``n`` rows:
+
+    - *Attention TP.* The engine usually pads the ``n`` rows and scatters them over the attention-TP ranks
+      (``ScatterMode.SCATTERED``). Together these ranks then send ``n`` rows. If this rank has sent ``n / attn_tp``
+      rows, rows were scattered on all ranks, because all ranks run the same model. Otherwise, as on an idle rank (0 of
+      0 rows), each rank may send all ``n`` rows.
+    - *Context parallelism* may split unevenly, or only in prefill. Each rank may send all ``n`` rows.
+    - *More rows sent than counted.* If this rank has sent more rows than its count, the counts belong to another
+      forward pass, and no bound is proven.
+    - *One data-parallel rank without counts.* Every rank has the same batch, and sends all of it or an even share. Even
+      shares differ by at most one row, so at most ``ranks * (sent + 1)`` rows are sent.
+
     :param sent: number of rows that this rank has sent. The CPU knows it from the shape of a tensor.
-    :param counts: largest number of rows of each data-parallel rank, from :func:`find_rows_per_dp_rank`, or ``None`` if
+    :param counts: largest number of rows of each data-parallel rank (:func:`find_rows_per_dp_rank`), or ``None`` if
         unknown.
     :param layout: distribution of the attention over the ranks.
     :param buffer_rows: rows of the receive buffer. More rows cannot arrive.
     :returns: ``None`` if no bound can be proven.
-
-    MoRI sends a row to a destination rank once, however many of the row's experts that rank has. At most as many rows
-    arrive as all ranks of the group send, this rank included. (The vendor's worst-case buffer is this sum for full
-    ranks.) Padding rows count, because the router decides on the device whether they are sent. The ranks send:
-
-    - *Attention TP.* If a dispatcher sends the rows to the experts, the engine first pads the ``n`` rows of a
-      data-parallel rank to a multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``). Together
-      these ranks send ``n`` rows. If this rank has sent ``n / attn_tp`` rows, the rows were scattered on all ranks,
-      because all ranks run the same model. Otherwise each rank may send all ``n`` rows. Examples are a model that
-      scatters nothing, and an idle rank (0 of 0).
-    - *Context parallelism* may split unevenly, or only in prefill. Each rank may send all ``n`` rows.
-    - *More rows sent than counted.* If this rank has sent more rows than its count, the counts belong to another
-      forward pass, and no bound is proven.
-    - *One data-parallel rank* without counts. Every rank has the same batch, and sends all of it or an even share. Even
-      shares differ by at most one row, so at most ``ranks * (sent + 1)`` rows are sent.
     """
     if layout.dp_ranks == 0 or sent < 0:
         return None
@@ -121,9 +120,9 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
 def round_up_rows(rows: int) -> int:
     """Round a number of rows up by less than 1/16 of the number.
 
-    All batches then have one of a few sizes, so the allocator can reuse memory, and caches by shape are hit. The step
-    is 1/32 of the next power of two. AITER chooses its kernel by that power of two (``get_padded_M``, up to 1,024
-    rows), so rounding does not change the kernel.
+    Batches then have only a few different sizes, so the allocator can reuse memory, and caches by shape are hit. The
+    step is 1/32 of the next power of two. AITER chooses its kernel by the same power of two (``get_padded_M``, up to
+    1,024 rows), so rounding does not change the kernel.
     """
     step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
     return -(-rows // step) * step
@@ -132,10 +131,9 @@ def round_up_rows(rows: int) -> int:
 class Cut(NamedTuple):
     """Decision about one forward pass: how many rows of the receive buffer the MoE kernel computes.
 
-    :param rows: rows of the receive buffer that the kernel receives.
+    :param rows: rows of the receive buffer that the MoE kernel computes.
     :param needs_assertion: whether more rows may arrive. The device must then check the number of received rows.
-    :param is_limit_raised: whether the user's limit is below the number of rows that can arrive. Such a limit is
-        replaced by a number of rows that is large enough.
+    :param is_limit_raised: whether the user's limit was raised, because more rows can arrive.
     """
 
     rows: int
@@ -150,9 +148,9 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
     :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
     :param recv_bound: whether to cut to ``bound`` even if the user set no limit.
-    :returns: a cut to at most ``buffer_rows`` rows, and to at least ``bound`` rows if it is known. A limit between
-        ``bound`` and the rounded bound is used as it is. At least one row stays, because kernels are not launched on an
-        empty tensor.
+    :returns: a cut to at most ``buffer_rows`` rows, and to at least ``bound`` rows if it is known. The bound is rounded
+        up (:func:`round_up_rows`), but not above the limit. At least one row stays, because kernels are not launched on
+        an empty tensor.
     """
     if not (limit or recv_bound):
         return Cut(buffer_rows, False, False)
@@ -173,8 +171,7 @@ def decide_cut(
 ) -> tuple[int | None, Cut]:
     """Decide how many rows of the receive buffer the MoE kernel computes in one forward pass.
 
-    :returns: two values: the largest number of rows that can arrive (:func:`compute_max_received_rows`), or ``None`` if
-        it is unknown, and the :class:`Cut` that :func:`decide_rows` returns for this number.
+    :returns: the results of :func:`compute_max_received_rows` and :func:`decide_rows`.
     """
     bound = compute_max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

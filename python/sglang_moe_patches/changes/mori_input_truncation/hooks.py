@@ -31,7 +31,7 @@ _ENGINE_LIMIT = "mori_moe_max_input_tokens"
 _POLICY = "_moe_patches_mori_policy"
 _CUT_TENSORS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
 
-# --- At every forward ------------------------------------------------------------------------------------------------
+# --- In every forward pass -------------------------------------------------------------------------------------------
 
 
 def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
@@ -46,8 +46,8 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     :param policy: the layer's settings.
     :param dp_buffer: the engine's class in which ``dp_attention`` keeps the token counts of a forward pass.
     :returns: a changed copy of ``dispatched``, or the object itself if there is nothing to cut.
-    :raises RuntimeError: no bound can be proven, and more rows than the limit have arrived. A failed assertion on a GPU
-        ends the process.
+    :raises RuntimeError: no bound can be proven, and more rows than the user's limit have arrived. On a GPU, a failed
+        assertion ends the process instead.
     """
     buffer_rows = dispatched.hidden_states.shape[0]
     if policy.has_unproven_layout:
@@ -123,7 +123,8 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
 def _cut_to(dispatched: Any, rows: int) -> Any:
     """Return a copy of ``dispatched`` from which the MoE kernel computes ``rows`` rows.
 
-    If ``dispatched`` has a field ``recv_cap``, the copy has ``rows`` there. Otherwise its tensors are shorter.
+    If ``dispatched`` has a field ``recv_cap``, the copy's field is ``rows``, or 0 if nothing is cut. Otherwise the
+    copy's tensors have ``rows`` rows.
     """
     whole = rows >= dispatched.hidden_states.shape[0]
     if _RECV_CAP in dispatched._fields:
@@ -193,8 +194,8 @@ def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
 def find_layer_class() -> type:
     """Return the engine's class of MoE layers whose ``run_moe_core`` receives MoRI's rows.
 
-    From 0.5.13 on this is ``FusedMoE``. MoRI's own layer calls its methods, and EPv2 (the second version of MoRI's
-    dispatch) uses it directly.
+    From 0.5.13 on this class is ``FusedMoE``. MoRI's own layer class calls methods of ``FusedMoE``. EPv2 (the second
+    version of MoRI's dispatch) uses ``FusedMoE`` itself.
 
     :raises engine.Unsupported: the layer is missing, or another plugin has replaced it.
     """
@@ -252,10 +253,9 @@ def _require_layout(dp_attention: Any) -> None:
 
 
 def plan() -> Plan:
-    """Return the plan for mori-input-truncation, after a probe of the MoE layer for MoRI, its dispatch output and the
-    engine's own cut.
+    """Return the plan for mori-input-truncation, which says how to install the change.
 
-    :raises engine.Unsupported: the engine's code is not what this module expects.
+    :raises engine.Unsupported: the engine's code for MoRI is not what this module expects.
     """
     environ = engine.import_module("sglang.srt.environ")
     dp_attention = engine.import_module("sglang.srt.layers.dp_attention")

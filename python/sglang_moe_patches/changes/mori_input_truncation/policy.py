@@ -1,7 +1,7 @@
 """Settings with which a layer's receive buffer is cut, read when the layer is constructed.
 
-They come from the environment variables, from the layout of the ranks and from features of the server for which the
-engine's token counts are wrong.
+The settings depend on the environment variables, on how the attention is distributed over the ranks, and on whether the
+server uses features with which the engine's token counts are wrong.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def _parse_rows(text: str) -> int:
 def _parse_switch(text: str) -> bool:
     """Parse ``SGLANG_MORI_RECV_BOUND``, with every spelling that the engine accepts, such as "1" and "true".
 
-    The engine reads any other text as "off", but this function raises an exception.
-
-    :raises ValueError: the engine does not accept the text.
+    :raises ValueError: any other text. The engine itself would read it as "off".
     """
     if text.lower() in ("1", "true", "yes", "y"):
         return True
@@ -131,10 +129,9 @@ def _read_layout(layer: Any) -> Layout:
 
 
 _MAX_INTRANODE_RANKS = 8
-"""Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks MoRI uses its InterNode kernels,
-or its AsyncLL kernels if ``--deepep-mode`` allows low latency. With InterNode kernels this package cuts nothing,
-because received rows may not lie at the start of the buffer. The engine's own bound of the received rows (from 0.5.22
-on) does not support InterNode kernels either."""
+"""Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks MoRI uses its AsyncLL kernels if
+``--deepep-mode`` allows low latency, else its InterNode kernels. With InterNode kernels this package cuts nothing,
+because received rows may not lie at the start of the receive buffer."""
 
 
 def _runs_internode(layer: Any) -> bool:
@@ -154,7 +151,8 @@ def read_policy(layer: Any) -> Policy | None:
     backend = get_moe_a2a_backend()
     if not backend.is_mori():
         return None
-    # The engine bounds EPv2's input only if it knows EPv2's layout. A limit that is too small is raised for EPv2, too.
+    # The engine cuts EPv2's input only if it knows EPv2's layout. For EPv2, this change only raises a limit that is too
+    # small.
     epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
     unreliable_reason = None
     has_stale_counts = str(read_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
@@ -163,7 +161,7 @@ def read_policy(layer: Any) -> Policy | None:
         # rows.
         unreliable_reason = "--enable-dynamic-chunking"
     elif has_stale_counts:
-        # The engine's own bound does not use the counts with DSPARK, because they may be of an earlier forward pass.
+        # With DSPARK the counts may be of an earlier forward pass. The engine's own bound does not use them either.
         unreliable_reason = "--speculative-algorithm DSPARK"
     elif envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
         unreliable_reason = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"

@@ -32,7 +32,7 @@ if triton is not None:
         TOP_K: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Sum the expert outputs of one token in one block of columns."""
+        """Sum one token's expert outputs in one block of columns, and store the result in the output."""
         column = block * BLOCK + tl.arange(0, BLOCK)
         mask = column < columns
         total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -93,9 +93,7 @@ def moe_sum(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) ->
 
 
 def moe_sum_torch(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) -> None:
-    """Compute the result of :func:`moe_sum` in plain PyTorch, term by term. Tests compare the kernel's results with
-    these.
-    """
+    """Compute the result of :func:`moe_sum` in plain PyTorch, term by term, as a reference for tests of the kernel."""
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in range(expert_outputs.shape[1]):
         total += expert_outputs[:, expert].float()

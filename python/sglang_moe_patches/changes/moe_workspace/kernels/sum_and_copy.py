@@ -1,8 +1,8 @@
 """Triton kernel that sums one column slice over the top-k and copies the next slice's weights and scales.
 
-The sum and the copies are independent, so one launch runs them together. Separate launches would each wait until the
-launch before has drained from the GPU, and the copy of the scales is too small to fill the GPU. PyTorch's own copy of a
-column slice moves one element at a time. This kernel moves sixteen bytes at a time.
+The sum and the copies are independent, so one launch runs them together. Separate launches would run one after the
+other, and the copy of the scales is too small to fill the GPU. PyTorch's own copy of a column slice moves one element
+at a time. This kernel moves sixteen bytes at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if triton is not None:
 
     @triton.jit
     def _copy_block(program, source_ptr, target_ptr, source_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Copy one block of eight-byte words of one row from ``source`` to ``target``. ``program`` is the number of the
-        block among all blocks of all rows.
+        """Copy one block of eight-byte words of one row from ``source`` to ``target``.
+
+        :param program: number of the block among all blocks of all rows.
         """
         blocks = tl.cdiv(words, BLOCK)
         row = (program // blocks).to(tl.int64)
@@ -55,8 +56,9 @@ if triton is not None:
         WEIGHTS_BLOCK: tl.constexpr,
         SCALES_BLOCK: tl.constexpr,
     ):
-        """Run one program of the launch: copy a block of the weights, copy a block of the scales, or sum a block of
-        columns.
+        """Copy one block of the weights, copy one block of the scales, or sum one block of columns.
+
+        The program's number decides. The first programs copy weights, the next ones copy scales, and the others sum.
         """
         program = tl.program_id(0)
         if program < weights_programs:
