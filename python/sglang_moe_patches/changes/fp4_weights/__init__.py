@@ -46,8 +46,8 @@ Upstream
       vllm#45179 report the same holes in vLLM.
 
 Remove when
-    the engine lays out experts in place, or within a bounded scratch, allocates no unread block scales for TRT-LLM and
-    Marlin, deletes MXFP4's scales with ``triton_kernels``, and repacks for Marlin without a list.
+    the engine lays out experts with little extra memory, repacks for Marlin without a list, allocates no unread block
+    scales for NVFP4, and deletes MXFP4's scales with ``triton_kernels``.
 """
 
 from __future__ import annotations

@@ -169,9 +169,7 @@ def allow_overwriting(layer: Any) -> Iterator[None]:
 
 @around
 def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``_swizzle_mxfp4``, which lays out ``w13`` or ``w2`` of a loaded layer, so that it lays out a few experts at
-    a time.
-    """
+    """Wrap ``_swizzle_mxfp4``, which lays out a layer's weights for one GEMM: lay out a few experts at a time."""
     swizzle, layout = functools.partial(original, **kwargs), None
     with best_effort("the layout of MXFP4 experts in parts"):
         layout = choose_layout(swizzle, weight, scale, *args)
@@ -205,8 +203,8 @@ def _assign_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _find_memory(weight: Any, data: Any) -> Any:
-    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight, or ``None`` if it does
-    not fit.
+    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight. If the tensor does not
+    fit into this memory, return ``None``.
 
     The tensor begins where the weight's memory begins, and ends at or before the end of the loaded weight. Parts are
     written from the first expert on, so no part overwrites an expert that was not read yet.

@@ -82,7 +82,7 @@ class _Repack(TorchFunctionMode):
 
         :param copy: the tensor that the engine passes to its repacking kernel.
         :returns: a view of the loaded weights, which the repacked expert may overwrite. It is ``None`` if the weights
-            must not be overwritten, if ``copy`` is not the last result of ``contiguous()``, or if it copied nothing.
+            must not be overwritten, if ``copy`` is not the last result of ``contiguous()``, or if no copy was made.
         """
         (last_copy, source), self._last_copy = self._last_copy, (None, None)
         if last_copy is not copy or copy is None:

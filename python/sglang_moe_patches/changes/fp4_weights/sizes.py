@@ -26,8 +26,8 @@ reserved memory that no later tensor fits into. With gpt-oss-120b on one H200 th
 layers of other sizes, a model of PyTorch's allocator gives 8 to 35 %."""
 _HOLES = 100 << 20
 """Bytes that a rank loses to holes in its allocator if experts are laid out in parts. A hole is then the unused rest of
-a 20 MiB segment. The number is the largest of TP=1, 2, 4 and 8 in a model of PyTorch's allocator. Measured
-with gpt-oss-120b on an H200: 184 MB, and 724 MB with the sizes of TP=2."""
+a 20 MiB segment. The number is the largest of TP=1, 2, 4 and 8 in a model of PyTorch's allocator. Measured holes of
+gpt-oss-120b on an H200 are 184 MB, and 724 MB with the sizes of TP=2."""
 _MARLIN = 1.47, 0.21
 """Memory that the repack of one layer for Marlin takes, as a multiple of the layer's packed weights (0.5.17). The first
 number is for a stock server, the second for fp4-weights."""

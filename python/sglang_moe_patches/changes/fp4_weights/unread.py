@@ -332,7 +332,7 @@ class _Reader:
         return getattr(owner, name, default)
 
     def _evaluate_call(self, function: Any, arguments: list[Any]) -> Any:
-        """Return the value of a call, or ``_UNKNOWN`` unless the called function is a single ``return`` statement."""
+        """Return the value of a call if the called function is a single ``return`` statement, else ``_UNKNOWN``."""
         if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
             return _UNKNOWN
         names = engine.list_parameters(function)
