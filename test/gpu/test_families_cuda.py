@@ -25,7 +25,7 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE
 ROOT = Path(__file__).parents[2]
 TOKENS, STEPS, LAYERS = 16384, 4, 4
 PREFILL_GRAPHS = ("disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
-"""Arguments that disable CUDA graphs of prefills. The name differs between releases."""
+"""Argument that disables CUDA graphs of prefills, under its names in different releases."""
 WIDE = {"max_position_embeddings": 32768, "vocab_size": 4096, "num_hidden_layers": LAYERS}
 #: Models with the widths and the top-k of gpt-oss-120b, Qwen3-Next-80B, Ling-lite and Qwen1.5-MoE, and with few
 #: experts. The experts have the width of one rank of TP=8, 4, 8 and 4, so that their activation fits into a layer's
@@ -94,7 +94,7 @@ def run_family(name: str, folder: Path) -> dict[str, Any]:
     prompt = [(7 * i) % 4000 + 3 for i in range(TOKENS)]
 
     def measure(model: Any) -> tuple[list[list[int]], Any, int]:
-        engine.generate(model, [prompt], 0)  # compiles
+        engine.generate(model, [prompt], 0)  # compiles the kernels
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         tokens, logits = engine.generate(model, [prompt], STEPS)

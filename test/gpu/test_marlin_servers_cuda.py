@@ -53,7 +53,7 @@ def quantize_int4(weight: Any) -> dict[str, Any]:
     :param weight: [out, in].
     :returns: three tensors:
 
-        - ``weight_packed``, int32 [out, in / 8]: eight values each, plus 8, the first value in the lowest bits.
+        - ``weight_packed``, int32 [out, in / 8]: eight values, each with 8 added; the first is in the lowest bits.
         - ``weight_scale``, bfloat16 [out, in / ``INT4_GROUP``].
         - ``weight_shape``, int32 [2].
     """

@@ -243,9 +243,7 @@ def replace_slow_kernels(monkeypatch, request):
 
 @pytest.fixture
 def slice_counts(monkeypatch):
-    """List with one entry for each call of the fused-MoE function whose output tensor may be cut: the number of column
-    slices.
-    """
+    """Numbers of column slices, one for each call of the fused-MoE function whose output tensor may be cut."""
     counts = []
     slices = deferred_tensor.choose_column_slices
 
@@ -349,9 +347,9 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, slice
 
 
 @pytest.mark.usefixtures("lower_thresholds")
-def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(modules, slice_counts, monkeypatch):
-    """The first GEMM can include the activation from 0.5.20 on, which is off by default. It then fills the second
-    tensor, whose allocation must still be deferred.
+def test_an_activation_inside_the_first_gemm_leaves_the_expert_outputs_deferred(modules, slice_counts, monkeypatch):
+    """From 0.5.20 on, the engine can run the activation inside the first GEMM (off by default). It then allocates one
+    tensor less. The expert outputs must still be deferred.
     """
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")
@@ -418,9 +416,8 @@ def test_forward_passes_in_two_threads_share_no_state(modules, slice_counts):
 
 @pytest.fixture
 def concurrent_reads(modules, monkeypatch):
-    """Object with two attributes. ``watch`` makes another stream read the input while each GEMM runs, as shared experts
-    do that run at the same time as the routed experts. ``found`` has one entry for each GEMM: the values that were
-    read.
+    """Object with two attributes. ``watch`` makes another stream read the input during each GEMM, like shared experts
+    that run at the same time. ``found`` has the values that were read, one entry for each GEMM.
     """
     found, side = [], None if INTERPRETED else torch.cuda.Stream()
     invoke = getattr(modules.sequence, triton.INVOKE)

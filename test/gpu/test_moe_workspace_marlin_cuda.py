@@ -215,7 +215,7 @@ def replace_slow_kernels(monkeypatch, request):
 
 @pytest.fixture
 def slices_per_call(monkeypatch):
-    """List with one entry for each call of Marlin's function for which column slices are chosen: these slices."""
+    """Column slices that each call of Marlin's function chose, as pairs: first column, and column after the last."""
     found = []
     choose = marlin.choose_column_slices
 
@@ -293,8 +293,8 @@ def test_a_server_with_column_slices_answers_as_stock(
 
 @pytest.mark.parametrize("given_map", [False, True])
 def test_experts_of_other_ranks_add_nothing_to_the_sum(module, slices_per_call, given_map):
-    """Experts on other ranks add nothing to the output. The GEMM does not write the rows of these experts. The memory
-    of these rows then has values of the previous slice, which must not be added.
+    """The GEMM does not write the rows of experts on other ranks. The memory of these rows still has values of the
+    previous slice, which must not be added.
     """
     ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
@@ -308,9 +308,7 @@ def test_experts_of_other_ranks_add_nothing_to_the_sum(module, slices_per_call, 
 
 
 def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
-    """No kernel reads the input after the output was written over it. The test sets ``inplace``. No caller in the
-    engine sets it.
-    """
+    """The test sets ``inplace``, so that the output overwrites the input. No caller in the engine sets ``inplace``."""
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
     with install_column_slices():

@@ -1,8 +1,8 @@
 """GPU tests of servers with the Triton runner, combined with other features: patched answers equal stock answers.
 
 Each case starts a stock and a patched server with a few layers of a model's widths and random weights, and sends both
-the same prompts. The patched server must have acted: it computed in several column slices, and layers with a dead input
-overwrote the dead input with their output or activation. No code synchronizes with the GPU between forward passes.
+the same prompts. The patched server must compute in several column slices. Its layers with a dead input must overwrite
+the dead input with their output or activation. The tests add no synchronization with the GPU between forward passes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from sglang_moe_patches.registry import CHANGES
 
 
 def compare(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Resolve a recipe by doctor, and by the engine.
+    """Resolve a recipe twice: with ``doctor``, and with the engine.
 
     :returns: a dictionary with two keys: ``doctor`` has doctor's answer, and ``engine`` has the engine's chunk, ranks,
         runner and quantization.
@@ -32,7 +32,7 @@ def compare(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_kv_sizing(server: dict[str, Any]) -> dict[str, Any]:
-    """Decide whether kv-sizing sizes a server, by doctor, and by the code that runs in a server's process.
+    """Decide twice whether kv-sizing sizes a server: with ``doctor``, and with the code of a server's process.
 
     :returns: a dictionary with two keys: ``doctor`` has doctor's answer, and ``engine`` has the decision of the
         server's code.

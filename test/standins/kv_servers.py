@@ -25,7 +25,7 @@ def find_phase(limits, kind):
 
 
 def largest_batch(phase):
-    """Return a batch that is at least as large as the phase's bound in every respect."""
+    """Return a batch that meets the phase's bound (:class:`phases.Bound`): all of its sizes are large enough."""
     return Batch(phase.bound.modes[0], **dict.fromkeys(SIZES, 10**9), graph=bool(phase.bound.graph))
 
 

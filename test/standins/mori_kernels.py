@@ -272,7 +272,7 @@ def list_networks() -> list[Network]:
 
 
 def forget_networks() -> None:
-    """Forget the simulated networks of all earlier operations, so that operations created later do not share one."""
+    """Forget all simulated networks. Operations that are created later get a new network, even for the same sizes."""
     _Meeting._all.clear()
 
 

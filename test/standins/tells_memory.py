@@ -13,7 +13,7 @@ engine's. The KV cache lies at reserved addresses, and code that touches an unma
 ``MAP_FAILS``                 rank that has no memory to grow
 ``SHORT``                     file with a number of bytes; once it exists, another process has allocated these bytes
 ``TURN_S``                    file with a number of seconds; once it exists, each turn takes that much longer
-``MERGES``                    file of the sizes of merged batches, if one of both has tensors for penalties
+``MERGES``                    file with the size of each merged batch, if one of its parts has tensors for penalties
 ``RAISES``                    ``REQUESTS RANK``: forward passes of so many requests raise on one rank or ``all``
 ``HOLDS``                     if set, the second rehearsed forward pass lasts until the process ends
 ``SLEEPS``                    if set, the log has a line for each sleep of an idle scheduler
@@ -39,7 +39,7 @@ GAIN = int(os.environ.get("GAIN", "300000000"))
 fraction = [float(os.environ.get("GIVEN", "0"))]
 mapped = [0]
 reads = [0]
-sampled = {"now": 0, "most": 0}  # bytes of sampling since the last reset of the peak, and ever
+sampled = {"now": 0, "most": 0}  # peak bytes of sampling: since the last reset, and ever
 
 
 def register():
@@ -115,7 +115,7 @@ def sample_often(serving):
 
 
 def prepare_rehearsal(rehearsal):
-    rehearsal.REHEARSAL_TIMEOUT_S = 3600  # long enough for any machine
+    rehearsal.REHEARSAL_TIMEOUT_S = 3600  # seconds, enough for any machine
     rehearsal.MIN_FREE_BYTES = margin_bytes() // 2
     if "BYTES_PER_REQUEST" in os.environ:
         count_sampling_bytes(rehearsal)
@@ -141,7 +141,7 @@ def count_sampling_bytes(rehearsal):
     rehearsal.gpu_memory.reset_peak = lambda gpu: sampled.update(now=0)
     begin = rehearsal.Rehearsal.begin
 
-    def begin_with_zero(rehearsal):  # the flush before it has emptied the allocator
+    def begin_with_zero(rehearsal):  # the flush before the rehearsal has emptied the allocator
         sampled.update(now=0, most=0)
         begin(rehearsal)
 
@@ -226,8 +226,8 @@ def note(text):
 
 
 def note_tuning(module):
-    """Record each time that the engine tunes kernels. On a CPU the engine tunes nothing. So up to 0.5.13, the step
-    after the tuning is recorded."""
+    """Record each time that the engine would tune kernels on a GPU. Up to 0.5.13, the record is made in the step after
+    the tuning, because a CPU skips the tuning."""
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
             wrapt.wrap_function_wrapper(module, f"{kind}.{name}", note_tuning_step)
@@ -287,8 +287,8 @@ def report_before_pools(module):
 
 
 def read_fraction_first(wrapped, maker, args, kwargs):
-    """Read ``--mem-fraction-static`` before the engine sizes its pools. In a server without kv-sizing, no other code in
-    this module reads it."""
+    """Read ``--mem-fraction-static`` before the engine sizes its pools, because the reported free memory depends on it.
+    Without kv-sizing, no other code calls ``fraction_in_force``."""
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import engine_rule
 

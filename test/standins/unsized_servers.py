@@ -94,11 +94,11 @@ ABSENT_FROM_SOME_RELEASES = {
 
 
 def arguments(name: str) -> dict[str, object]:
-    """Return the resolved arguments by which kv-sizing recognizes the server for an argument."""
+    """Return the fields of ``ServerArgs`` by which kv-sizing recognizes the server with the argument ``name``."""
     server = SERVERS[name]
     return dict(server.arguments) or {name.removeprefix("--").replace("-", "_"): server.value}
 
 
 def command_lines() -> list[str]:
-    """Return the command lines of all servers. A release that does not have the argument refuses the server."""
+    """Return the command lines of all servers. A release refuses a command line whose argument it does not know."""
     return [f"{name} {'' if server.value is True else server.value} {server.more}" for name, server in SERVERS.items()]

@@ -199,9 +199,8 @@ def test_server_arguments_that_regress_can_serve_are_not_refused(given):
 
 
 def test_a_setting_in_a_config_file_is_ignored_if_the_command_sets_it_itself(tmp_path):
-    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. Arguments that ``regress``
-    itself puts on the command line (``Refusal.ours``) are not refused in the file, because the command line overrides
-    it."""
+    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. It sets some of them itself on
+    the server's command line. These are allowed in the file, because the command line overrides the file."""
     file = tmp_path / "server.yaml"
     file.write_text("seed: 1\nport: 30000\n")
     given = ["--config", str(file)]
@@ -278,7 +277,7 @@ def test_a_refusal_is_json_for_programs():
 
 
 def test_a_home_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatch):
-    """The home is a file instead of a folder, because root could write into any folder."""
+    """The cache folder is a file here. A read-only folder would not do, because root could write into it."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(without_gpu.machine, "has_gpu", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

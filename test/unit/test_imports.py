@@ -62,7 +62,7 @@ def _imported(path: Path, modules: set[str]) -> Iterator[str]:
 
 
 def floor(module: str) -> tuple[int, int]:
-    """Return the number of a module's floor and, in ``lab``, of its floor within ``lab``."""
+    """Return a module's floor as two numbers: the floor in the package, and the floor within ``lab`` (0 elsewhere)."""
     wing, _, rest = module.partition(".")
     number = next(number for number, names in enumerate(FLOORS) if wing in names)
     if wing != "lab" or not rest:

@@ -1,5 +1,5 @@
-"""Tests of ``common.allocator_trace``, which computes slack and growth from a server's memory figures per forward
-pass."""
+"""Tests of ``common.allocator_trace``, which evaluates a server's memory after each forward pass. *Slack* is memory
+that the allocator reserved and no tensor used. The other tested value is the growth of the reserved memory."""
 
 from __future__ import annotations
 

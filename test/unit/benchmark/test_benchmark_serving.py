@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 
 def options(monkeypatch, *arguments: str):
-    """Start the benchmark with these arguments, and return its parsed options. It ends at once, for lack of a GPU."""
+    """Start the benchmark with these arguments, and return its parsed options. The benchmark ends if it has no GPU."""
     parsed = []
     monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", *arguments])
     monkeypatch.setattr(serving.output, "parse", lambda parser: parsed.append(parser.parse_args()) or parsed[0])
@@ -175,7 +175,7 @@ def test_kv_sizing_is_always_on_with_a_given_fraction(monkeypatch, tmp_path):
 
 
 def server_figures(*, grew: bool = False, **more):
-    """Return a server's figures as ``serving.serve`` returns them. ``grew``: kv-sizing has enlarged its KV cache."""
+    """Return a server's figures as ``serving.serve`` does. If ``grew`` is True, kv-sizing has enlarged the KV cache."""
     loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
     started = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
     sizing = Growth(1235, 987, 4_990_000_000)._asdict() if grew else None

@@ -20,12 +20,12 @@ SWEPT = [{"prompts": 2, "total_throughput": 40.0, "median_tpot_ms": 15.0}]
 LOAD = {"prompts": 4, "input": [200, 400], "output": 100}
 NAMES = list(ROWS)[:3]
 OLDER_RESULTS = {f"serving/{name}": output.load(f"serving/{name}") for name in headlines.LAUNCHED}
-"""Results of the older table, loaded before a test replaces the folder of results."""
+"""Results for ``overview.make_older_table``. They are loaded here, because tests replace the folder of results."""
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """Function that stores one result for each given commit, and returns the function that loads a result."""
+    """Function that stores a result for each of the given commits. It returns the function that loads a result."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
 
     def write(*commits, names=NAMES, stock=STOCK, patched=PATCHED, **figures):

@@ -169,9 +169,8 @@ def test_marlin_slices_are_whole_launches(layer, gemm, limit):
 
 
 def check_default_rule(layer, gemm, width, predict_us):
-    """Check that a tensor is cut by default only under three conditions.
-
-    The tensor is large enough, each slice saves enough bytes, and the slices take at most 2 % of the layer's time.
+    """Check the three conditions under which a tensor is cut by default. It is large enough, each slice saves enough
+    bytes, and the slices take at most 2 % of the layer's time.
     """
     slices = len(split_columns(layer.hidden, width))
     if slices > 1:
@@ -196,8 +195,8 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
 def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
     """Check that ``width`` is the width of the fewest slices with which the runner needs at most ``limit`` bytes.
 
-    There are two exceptions. A limit below the memory around the slices counts as that memory. If even the narrowest
-    slices need more than ``limit``, ``width`` is the narrowest width.
+    There are two exceptions. Slices cannot lower the memory at the activation, so a lower limit is raised to it. If
+    even the narrowest slices need more than the limit, ``width`` is the narrowest width.
     """
     around, during = predict_bytes(layer, gemm, width)
     limit = max(around, limit)
@@ -255,11 +254,9 @@ def test_size_scales_and_tiles_decide_the_width_at_the_edges_of_the_rule(layer, 
 
 @given(layers, gemms, st.booleans(), packed_layers, packed_gemms)
 def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed, packed_gemm):
-    """If a memory limit cuts the expert outputs, they have at least ``compute_min_tensor_bytes(limit)`` bytes, or
-    ``compute_min_packed_tensor_bytes(limit)`` bytes on Marlin.
-
-    The limit is one byte less than the runner needs during the second GEMM without slices. Triton is tested with and
-    without a gate.
+    """A memory limit never cuts expert outputs that are smaller than ``compute_min_tensor_bytes(limit)`` (Triton) or
+    ``compute_min_packed_tensor_bytes(limit)`` (Marlin). The limit here is one byte less than the runner needs without
+    slices.
     """
     layer = layer if gated else layer._replace(gate_columns=layer.intermediate)
     inner_bytes = layer.itemsize * (not gemm.activation_in_dead_input) + gemm.quantized
@@ -273,10 +270,8 @@ def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed,
 
 
 def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
-    """Check the advice for a tensor: with the advised memory limit the tensor is cut, and the runner's memory stays
-    below the limit.
-
-    The saved bytes and the extra time must be equal to those in the advice.
+    """Apply the advised memory limit to a tensor. The tensor must be cut, and the runner's memory must stay below the
+    limit. The saved bytes and the extra time must be those in the advice.
     """
     match = re.search(
         rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", column_slices.advise(layer, gemm, choose_width)
@@ -403,8 +398,8 @@ TOKENS, TOP_K, HIDDEN, INNER = 40, 3, 512, 32
 
 
 def make_deferred(**operands):
-    """Return a deferred tensor: the experts' outputs, for which no memory is allocated. Instead, the tensor has the
-    recorded arguments of the second GEMM, with 16-bit operands.
+    """Return a deferred tensor, which stands for expert outputs without allocated memory. It has the recorded arguments
+    of the second GEMM, with 16-bit operands.
 
     :param operands: fields of the recorded ``SecondGemm`` that differ from a plain 16-bit GEMM.
     """
@@ -423,10 +418,8 @@ def make_deferred(**operands):
 
 @pytest.fixture
 def run_narrow_slices():
-    """Function that runs the recorded GEMM of a deferred tensor in the narrowest slices.
-
-    It returns the operands of each GEMM call, and one entry for each sum: whether the sum was of a slice or of the
-    whole tensor.
+    """Function that runs the recorded GEMM of a deferred tensor in the narrowest slices. It returns two lists: the
+    operands of each GEMM call, and "slice" or "whole" for each sum.
     """
 
     def run(deferred, output):
@@ -450,16 +443,15 @@ def run_narrow_slices():
     return run
 
 
-@pytest.mark.parametrize(("own", "slices"), [(True, 1), (False, 2)])
-def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(own, slices):
-    """The activation's output normally lies in the dead input (``own`` is True). Some activations return another
-    tensor. The limit has room for the uncut tensor alone, so the tensor is cut if the activation takes additional
-    memory.
+@pytest.mark.parametrize(("in_dead_input", "slices"), [(True, 1), (False, 2)])
+def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(in_dead_input, slices):
+    """The activation's output normally lies in the dead input and takes no additional memory. The limit has room for
+    the uncut tensor alone. So the tensor must be cut if the activation's output lies elsewhere.
     """
     deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations
     call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)
-    call.dead_input_address = activations.data_ptr() if own else torch.empty_like(activations).data_ptr()
+    call.dead_input_address = (activations if in_dead_input else torch.empty_like(activations)).data_ptr()
     token = deferred_tensor.current_call.set(call)
     try:
         assert len(deferred_tensor.choose_column_slices(deferred, plain_output())) == slices
@@ -490,7 +482,8 @@ BLOCKS = {"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128
     ],
 )
 def test_an_uncut_tensor_is_computed_from_the_original_operands(run_narrow_slices, operands, output):
-    """Operands of an unexpected shape must be used as they are. Cutting them to the layer's width would be wrong."""
+    """If an operand or the output has an unexpected shape or dtype, the tensor is not cut. The GEMM then receives the
+    original operands."""
     operands = operands | {"kwargs": make_deferred().gemm.kwargs | operands.get("kwargs", {})}
     deferred = make_deferred(**operands)
     captured = deferred.gemm

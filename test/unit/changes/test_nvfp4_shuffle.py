@@ -202,7 +202,7 @@ def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("kind", ["sliced", "transposed", "expanded"])
 def test_views_are_left_to_the_engines_own_function(kind, index):
-    """The engine's function copies its inputs, so it accepts any strides. The change works in place and does not."""
+    """The change needs contiguous tensors, because it works in place. The engine's function copies its inputs."""
     layer = list(random_layer(2, 256, 128))
     tensor = layer[index]
     views = {

@@ -104,9 +104,9 @@ def test_the_offer_ends_with_its_block_also_after_an_error(run):
 
 
 def test_the_output_context_is_the_pools_unless_it_is_disabled_or_already_entered(symmetric_memory):
-    """If the server uses symmetric memory, ``output_context`` returns the engine's context manager of the pool. If the
-    engine has already entered that context manager, ``output_context`` returns an empty one, because the engine's
-    cannot be entered twice.
+    """If the server uses symmetric memory, ``output_context`` returns the engine's context manager, which allocates in
+    the pool. This context manager cannot be entered twice. If the engine has already entered it, ``output_context``
+    returns a context manager that does nothing.
     """
     entered = nullcontext()
     memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)
@@ -127,8 +127,8 @@ def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
 
 
 def test_addresses_outside_the_pool_are_checked_again():
-    """The answer that an address lies outside the pool is not cached, because the same address may lie in the pool
-    later. A rank with an outdated answer would allocate from the pool, although no other rank does.
+    """The answer that an address lies outside the pool is not cached, because the address may lie in the pool later.
+    With an outdated answer, one rank would allocate from the pool, and the other ranks would not.
     """
     answers = [False, False, True]
     asks = runners.cache_pool_addresses(lambda tensor: answers.pop(0))
@@ -287,7 +287,7 @@ def test_a_residual_that_is_more_than_a_sum_is_detected(update, plain):
 
 
 class Handle:
-    """Stand-in for a layer input that is a sum, which the engine computes later into the attribute ``tensor``."""
+    """Stand-in for a layer input whose sum is not computed yet. The engine computes the sum later into ``tensor``."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -692,8 +692,8 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 def toy_answer(layer, patched):
     """Return the output of a layer for an input of ones.
 
-    Layers for which the proofs must fail read their input after it was overwritten. If such a layer is patched, its
-    output is therefore wrong.
+    The proofs must reject some of these layers, because they read their input after it was overwritten. If such a layer
+    is patched, its output is wrong.
 
     :param patched: whether the layer offers its input for reuse.
     """

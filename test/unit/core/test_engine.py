@@ -66,7 +66,7 @@ def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers,
     an exception for a wrapper of another package.
 
     :param wrappers: modules whose wrappers surround the engine's function, from the innermost to the outermost.
-    :param own: number of inner wrappers that ``require_unpatched`` keeps, or the wrapper that its error names.
+    :param own: number of inner wrappers that ``require_unpatched`` keeps; if it raises, the wrapper in its message.
     """
     functions = [module.run]
     for name in wrappers:

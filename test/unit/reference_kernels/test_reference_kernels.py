@@ -192,7 +192,7 @@ def skip_without(function: str, parameter: str) -> None:
 
 
 def routing(n: int, experts: int, top_k: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random expert ids (int32, none twice for a token) and their bfloat16 weights, both [n, top_k]."""
+    """Return random expert ids (int32, distinct for each token) and their bfloat16 weights, both [n, top_k]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(n, experts, generator=generator).argsort(-1)[:, :top_k].int()
     return ids, torch.rand(n, top_k, generator=generator).bfloat16()

@@ -150,8 +150,7 @@ def test_unprintable_tokens_are_never_generated(weights, tokenizer):
 
 @pytest.mark.parametrize("path", ["model.layers.0.mlp.gate_up_proj", "model.layers.3.mlp.experts"])
 def test_dense_layers_and_the_nextn_layer_are_not_quantized(directory, path):
-    """The engine does not quantize a module if its whole path matches one of the glob patterns in ``ignore``
-    (ModelOpt's list)."""
+    """The engine does not quantize a module if its whole path matches a glob pattern of ModelOpt's list ``ignore``."""
     patterns = json.loads((directory / "config.json").read_text())["quantization_config"]["ignore"]
     assert any(fnmatchcase(path, pattern) for pattern in patterns)
     assert not any(

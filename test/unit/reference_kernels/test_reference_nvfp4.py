@@ -55,10 +55,9 @@ class TestQuantize:
         st.floats(min_value=2.0**-10, max_value=2.0**10, width=32),
     )
     def test_scales_and_codes_follow_the_definition_of_nvfp4(self, xs: list[float], global_scale: float) -> None:
-        """The definition of NVFP4, computed in float64, gives a value for each scale and code. The scale or code must
-        be the nearest representable number. A value almost halfway between two numbers may be rounded to either number,
-        because the tested code computes in float32.
-        """
+        """The test computes each scale and code in float64, by the definition of NVFP4. The tested code must return the
+        nearest representable number. It computes in float32, so a value almost halfway between two numbers may be
+        rounded to either number."""
         packed, block_scale = nvfp4.quantize(torch.tensor(xs), global_scale)
         assert packed.shape == (16,)
         assert packed.dtype == torch.uint8

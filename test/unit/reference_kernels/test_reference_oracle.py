@@ -27,9 +27,8 @@ pytestmark = pytest.mark.every_release
 
 
 class PlainLayer(Layer):
-    """Layer that FlashInfer's references can compute. The references apply only block scales. So the output scales are
-    1, and the weights are about 1.
-    """
+    """Layer that FlashInfer's references can compute. They apply block scales, but no output scales. So the output
+    scales are 1, and the weights are about 1."""
 
     multiplier_of_tokens: ClassVar = 1.0
 

@@ -143,7 +143,7 @@ def test_the_printed_intermediate_size_is_that_of_config_json(padded: int, text:
 
 
 def recorded_reasons() -> set[str]:
-    """Return all stored reasons: of the changes on each release, and of the published recipes."""
+    """Return all reasons that are stored in docs/compatibility.json and in the results for published recipes."""
     releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
     reasons = {reason for release in releases for _, reason in release["changes"].values()}
     for file in (ROOT / "benchmark/results/recipes").glob("*.json"):

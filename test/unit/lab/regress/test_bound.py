@@ -32,7 +32,8 @@ def compute_score(n: int, losses: int, gains: int, drop: float) -> float:
 
 
 def probability(n: int, losses: int, gains: int, loss: float, gain: float) -> float:
-    """Return the probability of exactly this table in ``n`` questions, with the true rates ``loss`` and ``gain``."""
+    """Return the probability of these losses and gains in ``n`` questions, with the true rates ``loss`` and
+    ``gain``."""
     rest = n - losses - gains
     return comb(n, losses) * comb(n - losses, gains) * loss**losses * gain**gains * (1 - loss - gain) ** rest
 
@@ -55,8 +56,8 @@ def is_no_worse(n: int, losses: int, gains: int, drop: float = THREE) -> bool:
 
 @pytest.mark.parametrize(("n", "drop"), [(100, THREE), (282, THREE), (127, 0.05)])
 def test_a_worse_server_is_called_no_worse_with_a_probability_below_alpha(n, drop):
-    """The probability stays below alpha even if few answers differ. With Tango's interval, and with 1.64 standard
-    errors, it would exceed alpha."""
+    """The probability stays below alpha even if few answers differ. Two common methods would then exceed alpha: Tango's
+    interval, and 1.64 standard errors."""
     passing, losses = [], 0
     for gains in range(26):  # more gains allow more losses
         while is_no_worse(n, losses, gains, drop):

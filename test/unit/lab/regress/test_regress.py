@@ -146,7 +146,7 @@ def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
 
 
 def test_a_run_ends_with_a_report_and_leaves_nothing_else(regression, monkeypatch, capsys):
-    """The stand-in ends its own resource tracker with SIGKILL, as the engine does."""
+    """The stand-in for the engine ends its own resource tracker with SIGKILL, as the engine does."""
     monkeypatch.setattr(server, "PROGRESS_INTERVAL_S", -1.0)
     assert regression.run_in_process(monkeypatch) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -191,8 +191,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def start_until(stage: str, regression: Regression) -> subprocess.Popen[str]:
-    """Start ``regress``, and wait for a stage of its first server. In the stage *evaluating*, the server answers
-    questions. Otherwise, wait until all processes of the starting server run."""
+    """Start ``regress`` and wait for its first server. If ``stage`` is *evaluating*, wait until the server answers
+    questions. Otherwise, wait until all of its processes run."""
     process = regression.start("slow answers" if stage == "evaluating" else "never ready")
     if stage == "evaluating":
         wait_until(lambda: regression.has_event("evaluating"), process)
@@ -278,8 +278,9 @@ def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
 
 
 def test_a_supervised_process_can_set_its_title_after_pytorch_has_set_the_folder_of_its_cache(tmp_path):
-    """The title lies where the environment was. ``setproctitle`` finds this place by the first variable, and does not
-    find it if the process has set this variable again."""
+    """``setproctitle`` writes the title over the memory of the environment, which it finds by the first variable. It
+    fails if the process has set that variable again. PyTorch sets the folder of its cache, so this variable must not be
+    first."""
     script = "import os, setproctitle; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'"
     script += "; setproctitle.setproctitle('a title'); print(open('/proc/self/cmdline').read().strip(chr(0)))"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}

@@ -124,8 +124,8 @@ def test_verdict_and_reasons_stand_below_the_table():
 
 
 def compare_too_few_right(**changes) -> Comparison:
-    """Return a comparison of two servers that gave 4 right answers each. This is too few to show a significant drop.
-    Answers need not be identical."""
+    """Return a comparison of two servers with 4 right answers each, too few to show a significant drop. The comparison
+    does not require identical answers."""
     stock = run("stock", **{"right": 4, **changes})
     return compare(stock, dataclasses.replace(stock, name="patched"), require_identical=False)
 
@@ -145,9 +145,8 @@ def test_a_run_that_cannot_show_a_drop_says_so_and_what_to_change():
 
 
 def compare_with_losses(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
-    """Return a comparison of two servers that answered ``count`` questions. Of these, ``losses`` questions were
-    answered correctly only by the stock server, and ``gains`` questions only by the patched server. All other answers
-    are right."""
+    """Return a comparison of two servers that answered ``count`` questions. Only the stock server answered ``losses``
+    of them correctly, and only the patched server answered ``gains`` correctly. All other answers are right."""
     right = answers(count, count)
 
     def run_with_wrong_answers(name, first, number):

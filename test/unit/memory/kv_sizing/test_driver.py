@@ -165,10 +165,9 @@ def test_a_prompt_for_the_cache_is_answered_before_the_next_prompt_is_sent():
 )
 def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, sent_count):
     """The engine finishes each prompt that it has begun. If this takes too long, the engine's warm-up request times
-    out, and the server ends. The driver therefore predicts the time of the next prompt from the slowest earlier prompt:
-    at most 4 times as long with a radix cache, and 16 times as long without it. In the second case, a prompt has taken
-    80 s. The next prompt could take 320 s, but only 280 s are left. In the last case, without a radix cache, a prompt
-    has taken 30 s. The next prompt could take 480 s, but only 330 s are left."""
+    out, and the server ends. The driver expects the next prompt to take at most 4 times as long as the slowest earlier
+    prompt, or 16 times without a radix cache. For example, a prompt has taken 80 s, and 280 s are left. The next prompt
+    is not sent, because it could take 320 s."""
     left = [360.0 - GRACE_S]
 
     def pass_time(requests):
@@ -214,8 +213,8 @@ def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
-    """If the server admits no request of a phase, the driver aborts the waiting requests. It does so also with
-    speculation, although it never aborts running requests with speculation."""
+    """If the server admits no request of a phase, the driver aborts the waiting requests. With speculation it aborts
+    them, too, although it then never aborts running requests."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
@@ -269,9 +268,9 @@ def test_a_prefix_is_planted_before_the_requests_that_begin_with_it(kind):
 
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
-    """If the radix cache cannot take a planted prefix, the driver does not send the requests of the phase. To compute
-    the prefix instead could take minutes. The driver tries to plant it once more, because slots of the KV cache may
-    become free."""
+    """To *plant* a prefix is to put it into the radix cache without computing it. If this fails, the driver tries once
+    more, because slots of the KV cache may become free. It then skips the phase, because computing the prefix could
+    take minutes."""
     server = Server(only=kind, plants=False)
     driver = server.run()
     assert (server.sent_requests, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)

@@ -124,7 +124,7 @@ def test_a_given_fraction_is_distinguished_from_the_engines_own(patcher, monkeyp
     assert not eligibility.is_given_by_the_user(Resolving())
     assert eligibility.is_given_by_the_user(Resolving(0.88))
     assert eligibility.is_given_by_the_user(early)  # constructed before the hook, so its fraction counts as given
-    # Servers that are not sized get no mark. No scheduler would remove it there.
+    # A server that is not sized gets no mark, because no scheduler would remove the mark there.
     assert eligibility.NOT_GIVEN_MARK not in vars(Resolving(device="cpu"))
     for raw in (0.9, None):
         server_args = SimpleNamespace(_raw_input={"mem_fraction_static": raw})

@@ -45,13 +45,13 @@ def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, t
 
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
-def test_a_larger_first_fraction_gives_the_longest_request_room(free, least):
-    """If the rule's KV cache has no room for the longest request (10 GB), the rehearsal starts with a larger fraction.
-    The rule sets 20 of 100 GB aside for forward passes (fraction 0.8). A larger fraction must leave them 3 GB.
+def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least):
+    """If the rule's KV cache is smaller than the 10 GB of a rehearsal, the rehearsal starts with a larger fraction.
 
-    :param free: free GB after the weights were loaded, on the rank with the least free memory.
-    :param least: the larger fraction; ``None`` if the rule's fraction is kept. With 40 GB free, the rule's KV cache is
-        large enough. With 12.9 GB free, only 2.9 GB would remain for forward passes.
+    :param free: GB that are free after loading. The rule sets 20 GB of them aside for forward passes. A larger fraction
+        must leave 3 GB to forward passes.
+    :param least: the larger fraction; ``None`` if the rule's fraction (0.8) is kept. 40 GB are enough without a larger
+        fraction, and 12.9 GB are too few for one.
     """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
@@ -67,8 +67,8 @@ def test_a_larger_first_fraction_gives_the_longest_request_room(free, least):
 def test_a_larger_first_fraction_also_gives_room_to_the_caches_for_images(
     has_images, reserved_gib, expected, monkeypatch
 ):
-    """Some releases take the caches for images out of the memory that the fraction leaves to the KV cache. A prefill
-    chunk has 100 tokens of 1 MB each, and a page has 2 tokens."""
+    """Some releases take the caches for images (here 1 GiB) out of the memory that the fraction leaves to the KV cache.
+    The KV cache itself needs 204 tokens of 1 MB: two prefill chunks of 100 tokens, and two pages of 2 tokens."""
     asked: list[int] = []
     monkeypatch.setattr(engine_rule, "bytes_per_token", lambda maker: 1e6)
     monkeypatch.setattr(engine_rule, "arguments_of", lambda arguments: {"chunked_prefill_size": 100})
@@ -161,7 +161,7 @@ class Ranks:
 
     :param map_error: exception that rank 1 raises when it maps memory; ``None`` if there is enough memory.
     :param silent_topics: topics on which rank 1 publishes nothing.
-    :param refused_tokens: number of tokens that an object of the engine does not accept.
+    :param refused_tokens: KV cache size in tokens that the engine refuses.
     :param rehearses_twice: whether a phase has become larger after the first rehearsal, so that a second one follows.
     :param limits: limits of the forward passes.
     """
@@ -232,7 +232,7 @@ class Ranks:
         """End the rehearsal of both ranks, and execute all orders.
 
         :param spare_mb: MB of each rank that stay free beyond the margin.
-        :param measured: other measured values of the rehearsal.
+        :param measured: other fields of the result (:class:`Measured`).
         """
         for rank_start, spare in zip(self.starts, spare_mb, strict=True):
             rank_start._rehearsal.finish(Measured(lowest=MARGIN + spare * 1_000_000, **measured))
@@ -250,8 +250,8 @@ class Ranks:
         return [start._rehearsal for start in self.starts]
 
     def tokens(self):
-        """Return three numbers of tokens, which must be equal on both ranks: the KV cache size, the number of tokens
-        with memory, and the number that was set in the engine."""
+        """Check that the token counts of both ranks are equal, and return them: the KV cache size, the tokens with
+        memory, and the size that was set in the engine."""
         first, second = [
             (pools.counts.tokens, pools.backed, sizes[-1])
             for pools, sizes in zip(self.pools, self.set_tokens, strict=True)
@@ -331,8 +331,8 @@ def test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks(
 
 
 def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeypatch, caplog):
-    """A later rehearsal runs only the phases that have become larger. The slack that PyTorch's allocator had in the
-    earlier rehearsal must still count, although the allocator frees it between the two rehearsals."""
+    """A later rehearsal runs only the phases that have become larger. The allocator's slack of the earlier rehearsal
+    must still count, although the allocator frees it between the rehearsals."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
@@ -345,7 +345,7 @@ def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeyp
 
 
 def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
-    """Rank 1 gets the same limit even if it could not begin its last rehearsal, or has no memory to grow."""
+    """Rank 1 gets rank 0's limit, although it could not begin its last rehearsal and has no memory to grow."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
         assert (one.arguments["bytes_per_token"], one.arguments["margin"]) == (BYTES_PER_TOKEN, MARGIN)
@@ -381,8 +381,8 @@ def test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_s
 
 
 def test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
-    """The first rehearsal's measurements, made with more requests, no longer count. The server later admits only the
-    smaller number of requests."""
+    """The measurements of the first rehearsal no longer count, because it had more requests. Two further rehearsals may
+    follow the new start. The server later admits only the smaller number of requests."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
     monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
     ranks.measure(-1, 700, restart_requests=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
@@ -444,8 +444,8 @@ def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_failed_later_rehearsal_restores_the_engines_size(stopped, monkeypatch):
-    """The failed rehearsal did not measure the need with the larger KV cache, so the KV cache cannot keep the larger
-    size, and no third rehearsal makes it larger again.
+    """The failed rehearsal did not measure the need with the larger KV cache. The KV cache therefore gets the engine's
+    size again, and no third rehearsal follows.
 
     :param stopped: whether the rehearsal had also ended early, because little memory was left.
     """
@@ -559,9 +559,8 @@ def divide_by_zero():
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
-    """If a rehearsal ends early, the need of the forward passes that did not run is not known. One GB more then stays
-    free, so the KV cache shrinks, and the rehearsal is repeated with the smaller KV cache. After three rehearsals the
-    server serves with the last size."""
+    """If a rehearsal ends early, the need of the missed forward passes is not known. The KV cache then shrinks, so that
+    one more GB stays free, and the rehearsal is repeated. After three rehearsals the server keeps the last size."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     for tokens in (900, 800, 700):
         assert ranks.serving == []

@@ -57,7 +57,7 @@ PIPELINE = {"stages": 2, "captured": 4, "chunk": 64}
         ({"radix_cache": False}, [*ALWAYS[:2], *CAPTURED, *EAGER, *last()]),
         ({"chunk": None, "mixed": True}, ["longest prefill", *CAPTURED, *EAGER, *last()]),
         ({"input_tokens": 1000}, [ALWAYS[0], "2 of the longest prompts", *CAPTURED, *EAGER, *last()]),
-        # A pipeline has several batches under way, so a batch has a share of the requests.
+        # A pipeline has several batches at the same time, so a batch has a share of the requests.
         ({"stages": 2, "mixed": True}, [*ALWAYS, *CAPTURED, *decodes("eager", 150), *last(150, (38, 150))]),
         (PIPELINE, [*ALWAYS, *decodes("captured", 4), *decodes("eager", 10, 38, 150), *last(150, (38, 150))]),
         # The prompts of a captured decode (4 of a page each) do not fit into one chunk, so that phase is missing.
@@ -93,7 +93,7 @@ def test_decodes_rise_and_penalized_decodes_have_the_size_of_the_largest_graph(c
     assert counts == [captured, eager, penalized]
     for phase in every:
         ran[phase.name] = phase
-        if phase.kind is PhaseKind.PENALTIES:  # a pipeline runs as many in each of its batches
+        if phase.kind is PhaseKind.PENALTIES:  # each batch of a pipeline has that many requests
             assert len(phase.prompts) == min(limits.requests, limits.stages * phase.bound.requests)
         if phase.kind in KINDS and phase.estimate:
             before = ran[phase.estimate.name]
@@ -359,8 +359,7 @@ def test_the_phases_of_a_pipeline_have_the_size_of_one_stages_batch():
 )
 @pytest.mark.parametrize("captured", [None, 40])
 def test_the_largest_captured_decode_is_read_from_each_releases_arguments(info, largest, captured):
-    """If the engine captured graphs only for fewer requests than configured (``captured``), the smaller number
-    counts."""
+    """If the engine captured graphs for fewer requests (``captured``) than configured, the smaller number counts."""
     expected = largest if captured is None else min(largest, captured)
     assert limits_of(info, replace(FACTS, captured=captured)).captured == expected
 
@@ -390,7 +389,7 @@ def test_the_logit_bias_names_a_token_of_a_small_vocabulary():
 
 
 def test_a_long_prompt_begins_with_the_cached_prefix():
-    """A long prompt reuses the prefix that the previous phase has put into the radix cache. To compute a prefix of
+    """A long prompt reuses the prefix that the previous phase has put into the radix cache. Computing a prefix of
     262,144 tokens would take minutes with Triton's attention."""
     long, *short = find_phase(LIMITS, PhaseKind.LONG_AMONG_SHORT).prompts
     assert short == [(0, phases.SHORT_PROMPT_TOKENS)] * (LIMITS.requests - 1)

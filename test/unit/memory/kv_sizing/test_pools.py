@@ -137,9 +137,8 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
-    """Make the engine's pools, with addresses for ``top`` tokens and memory for ``rule`` tokens.
-
-    :returns: the ``ElasticPools``, and the engine's pool.
+    """Build an engine's pools with addresses for ``top`` tokens and memory for ``rule`` tokens. Return the
+    ``ElasticPools`` that built them, and the KV cache pool.
     """
     pools = ElasticPools(HostMemory(), rule, top, page)
     rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}
@@ -275,8 +274,8 @@ def test_tokens_with_window_give_the_windows_at_least_the_wanted_tokens():
 ODD = make_pool("OddTokenToKVPool")
 
 
-def mha_and_a_table_of_as_many_rows():
-    """Make a pool and a request table with the same number of rows, so that the number does not tell which is which."""
+def pool_and_table_of_equal_length():
+    """Make a KV cache pool and a request table whose tensors have the same number of rows."""
     pool = mha()
     pool.req_to_token = zeros(TOP.tokens // PAGE + 1, 500)
     return pool
@@ -290,7 +289,7 @@ def mha_and_a_table_of_as_many_rows():
         (mha, {"allocator": "UnifiedAllocator"}, "does not support KV cache allocators of the kind UnifiedAllocator"),
         (lambda: make_pool("SWAKVPool", full_kv_pool=mha(), odd_kv_pool=ODD), {}, "KV caches with a OddTokenToKVPool"),
         (
-            mha_and_a_table_of_as_many_rows,
+            pool_and_table_of_equal_length,
             {"req_to_token": None},
             "(ReqToTokenPool) has about as many rows",
         ),

@@ -25,8 +25,8 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 @pytest.fixture
 def store(monkeypatch):
-    """Key-value store of ``torch.distributed``, which ``store.ranks`` ranks share. Each thread can act as another rank,
-    by ``store.here.rank``."""
+    """Key-value store of ``torch.distributed``, shared by ``store.ranks`` ranks. ``store.here.rank`` is the rank that
+    the current thread simulates."""
     made, here = torch.distributed.HashStore(), threading.local()
     world = SimpleNamespace(ranks=2, here=here, made=made)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
@@ -81,8 +81,8 @@ def keys_of(store):
     ],
 )
 def test_a_key_that_another_process_writes_has_no_effect(forge, store):
-    """Another process writes forged values into the store, under the real keys of rank 1 and under keys that it could
-    guess. (Real keys depend on a secret.) The ranks ignore these values."""
+    """Another process writes forged values into the store: under the real keys of rank 1, and under keys that it could
+    guess without the ranks' secret. The ranks ignore these values."""
     first = board(store, 0)
     first.publish("a", "told")
     (value_key, value), (flag_key, flag) = keys_of(store)
@@ -164,7 +164,7 @@ def test_a_value_is_unchanged_after_encoding_and_decoding(kind, value):
 
 UNPICKLES = re.compile(r"\b(c?pickle|dill|marshal|shelve|\w+_object(_list)?\(|recv_pyobj\(|torch\.load|eval\(|exec\()")
 READS = {
-    # It reads the engine's own socket with the engine's own method.
+    # This module reads the engine's own socket with the engine's own method.
     "memory/kv_sizing/ranks.py": {"recv_pyobj("},
 }
 
@@ -318,9 +318,8 @@ def test_users_requests_wait_while_rank_0_broadcasts():
 
 @pytest.fixture
 def ask_all_machines(store, monkeypatch):
-    """Return a function that simulates one rank on each machine. The ranks ask whether all machines take part in
-    kv-sizing. The arguments say for each rank whether it asks: a rank that does not ask takes no part. The function
-    returns the set of all answers, with "RuntimeError" for an error."""
+    """Return a function that simulates one rank on each machine. A rank whose argument is True takes part in kv-sizing,
+    and asks whether all machines do. The function returns the set of all answers. An error is "RuntimeError"."""
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):

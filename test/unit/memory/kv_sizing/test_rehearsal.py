@@ -56,8 +56,8 @@ def test_the_limits_of_a_rehearsal_are_read_from_the_scheduler(monkeypatch):
 # Tensors grow more than the reserved memory in the second case, because the graphs left reserved memory unused.
 @pytest.mark.parametrize(("taken_gb", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])
 def test_the_result_has_tensors_and_slack(taken_gb, tensors, slack, scheduler):
-    """The result has the peak growth of tensors since the start of the rehearsal. The slack is the memory that the
-    allocator reserved in addition to this growth."""
+    """A rehearsal measures by how many bytes the tensors grow at most. The slack is the memory that PyTorch's allocator
+    reserves in addition to this growth."""
     instance = scheduler()
     instance.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
 
@@ -147,17 +147,16 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
 ):
     """The sampling of a decode takes 20 MB for each request. One GB must stay free.
 
-    :param free: GB that are free when the rehearsal starts.
+    :param free: free memory in GB when the rehearsal starts.
     :param has_default_requests: whether the user has set no limit of concurrent requests.
     :param earlier: peaks in bytes of an earlier rehearsal, by phase.
-    :param graphs: GiB of the decode graphs.
+    :param graphs: memory of the decode graphs in GiB.
     :param requests: limit of concurrent requests that the rehearsal sets; 0 if it sets none.
     :param stopped: whether the rehearsal ends because a decode that the user asked for does not fit.
-    :param lowest: lowest free memory in GB. A decode that did not fit counts with its estimated memory.
-    :param arguments: arguments of the rehearsal, and two settings of the stand-in. ``most`` is the number of requests
-        in the largest decode (300 if not set). If it is set, the allocator reserves the memory of tensors and never
-        returns it. ``kept_gb`` is the number of GB that the allocator reserves in addition, from the decode of 300
-        requests on.
+    :param lowest: lowest free memory in GB, measured, or estimated for a decode that does not fit.
+    :param arguments: arguments of the rehearsal, and two settings of the stand-in. ``most``: number of requests in the
+        largest decode (default 300); if set, the allocator keeps all memory that it has reserved. ``kept_gb``: GB that
+        the allocator reserves in addition, from the decode of 300 requests on.
     """
     arguments, reserves = dict(arguments), "most" in arguments
     most, kept_gb = arguments.pop("most", 300), arguments.pop("kept_gb", 0)
@@ -204,9 +203,9 @@ def test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memor
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
-    """Each token takes 100 MB, and 5 GB are free. The prompts of the phase "prefill chunk" grow up to 64 tokens. After
-    a prompt of 40 tokens, the required 1 GB is free. After a prompt of 48 tokens, it would not be. Each forward pass of
-    the stand-in has the largest size of its phase, so the phase counts as reached."""
+    """Each token takes 100 MB, 5 GB are free, and 1 GB must stay free. A prompt of 40 tokens is sent, but the next
+    prompt, of 48 tokens, is not. The phase of these prompts counts as reached nevertheless, because each forward pass
+    of the stand-in has the largest size of its phase."""
     instance = scheduler()
     longest = 0
 

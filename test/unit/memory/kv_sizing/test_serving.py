@@ -191,8 +191,8 @@ def test_held_slots_are_withdrawn_later_and_all_of_them_after_a_flush(make_rank)
 
 
 def test_prefixes_in_the_tail_are_evicted_while_memory_is_short(make_rank):
-    """Prefixes in the radix cache use slots of the tail. A busy server cannot flush its radix cache, so rank 0 orders
-    all ranks to evict these prefixes."""
+    """Prefixes in the radix cache use slots of the tail (the end of the KV cache, which shall be unmapped). A busy
+    server cannot flush its radix cache, so rank 0 orders all ranks to evict these prefixes."""
     rank = make_rank(int(0.5 * GB))
     rank.allocator.free_pages = rank.allocator.free_pages[:8700]
     rank.serving.run_turn()
@@ -213,9 +213,9 @@ def test_a_pipeline_stage_with_a_running_prefill_is_not_flushed(make_rank):
 
 
 def test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prompt(make_rank):
-    """A mixed chunk of 100 tokens has one token for each of 20 decoding requests, and 80 tokens of the prompt. The
-    remaining 900 tokens of the prompt take 12 chunks. Each decoding request keeps one slot for every chunk, one more
-    slot, and a page: 14 slots. Two more pages stay free. A page has one slot in this test."""
+    """A mixed chunk of 100 tokens has one token of each of 20 decoding requests, and 80 tokens of the prompt. The rest
+    of the prompt, 900 tokens, takes 12 chunks. Each decoding request keeps 14 slots: one for each chunk, one more, and
+    a page, which has one slot here. Two more pages stay free."""
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
     rank = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
     assert serving.spare_tokens(rank.scheduler) == 10_000 - 900 - 20 * 14 - 2
@@ -253,8 +253,8 @@ def raise_not_implemented():
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "withdrawn"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
 def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, withdrawn, cache, make_rank):
-    """The engine computes the next chunk of a prompt without checking for free slots. The prompt has 1,000 tokens, of
-    which ``computed`` tokens are computed. 1,300 slots of the tail and 100 other slots are free."""
+    """The engine computes the next chunk of a prompt without checking for free slots. The prompt has 1,000 tokens, and
+    ``computed`` of them are computed. Of the slots to be withdrawn 1,300 are free, and 100 other slots are free."""
     rank = make_rank(0, chunked_req=request(1000, 5, computed))
     says = {
         "evictable_size": lambda: evictable,
@@ -270,7 +270,7 @@ def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable
 
 def test_a_second_order_is_obeyed_after_the_first(make_rank):
     """Rank 0 may send a second order as soon as it has finished the first order. Another rank of data-parallel
-    attention may still execute the first order then, because its requests still use slots of the tail."""
+    attention may still execute the first order then, because its requests still use slots to be withdrawn."""
     rank = make_rank(9 * GB, leads=False)
     held_slots, rank.allocator.free_pages = rank.allocator.free_pages[7000:], rank.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
@@ -384,8 +384,8 @@ def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, m
 
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
-    """With data-parallel attention, rank 0 may have no slots left to free. It does not know that the radix cache of
-    another rank still uses slots of the tail. So the other rank reports this when it is idle."""
+    """With data-parallel attention, rank 0 may have withdrawn its slots already. It does not know that the radix cache
+    of another rank still uses slots to be withdrawn. So the other rank reports this when it is idle."""
     first, second = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     second.allocator.free_pages = second.allocator.free_pages[:8000]
     obey_order(Retire(8500), first, second)
@@ -523,7 +523,8 @@ def test_a_resized_allocator_has_each_slot_once(page):
 
 
 def test_a_request_that_would_not_fit_at_the_goal_is_refused():
-    """A request that never fits would wait forever. All requests after it would wait, too."""
+    """While the KV cache shrinks to its goal, the engine refuses requests that would not fit then. Such a request would
+    wait forever, and all later requests would wait behind it."""
     numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
     scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
     set_token_count(scheduler, TokenCounts(800), 300)
