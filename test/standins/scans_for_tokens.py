@@ -1,7 +1,7 @@
 """Engine plugin that searches a scheduler's objects for the old KV cache size after the KV cache has grown.
 
-It writes one line into the file ``SCAN`` for each attribute that still has the size of the engine's rule, in tokens, or
-a number that the engine derives from it, such as the largest request length or the number of pages.
+It writes one line into the file ``SCAN`` for each attribute that still has the old size in tokens. The old largest
+request lengths count, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the Makefile: a release without constraints can be installed, and CI shows the test runner's output last."""
+"""Tests of the Makefile: installing a release without a constraints file, and the output of ``make test-releases``."""
 
 from __future__ import annotations
 

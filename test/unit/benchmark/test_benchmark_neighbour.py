@@ -1,6 +1,5 @@
-"""Tests of ``common.neighbour``, which starts another process that allocates GPU memory beside a server. They check how
-much memory it takes, and when the server answers the questions again.
-"""
+"""Tests of ``common.neighbour``, which lets another process allocate GPU memory beside a server. They check how much
+memory this process leaves free, and that it frees its memory after the server has answered."""
 
 from __future__ import annotations
 

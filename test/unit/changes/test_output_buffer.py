@@ -692,8 +692,8 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 def toy_answer(layer, patched):
     """Return the output of a layer for an input of ones.
 
-    The proofs must reject some of these layers, because they read their input after it was overwritten. If such a layer
-    is patched, its output is wrong.
+    The proofs must reject a layer that reads its input after the input was overwritten. If such a layer is patched, its
+    output is wrong.
 
     :param patched: whether the layer offers its input for reuse.
     """

@@ -1,4 +1,4 @@
-"""Tests that each module, function and file to which a docstring or a page refers exists."""
+"""Tests that docstrings and pages refer only to modules, functions and files that exist."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_query_imports_no_module_from_the_users_folder():
-    """The query here is no JSON, so the child process ends before it imports the engine."""
+    """The query in this test is not valid JSON, so the child process ends before it imports the engine."""
     process = engine_query.run_query("no JSON", dict(os.environ))
     assert "JSONDecodeError" in process.stderr
     assert "stray module" not in process.stderr

@@ -308,8 +308,8 @@ def test_the_switch_is_suspended_in_a_separate_memory_pool(wrapped_graph, settin
 
 @pytest.fixture
 def set_expandable(monkeypatch, settings, caplog):
-    """Return a function that sets the result of the check whether PyTorch's allocator makes expandable segments. The
-    real check needs a GPU."""
+    """Return a function that replaces the check whether PyTorch's allocator makes expandable segments. The real check
+    needs a GPU."""
     caplog.set_level(logging.INFO, "sglang.srt.moe_patches")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return lambda found: monkeypatch.setattr(switch, "allocates_expandable", found)

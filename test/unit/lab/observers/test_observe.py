@@ -61,7 +61,7 @@ def test_live_bytes_belong_to_the_largest_forward_pass(tmp_path):
 
 
 class Wrapper:
-    """Stand-in for FlashInfer's CuteDslMoEWrapper. Its buffers are in the same attributes as the wrapper's."""
+    """Stand-in for FlashInfer's CuteDslMoEWrapper. Its buffers are in attributes of the same names."""
 
     def __init__(self, sort: torch.Tensor) -> None:
         self._moe_sort_buffers = {"a": sort, "size": 3}

@@ -114,9 +114,9 @@ def cells_of(benchmark):
 
 @pytest.mark.parametrize("name", [*cells_of("moe-workspace"), *cells_of("moe-workspace-marlin")])
 def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypatch):
-    """The measured runners ran outside a server. Patched runners added up the experts' outputs in column slices of the
-    measured width. In some measurements, Marlin wrote its output into a dead input. Triton never did. The prediction
-    for Marlin uses the measured layer's bytes per weight, which depend on the group size of its scales.
+    """The measured runners ran outside a server. In some measurements, Marlin wrote its output into a dead input.
+    Triton never did. The prediction for Marlin uses the measured layer's bytes per weight, which depend on the group
+    size of its scales.
 
     DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. The tuned configuration for this GPU pads rows, and takes up to
     45 MB more.

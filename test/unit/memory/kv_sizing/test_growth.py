@@ -46,7 +46,7 @@ def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, t
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
 def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least):
-    """If the rule's KV cache is smaller than the 10 GB of a rehearsal, the rehearsal starts with a larger fraction.
+    """If the rule's KV cache is below the 10 GB that a rehearsal needs, the rehearsal starts with a larger fraction.
 
     :param free: GB that are free after loading. The rule sets 20 GB of them aside for forward passes. A larger fraction
         must leave 3 GB to forward passes.
