@@ -120,8 +120,8 @@ def make_readme_settings(load: Load) -> str:
         f"All servers ran SGLang {list_conditions(first_starts(load), 'engine')} once, with random weights and Triton "
         "attention (not FA3, SGLang's default on Hopper). 200 requests (gpt-oss: 100) were sent at once. *One rank of "
         "TP=4* means that one GPU ran its share of `--tp 4`. The two servers with an H100's free memory have "
-        f"`--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100, so the variable is `always`. More: "
-        "[settings](docs/benchmarks/README.md#settings)."
+        f"`--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100. Because they have this argument, "
+        "they run with `SGLANG_MOE_PATCHES_KV_SIZING=always`. [More settings](docs/benchmarks/README.md#settings)."
     )
     return f"\n{output.wrap_text(paragraph)}\n"
 

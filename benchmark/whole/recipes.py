@@ -131,8 +131,8 @@ def on_hopper(results: list[output.Result]) -> str:
     return (
         f"- **On Hopper, gains inside MoE layers are mostly small.** `doctor` examined {len(found)} [published recipes]"
         f"(docs/commands/models.md). In {idle} recipes no change acts inside MoE layers. For {len(predicted)} recipes "
-        f"`doctor` predicts the peak memory of a forward pass, and {little} of these save at most "
-        f"{100 * SMALL_SAVING:.0f} % of this peak. In {packed} recipes *fp4-weights* makes the weights smaller.\n"
+        f"`doctor` predicts the peak memory of a forward pass. With {little} of these recipes, patched servers save at "
+        f"most {100 * SMALL_SAVING:.0f} % of this peak. In {packed} recipes *fp4-weights* makes the weights smaller.\n"
         "- **The KV cache** can grow with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in "
         f"{sized} of these {len(found)} recipes. {left_alone} more set `--mem-fraction-static`, so they need `always`."
     )

@@ -193,7 +193,10 @@ def offers_table(found: dict[str, Any]) -> str:
             of_a_class = re.sub(r"\b\w+(Layer|Model)\b", r"its \1", reason)
             why.setdefault(of_a_class.replace("its Layer", "its layer"), []).append(f"`{name}`")
     rows = [(", ".join(alike), cell) for cells in (where, why) for cell, alike in sorted(cells.items())]
-    titles = ("model families", "releases on which they may, or reason why they may not on the newest release")
+    titles = (
+        "model families",
+        "releases on which they may offer the dead input, or why they may not on the newest release",
+    )
     return table(titles, rows).replace("its Model", "its loop")
 
 

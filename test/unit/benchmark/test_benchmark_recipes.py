@@ -28,7 +28,7 @@ def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     text = recipes.on_hopper(results)
     assert "examined 4 [published recipes](docs/commands/models.md). In 3 recipes no change acts inside" in text
     assert "For 3 recipes `doctor` predicts the peak memory" in text
-    assert "and 2 of these save at most 5 % of this peak." in text
+    assert "With 2 of these recipes, patched servers save at most 5 % of this peak." in text
     assert (
         "with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in 2 of these 4 recipes. 1 more set `--mem-fraction-static`" in text
     )

@@ -273,10 +273,9 @@ def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_o
     """Apply the advised memory limit to a tensor. The tensor must be cut, and the runner's memory must stay below the
     limit. The saved bytes and the extra time must be those in the advice.
     """
-    match = re.search(
-        rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", column_slices.advise(layer, gemm, choose_width)
-    )
-    if match:
+    if advice := column_slices.advise(layer, gemm, choose_width):
+        match = re.search(rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", advice)
+        assert match, advice
         limit_mb, saved, times = (float(number.replace(",", "")) for number in match.groups())
         width = choose_width(layer, gemm, int(limit_mb) * 10**6)
         peak_bytes, uncut_bytes = (max(predict_bytes(layer, gemm, columns)) for columns in (width, layer.hidden))
