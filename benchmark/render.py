@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 DATA = "../../benchmark/results"
-"""Path of the results from a page in docs/benchmarks."""
+"""Relative path to the results, from a page in docs/benchmarks."""
 Load = Callable[[str], output.Result]
 MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
 
@@ -59,7 +59,7 @@ def section_of_one(name: str, tables: Callable[[output.Result], str]) -> Section
 
 
 def raw_table(result: output.Result) -> str:
-    """Make the table of a result whose rows are stored. Its script no longer exists, or its figures were typed in."""
+    """Make the table of a result that has finished rows. Such a result was typed in, or its script no longer exists."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
@@ -108,7 +108,7 @@ SERVING_RECIPES: tuple[str, ...] = full_names(
 RECIPES = full_names("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
 HOSTS = full_names("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
-"""Names of changes. Their pages have the table of host time."""
+"""Names of the changes whose pages have the table of host time."""
 
 
 def added_host_time(load: Load) -> str:
@@ -202,7 +202,7 @@ def images() -> list[str]:
 
 
 def section(name: str, load: Load = output.load) -> str:
-    """Make the text of a section, for the place between the section's two comments."""
+    """Make the text of a section, which a page has between two comments."""
     names, tables, make_text = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].make_text
     if make_text is not None:
         return f"{make_text(load)}\n"
@@ -274,9 +274,10 @@ def matplotlib_release(image: str) -> str:
 
 
 def remake(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
-    """Make a text again from nudged results, for :func:`common.equality.is_same_text`.
+    """Return a function that makes a text again, from results with slightly changed numbers, for
+    :func:`common.equality.is_same_text`.
 
-    :param make: makes the text. It takes a function that loads a result.
+    :param make: function that makes the text. Its argument is a function that loads a result.
     """
     return lambda: (make(lambda name, nudge=nudge: nudge(output.load(name))) for nudge in equality.nudges())
 

@@ -4,10 +4,10 @@ The script needs no GPU and repeats no formula. FlashInfer's own ``CuteDslMoEWra
 PyTorch's meta device, and their bytes are added up. The stock engine's sizes come from its own
 ``ensure_cutedsl_wrapper`` with the server arguments that it reads.
 
-stock         Each MoE layer has its own buffers. The engine sizes them for the larger of cuda_graph_max_bs and
-              chunked_prefill_size, which data-parallel attention divides by its size. From 0.5.13 on it uses a number
-              of its own, for its default max_prefill_tokens. "Too small": a forward pass of --tokens tokens on each
-              data-parallel rank ends the server.
+stock         Each MoE layer has its own buffers, as the installed engine sizes them. Before 0.5.13, the buffers have
+              rows for the larger of cuda_graph_max_bs and chunked_prefill_size. Data-parallel attention first divides
+              chunked_prefill_size by the number of ranks. Buffers are "too small" if a forward pass of --tokens
+              tokens on each data-parallel rank would end the server.
 upstream      Each MoE layer has its own buffers, sized for --tokens tokens times the data-parallel size, as from
               0.5.13 on.
 ours          All layers of the process share buffers for the same number of tokens, without an output buffer. The
@@ -54,7 +54,7 @@ class Buffers:
 
     @classmethod
     def measure(cls, wrapper: Any) -> Buffers:
-        """Add up the buffers of a wrapper."""
+        """Add up the bytes of the buffers that belong to one wrapper."""
         tensors = {name: value.nbytes for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
         output, gemm1 = tensors.pop("_moe_output", 0), tensors.pop("_gemm1_output") + tensors.pop("_gemm1_output_scale")
         assert not tensors, f"FlashInfer's wrapper has buffers that this script does not know: {sorted(tensors)}"
@@ -74,9 +74,7 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
 
 
 def measure_buffers(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
-    """Measure the buffers of a wrapper for ``tokens`` tokens in two ways: "upstream" and "ours" of this module's
-    docstring.
-    """
+    """Measure the buffers of a wrapper for ``tokens`` tokens: its own buffers, and buffers that all layers share."""
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
@@ -143,7 +141,7 @@ def disable_streams() -> None:
 
 
 def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
-    """Compute the bytes of the buffers of one model and layout, in all three ways to size them."""
+    """Compute the bytes of the buffers of one model and layout: "stock", "upstream" and "ours"."""
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
     upstream, patched = measure_buffers(model, layout.tp, layout.ep, tokens * layout.dp)

@@ -102,7 +102,6 @@ def make_loaded_layer(layer: Layer) -> torch.nn.Module:
 
 @contextmanager
 def install_fp4_weights() -> Iterator[None]:
-    """Install fp4-weights within the block."""
     plan = probe(fp4_weights.CHANGE)
     if plan.install is None:
         sys.exit(f"marlin_repack: {plan.status.value}: {plan.reason}")

@@ -62,8 +62,8 @@ compared with stock, bit by bit.
 
 
 def median_interval(ratios: list[float]) -> list[float]:
-    """Compute the 95 % confidence interval of the median by the binomial distribution. Its ends are two of the
-    ratios.
+    """Compute the 95 % confidence interval of the ratios' median by the binomial distribution. Both ends of the
+    interval are values of ``ratios``.
     """
     ordered, below = sorted(ratios), 0
     while sum(math.comb(len(ordered), k) for k in range(below + 1)) / 2 ** len(ordered) <= 0.025:
@@ -85,7 +85,7 @@ def compute_errors(output: torch.Tensor, checked: Checked) -> dict[str, float] |
 
 
 def run_restored(batch: Batch) -> torch.Tensor:
-    """Run the layer. Before, restore the batch's input, because an earlier call may have overwritten it."""
+    """Restore the batch's input, which an earlier call may have overwritten, and run the layer."""
     batch.restore()
     return batch.run()
 
@@ -176,7 +176,7 @@ def measure_batch(
 
 
 def measure_decode(runner: Runner, batch: Batch) -> dict[str, Any]:
-    """Time a batch that is too small for slices: eager by the host's clock, and a captured graph on the GPU."""
+    """Time a batch that is too small for slices: eager calls on the host, and replays of a CUDA graph on the GPU."""
     versions = {timing.STOCK: None, timing.CONTROL: None, "columns": Variant()}
     graphs, outputs = {}, {}
     for name, variant in versions.items():
@@ -280,8 +280,8 @@ def choose_variants(layer: tuple[str, str], options: Any, *, first: bool) -> lis
     """Choose the variants to measure with one batch.
 
     :param layer: model and layout, as in ("kimi-k2.5", "tp8").
-    :param first: whether this is the first batch of the layer. Only the first batch is also measured without the copies
-        of Marlin's slices (``Variant.copies``).
+    :param first: whether this is the first batch of the layer. With Marlin, only the first batch is also measured with
+        slices that copy no columns (``Variant.copies``).
     """
     default_mb = moe_tables.MARLIN_MB.get(layer) if options.runner == "marlin" else None
     settings = [mb for mb in (default_mb, *options.mb) if mb]

@@ -30,7 +30,7 @@ BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
 BUFFER_PER_RANK = 4096
 """Rows that MoRI's receive buffer has by default for each sending rank."""
 LIMIT_BATCH = 128
-"""Tokens on each rank in the largest decode batch for which the mode "limit" is set."""
+"""Tokens on each rank in the largest decode batch that loses no rows in the mode ``limit``."""
 TOP_K, EXPERTS = MODELS["deepseek-v3"].top_k, MODELS["deepseek-v3"].experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def lost(self) -> int:
-        """Number of received rows that the fixed limit cuts off."""
+        """Number of received rows that the kernel does not compute in the mode ``limit``."""
         return max(0, self.received - self.limit)
 
     def ratio(self, mode: str) -> float:

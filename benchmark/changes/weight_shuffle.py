@@ -3,10 +3,10 @@
     python benchmark changes/weight_shuffle --json shuffle.json --plot shuffle.svg  # the whole grid
     python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
 
-Each case first checks that both functions return the same bytes. Times are medians of many runs of one layer after a
-warm-up, measured by CUDA events. The copy bandwidth is the bandwidth of a plain device-to-device copy. The memory that
-the allocator keeps is measured after whole loading steps: the engine's align_fp4_moe_weights_for_flashinfer_trtllm
-calls the function and copies its results into the parameters.
+Each case first checks that both preparation functions return the same bytes. Times are medians of many runs of one
+layer after a warm-up, measured by CUDA events. The copy bandwidth is the bandwidth of a plain device-to-device copy.
+The memory that the allocator keeps is measured after whole loading steps. In such a step, the engine's
+align_fp4_moe_weights_for_flashinfer_trtllm calls the preparation function and copies its results into the parameters.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def have_same_bytes(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor
 
 
 def check(case: Case, engine: Engine) -> None:
-    """Check that both functions return the same bytes. End the program if they differ."""
+    """Check that this package's preparation function returns the same bytes as the engine's. If not, exit."""
     layer = random_layer(case, seed=1)
     expected = engine.prepare(*(t.clone() for t in layer), *case.sizes)
     ours = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
@@ -146,8 +146,8 @@ def check(case: Case, engine: Engine) -> None:
 
 
 def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
-    """Measure the time and memory of both preparation functions for one case, and the time of our first call. If
-    Triton's cache is empty, the first call also compiles our kernels.
+    """Measure the time and memory of the engine's and of this package's preparation function. Also measure the time of
+    the first call of this package's function. If Triton's cache is empty, this call also compiles the kernels.
     """
     layer = random_layer(case)
     shuffle.compute_row_permutations(case.hidden, case.intermediate, True)

@@ -40,10 +40,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Slack:
-    """Memory that forward passes needed beside the memory in use before the first forward pass, in bytes.
+    """Growth of a server's memory while it computes forward passes, in bytes.
 
-    :param tensors: largest growth of the allocated memory.
-    :param reserved: largest growth of the memory that the allocator reserved.
+    :param tensors: peak of the allocated memory, minus the allocated memory before the first forward pass.
+    :param reserved: largest memory that the allocator reserved, minus its reserved memory after the first forward pass.
     :param lowest_free: lowest free memory of the GPU after a forward pass.
     :param grown: growth of the reserved memory during the load of random prompts: its largest value in the second half
         of the load, minus its largest value in the first half.
@@ -88,7 +88,7 @@ def read(path: Path) -> list[Line]:
 
 
 def register() -> None:
-    """Entry point of the plugin (``sglang.srt.plugins``)."""
+    """Entry point of the engine plugin. It wraps the model runner."""
     import wrapt
 
     wrapt.register_post_import_hook(_record_forwards, "sglang.srt.model_executor.model_runner")

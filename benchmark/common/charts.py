@@ -14,13 +14,13 @@ from typing import NamedTuple
 WIDTH = 520
 """Width of the drawing, in pixels. A phone shows it 368 pixels wide, and its text is 10 pixels high there."""
 LEFT = 12
-"""Left edge of texts and bars."""
+"""Distance of texts and bars from the left edge of the drawing, in pixels."""
 BAR_HEIGHT, BAR_GAP, LABEL_HEIGHT, GROUP_GAP, LINE_HEIGHT = 15, 3, 24, 10, 18
 VALUE_WIDTH = 225
-"""Free space to the right of the longest bar for its text."""
+"""Space for a text to the right of the longest bar, in pixels."""
 CHARACTER_WIDTH, TITLE_CHARACTER_WIDTH, NOTE_CHARACTER_WIDTH = 7.7, 10.2, 6.8
-"""Average width of a character of a long text, in the widest of the usual fonts. Texts are measured with it, because no
-font is at hand.
+"""Average width of a character in pixels, in the widest of the usual fonts: in labels, titles and notes. The widths of
+texts are computed with these values, because the font of a reader's browser is not known.
 """
 COLOURS = {  # by series: light theme, dark theme
     "bar0": ("#9aa4b0", "#656f7a"),
@@ -85,8 +85,6 @@ class Stack(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Point of a scatter chart."""
-
     x: float
     y: float
 
@@ -172,7 +170,7 @@ def scatter_chart(title: str, axes: tuple[str, str], points: Sequence[Point], st
 
 
 def _begin(title: str, series: Sequence[str]) -> tuple[list[str], int]:
-    """Draw the title and the legend. Return their lines, and the top of what follows."""
+    """Draw the title and the legend. Return their lines of SVG, and the y-coordinate below the legend."""
     lines = [_text(LEFT, 24, title, "title")]
     top, left = 50, float(LEFT)
     for place, name in enumerate(series if len(series) > 1 else ()):
@@ -186,9 +184,10 @@ def _begin(title: str, series: Sequence[str]) -> tuple[list[str], int]:
 
 
 def _finish(title: str, lines: Sequence[str], top: int, note: str) -> str:
-    """Draw the note, and put all lines of the chart in an SVG file.
+    """Draw the note, and return the text of the SVG file.
 
-    :param top: lower end of the chart without its note.
+    :param lines: lines of SVG that draw the rest of the chart.
+    :param top: y-coordinate below the rest of the chart.
     """
     lines = [*lines]
     for line in _wrap(note):
@@ -221,7 +220,7 @@ def _wrap(note: str) -> Iterator[str]:
 
 
 def _scale(length: float, longest: float) -> float:
-    """Return the width of a bar, at a scale at which the longest bar leaves room for its text."""
+    """Convert the value of a bar to its width in pixels. The longest bar leaves :data:`VALUE_WIDTH` pixels free."""
     return round(length * (WIDTH - LEFT - VALUE_WIDTH) / (longest or 1), 1)
 
 

@@ -54,12 +54,11 @@ IMAGE_TOKENS = {
 
 
 def _image_model_config(source: str, first_token: int) -> dict[str, Any]:
-    """Build the config.json of a model that takes images, from ``doctor``'s copy of it. The function adds fields that
-    only a server needs.
+    """Build the config.json of a model that takes images: ``doctor``'s copy, with fields that only a server needs.
 
     :param source: Hugging Face name of the model.
-    :param first_token: id of the token that begins an image. In every vocabulary here, the token that ends an image has
-        the next id, and the tokens for image and video follow two and three ids later.
+    :param first_token: id of the token that begins an image. The ids of three other tokens follow from it: the token
+        that ends an image (+1), the image token (+3) and the video token (+4).
     """
     own = load_model(source)[0]
     # Without this field, the engine's default would add Qwen3-VL's deepstack layers.
@@ -80,7 +79,8 @@ CHAT_TEMPLATE = (
     "{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}"
 )
-"""Chat template. The engine needs it for its warm-up request with an image, and its client for prompts."""
+"""Chat template of models that take images. The engine needs it for its warm-up request with an image. The engine's
+client needs it to build prompts."""
 DIVIDED_SIZES = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -113,7 +113,7 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
 
 
 def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Content of the processor files that the engine reads for images, by file name.
+    """Return the content of the processor files that the engine reads for images, by file name.
 
     :param vision: ``vision_config`` of the model.
     """

@@ -16,8 +16,8 @@ VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936}
 }
 """Vocabulary size of each model that these servers can load."""
 NVFP4 = {"qwen3-235b-nvfp4": "qwen3-235b"}
-"""Models with NVFP4 experts, which Marlin runs on Hopper from 0.5.13 on. The value is the bfloat16 model of the same
-sizes."""
+"""Models with NVFP4 experts, which Marlin runs on Hopper from 0.5.13 on. Value: the bfloat16 model with the same sizes.
+"""
 VOCABULARY |= {name: VOCABULARY[source] for name, source in NVFP4.items()}
 
 
@@ -80,7 +80,7 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def run_label(result: dict[str, Any]) -> str:
-    """Label of a run in a table: model, sizes, GPUs, backends that are not the benchmark's default, and release."""
+    """Make the label of a run for a table: model, sizes, GPUs, backends other than the benchmark's default, release."""
     figures = result["figures"]
     words = figures.get("arguments", [])
     values = dict(zip(words, [*words[1:], ""], strict=False))  # for each argument, the next one, usually its value

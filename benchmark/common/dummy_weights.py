@@ -34,9 +34,9 @@ _KV_CACHE_ALLOCATED = "Memory pool end"
 
 
 def write_plugin(folder: Path) -> list[Path]:
-    """Write the plugin's metadata, unless the folder exists.
+    """Write the metadata of this module's plugin into ``folder``. If the folder exists, write nothing.
 
-    :returns: folders that a server's ``PYTHONPATH`` needs.
+    :returns: folders that a server's ``PYTHONPATH`` needs: ``folder``, and the folder of the benchmarks.
     """
     if not folder.exists():
         plugins.write(folder, "benchmark_dummy_weights", "common.dummy_weights:register")
@@ -44,12 +44,13 @@ def write_plugin(folder: Path) -> list[Path]:
 
 
 def redraw(name: str, parameter: Any) -> None:
-    """Draw a parameter of the model again. Its name is the seed.
+    """Draw a parameter of the model again.
 
-    Weights [..., out, in] get a standard deviation of 1 / sqrt(in). FP8 and packed INT4 weights get it by constant
-    scales, [..., out / 128, in / 128] and [..., in / 32, out]. The weights of a norm become 1. Other vectors stay.
+    Weights [..., out, in] get a standard deviation of 1 / sqrt(in). FP8 and packed INT4 weights get this deviation by
+    constant scales, [..., out / 128, in / 128] and [..., in / 32, out]. The weights of a norm become 1. Other vectors
+    keep their values.
 
-    :param name: name of the parameter in the model.
+    :param name: name of the parameter in the model. It is the seed.
     """
     import torch
 
@@ -77,8 +78,7 @@ def redraw(name: str, parameter: Any) -> None:
 def draw_mxfp4(name: str, parameter: Any) -> None:
     """Draw a parameter of MXFP4 experts: packed weights [experts, out, in / 2] or scales [experts, out, in / 32].
 
-    Scales are powers of two. All scales are the power of two with which the weights' standard deviation is nearest to
-    1 / sqrt(in).
+    All scales are the same power of two: with it, the weights' standard deviation is nearest to 1 / sqrt(in).
     """
     if name.endswith("_scale"):
         exponent = round(math.log2(1 / (FP4_DEVIATION * math.sqrt(32 * parameter.shape[-1]))))
@@ -99,7 +99,7 @@ def allocated_after_loading(log: str) -> int | None:
 
 
 def register() -> None:
-    """Entry point of the plugin (``sglang.srt.plugins``), in servers that a benchmark starts."""
+    """Entry point of the engine plugin. It wraps the engine's model loader and its preparation of MXFP4 experts."""
     import wrapt
 
     wrapt.register_post_import_hook(_wrap_loader, "sglang.srt.model_loader.loader")

@@ -31,7 +31,7 @@ def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None, *
 
 
 def register() -> None:
-    """Entry point of the plugin (``sglang.srt.plugins``), in the patched servers of a test."""
+    """Make moe-workspace cut every tensor. Patched servers that a test starts call this as an engine plugin."""
     from sglang_moe_patches.changes.moe_workspace import column_slices
 
     column_slices.choose_slice_width = narrowest_slice_width
@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def count_acts() -> Any:
-    """Start to count the acts of the changes in this process. An error while counting does not fail a test."""
+    """Start to count what the changes do in this process. An error while counting does not fail a test."""
     from sglang_moe_patches.core.patch import Patcher
     from sglang_moe_patches.lab.observers.counting import Tally
     from sglang_moe_patches.registry import CHANGES
@@ -94,7 +94,7 @@ class Outcomes:
 
 
 def one_line_error(report: Any) -> str:
-    """First line of a failure, or the reason why a test was skipped."""
+    """Return one line that describes a failure, or the reason why a test was skipped."""
     if isinstance(report, tuple):
         return str(report[2])[:300]
     if (crash := getattr(report, "reprcrash", None)) is not None:

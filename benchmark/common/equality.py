@@ -3,10 +3,9 @@
 The text without its numbers must be equal. The numbers are compared one by one:
 
 - A number with many decimals, such as a plot's coordinate, may differ by :data:`TOLERANCE`.
-- A rounded number must be equal, with one exception. A value between two roundings may be rounded up on one machine and
-  down on another. So if two numbers differ by one in their last digit, the text is generated several times again. Its
-  inputs are nudged: they are changed by :data:`NUDGE` (:func:`nudge_floats`). If one of these texts has the other
-  machine's number, the two numbers count as equal.
+- A rounded number must be equal, with one exception: a value may be rounded up on one machine and down on another. So
+  if two numbers differ by one in their last digit, the text is generated several times again, from inputs that are
+  *nudged*: changed by :data:`NUDGE`. If one of these texts has the other machine's number, the numbers count as equal.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ UNROUNDED = 5
 the end.
 """
 NUDGE = 1e-8
-"""Relative change of an input by a nudge. It is larger than the rounding error of the arithmetic, and smaller than one
-unit of any printed digit.
+"""Relative change of an input by a nudge. It is larger than the rounding error of the arithmetic, and smaller than any
+change that a printed digit shows.
 """
 TRIES = 32
 """Number of random nudges of all inputs, in addition to "all inputs up" and "all inputs down". A figure that is
@@ -42,7 +41,9 @@ HASHED_NAME = re.compile(r"(?<=[\"#])[a-z][0-9a-f]{10}(?=[\")])")
 
 
 def extract_numbers(text: str) -> tuple[str, list[str]]:
-    """Return a text without its numbers, and its numbers. Names that Matplotlib hashed become numbered names."""
+    """Split a text into the text without numbers, and the list of numbers. In an SVG of Matplotlib, replace hashes of
+    coordinates by serial numbers.
+    """
     names: dict[str, str] = {}
     text = HASHED_NAME.sub(lambda name: names.setdefault(name[0], f"hashed-{'i' * (len(names) + 1)}"), text)
     return NUMBER.sub("#", text), NUMBER.findall(text)

@@ -1,7 +1,7 @@
 """Engine plugin that records each forward pass of a server: its time, its memory, and what the changes did in it.
 
-The plugin (``register``) appends one line per forward pass to a file. A line has the tokens, the
-wall-clock milliseconds between two synchronizations, the allocator's bytes, and the acts of the changes
+The plugin (``register``) appends one line per forward pass to a file. A line has the tokens, the wall-clock
+milliseconds between two synchronizations, the allocator's bytes, and the *acts*: what the changes did
 (:mod:`sglang_moe_patches.lab.observers.counting`). Acts between two forward passes, mostly while CUDA graphs are
 captured, have a line of their own.
 
@@ -35,12 +35,12 @@ UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
 class Forward:
     """One forward pass of one rank.
 
-    :param tokens: tokens of its batch; ``None``: the line has acts between two forward passes.
-    :param decode: whether it is a decode.
+    :param tokens: tokens of the batch; ``None``: only ``acted`` counts, for the time between two forward passes.
+    :param decode: whether the forward pass is a decode.
     :param ms: wall-clock milliseconds until the device has finished.
-    :param before: bytes allocated when it started.
+    :param before: bytes allocated at the start of the forward pass.
     :param peak: peak of the allocated bytes, minus ``before``.
-    :param reserved: bytes that the allocator had reserved at its end.
+    :param reserved: bytes that the allocator had reserved at the end of the forward pass.
     :param rank: rank of the process among all of the server's processes.
     :param acted: what the changes did.
     """
@@ -79,7 +79,7 @@ class Forward:
 
 
 def read(path: Path) -> list[Forward]:
-    """Read the lines that were written so far."""
+    """Read the lines that the plugin has written so far."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [Forward(**line | {"acted": parse_acts(line["acted"])}) for line in lines]
 
@@ -90,7 +90,7 @@ _tally = Tally([COLUMNS, counts.AS_OUTPUT, counts.AS_SCRATCH])
 
 
 def register() -> None:
-    """Entry point of the plugin (``sglang.srt.plugins``)."""
+    """Entry point of the engine plugin. It wraps the model runner and counts what the changes do."""
     import wrapt
 
     wrapt.register_post_import_hook(_time_forwards, "sglang.srt.model_executor.model_runner")

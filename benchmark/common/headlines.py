@@ -1,4 +1,4 @@
-"""Make the README's older first table, and the index of the benchmark pages with one or two figures of each result."""
+"""Make the README's older first table, and the index of the benchmark pages: questions with short answers."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def index(
 ) -> str:
     """Make a table with a row for each question that the benchmark pages answer.
 
-    :param served: name of the result whose KV cache the first row has.
-    :param memory: the GPU memory of this result, in words.
-    :param served_page: page with this result.
+    :param served: name of the result whose KV cache sizes the first row shows.
+    :param memory: GPU or GPU memory of the servers of this result, in words.
+    :param served_page: page with this result, and its anchor.
     """
 
     def figures(name: str) -> dict[str, Any]:
@@ -198,12 +198,12 @@ def index(
 
 
 def name_of(place: str) -> str:
-    """Text of the link to a page of benchmarks, on the page ``README``."""
+    """Return the text of the link to a benchmark page. The link is in the index, which is on the page ``README``."""
     page = place.partition("#")[0]
     return "this page" if page == "README" else page
 
 
 def page_of(place: str) -> str:
-    """Link target of a page of benchmarks, with its anchor if it has one."""
+    """Return the target of the link to a benchmark page: the file name, with the anchor if ``place`` has one."""
     page, _, anchor = place.partition("#")
     return f"{page}.md#{anchor}" if anchor else f"{page}.md"

@@ -31,7 +31,7 @@ class InProcess:
 
     :param checkpoint: folder written by ``make-model``, or a folder without weights (``load_format="dummy"``).
     :param rank: this process's tensor-parallel rank. Each rank is a process with its own device.
-    :param server_arguments: fields of the engine's ``ServerArgs`` that override the defaults below.
+    :param server_arguments: fields of the engine's ``ServerArgs``, instead of the defaults of this class.
     """
 
     def __init__(self, checkpoint: Path, rank: int = 0, **server_arguments: Any) -> None:
@@ -194,7 +194,7 @@ class InProcess:
         return config.num_key_value_heads, size
 
     def _cache_for(self, config: Any) -> Any:
-        """Return the KV cache for a model. If there is none of this kind yet, allocate it as the engine does."""
+        """Return the KV cache for a model. If no KV cache of this kind exists, allocate one as the engine does."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         heads, size = kind = self._cache_kind(config)

@@ -61,7 +61,7 @@ def commit() -> str | None:
 
 
 def hardware() -> str:
-    """Number and name of the GPUs, or the CPU on a machine without a GPU."""
+    """Return the number and name of the GPUs, or the name of the CPU on a machine without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def hardware() -> str:
 
 
 def gpu_model(conditions: dict[str, Any]) -> str:
-    """Short name of the GPU model: ``H100`` for ``NVIDIA H100 80GB HBM3``. Empty without a GPU.
+    """Return the short name of the GPU model: ``H100`` for ``NVIDIA H100 80GB HBM3``. Without a GPU, return "".
 
     :param conditions: :func:`conditions` of a result.
     """

@@ -132,7 +132,7 @@ class Runner(ABC):
     def slice_step(self, gemm: Any) -> int:
         """Return the alignment of a slice's width: the width must be a multiple of this number of columns.
 
-        :param gemm: description of the GEMM that the rule receives.
+        :param gemm: description of the GEMM, as moe-workspace's rule receives it.
         """
 
     @contextmanager
@@ -178,12 +178,13 @@ class Runner(ABC):
 
 
 def _sum_without_copies(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
-    """Add up the outputs of the experts, without copying columns of weights. It replaces ``sum_and_copy``."""
+    """Add up the outputs of the experts. Unlike moe-workspace's ``sum_and_copy``, copy no columns of weights."""
     moe_sum.moe_sum(expert_outputs, output, scale)
 
 
 UNLIMITED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
-"""Values that switch off two limits of ``column_slices``. The limits do not apply to a fixed number of slices."""
+"""Values of two constants in ``column_slices``. With them, moe-workspace cuts every tensor, however small it is and
+however much time slices cost. Measurements with a fixed number of slices use them."""
 
 
 def rank_sizes(model: str, layout: str, *, fused: bool) -> Rank:
@@ -200,8 +201,8 @@ def rank_sizes(model: str, layout: str, *, fused: bool) -> Rank:
 
 
 class TritonRunner(Runner):
-    """The engine's ``FusedMoE.run_moe_core`` with the Triton runner. The output overwrites the input, as by the
-    engine's default.
+    """The engine's ``FusedMoE.run_moe_core`` with the Triton runner. By the engine's default, the output overwrites the
+    input.
     """
 
     rule = "choose_slice_width"

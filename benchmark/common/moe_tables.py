@@ -13,9 +13,9 @@ from common.moe_runners import rank_sizes
 
 MB = 1e6
 MARLIN_MB = {("kimi-k2.5", "tp8"): 700, ("kimi-k2.5", "tp4"): 800, ("qwen3-235b", "tp4"): 420, ("glm-4.5", "tp8"): 500}
-"""Value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` in the Marlin table's column of a setting, by layer."""
+"""Value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` in the column "MB asked for" of Marlin's table, by layer."""
 MEMORY_KINDS = ("allocated", "reserved")
-"""Keys of the two memory figures of the test with forty mixed batches."""
+"""Keys of the two memory figures of the measurement with forty mixed batches."""
 HIGHEST_LOWER_END = "highest lower end of 95 % intervals"
 
 
@@ -65,7 +65,7 @@ def find_cells_of_chosen_width(
     :param cells: measurements of several slice widths.
     :param setting: value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``; ``None``: unset.
     :returns: the measurement for each combination of layer, tiles and number of tokens. A combination's value is
-        ``None`` if the rule does not cut the tensor, and ``{}`` if the chosen width was not measured.
+        ``None`` if the rule does not cut the layer into slices, and ``{}`` if the chosen width was not measured.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for cell in cells:
@@ -125,8 +125,8 @@ def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int
 
 
 def rule_tables(result: output.Result) -> str:
-    """Make two tables of the measurements in which moe-workspace's own rule chose the slices: one with a row for
-    each layer, and one of all measurements together.
+    """Make two tables of the measurements in which moe-workspace's own rule chose the slices. The first table has a row
+    for each layer. The second table summarizes all measurements.
     """
     cells = [cell for cell in result["figures"]["cells"] if cell["asked_mb"] is None and cell["asked_slices"] is None]
     batches = sorted({cell["tokens"] for cell in cells})
@@ -152,8 +152,8 @@ def rule_tables(result: output.Result) -> str:
 
 
 def layers_table(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
-    """Make two tables: one of all layers for one number of tokens, with a column for each GPU model, and one of all
-    measurements together.
+    """Make two tables. The first table shows batches of ``tokens`` tokens, with a row for each layer and a column for
+    each GPU model. The second table summarizes all measurements.
 
     :param results: results of the benchmark. Results of the same GPU model share a column.
     """
@@ -243,14 +243,12 @@ def slices_by_rule(cell: dict[str, Any]) -> int:
 
 
 def has_default_copies(cell: dict[str, Any]) -> bool:
-    """Return whether a measurement used moe-workspace's own copies of columns, and no dead input as the output."""
+    """Return whether Marlin's slices copied their columns, as by default, and the output was a new tensor."""
     return cell["copies"] == "ours" and not cell["offered"]
 
 
 def make_marlin_tables(result: output.Result, tokens: int = 16384) -> str:
-    """Make the tables of Marlin: one of layers, one of all measurements together, one of decodes, and one of mixed
-    batches.
-    """
+    """Make the tables of Marlin: layers, a summary of all measurements, decodes, and mixed batches."""
     figures = result["figures"]
     layers: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for cell in figures["cells"]:

@@ -24,7 +24,7 @@ LEAVE_FRACTION = 0.4
 margin is free.
 """
 STEP_BYTES = 256 << 20
-"""Bytes that the neighbour allocates at a time on each GPU. It grows in steps, as real processes do."""
+"""Bytes of one allocation of the neighbour on each GPU. Like a real process, the neighbour allocates in steps."""
 STEP_INTERVAL_S = 0.25
 ALLOCATION_TIMEOUT_S = 60.0
 """Time limit in seconds for the neighbour of :func:`leave_free` to allocate its memory."""
@@ -100,7 +100,8 @@ def leave_free(mib: int) -> Iterator[None]:
 
 @contextmanager
 def pretend_to_allocate(file: Path, size: int) -> Iterator[list[int]]:
-    """Pretend to a server without a GPU that another process allocates memory. It replaces :func:`allocate`.
+    """Pretend to a server without a GPU that another process allocates memory. Without a GPU, this replaces
+    :func:`allocate`.
 
     :param file: path in the server's ``STAND_IN_VARIABLE``.
     :param size: bytes that the neighbour pretends to allocate.
@@ -148,13 +149,13 @@ def take_memory(
 
 
 def given_back_bytes(client: Client) -> int:
-    """Read how many bytes of KV cache the server has freed so far: the smallest number of all ranks."""
+    """Read how many bytes of its KV cache each rank has freed so far, and return the smallest number."""
     return int(growth.read_gauges(client.metrics()).get("given_back_bytes", 0))
 
 
 def kv_tokens(info: Mapping[str, Any]) -> int:
-    """Return the KV cache size, in tokens, of the rank with the smallest KV cache. The engine's own
-    ``max_total_num_tokens`` would be the size at the start.
+    """Return the present KV cache size, in tokens, of the rank with the smallest KV cache. (The engine's
+    ``max_total_num_tokens`` is the size at the start.)
 
     :param info: the server's ``/get_server_info``.
     """

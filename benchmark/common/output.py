@@ -154,7 +154,6 @@ def finish(
 
 
 def write(path: Path, result: Result) -> None:
-    """Write a result as JSON."""
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

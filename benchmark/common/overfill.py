@@ -49,20 +49,22 @@ END_TIMEOUT_S = 240.0
 MAX_NEW_TOKENS_UNABORTED = 256
 """Maximum new tokens of a request if requests may not be aborted. With more tokens, the load would not end in time."""
 MIN_FILLING_REQUESTS = 256
-"""Lowest number of requests that fill a small KV cache. The prompts for a large KV cache are whole prefill chunks."""
+"""Lowest number of requests that fill the KV cache, unless the server admits fewer. If their prompts would be longer
+than a prefill chunk, fewer requests with prompts of whole chunks may fill it.
+"""
 PROMPT_FRACTION = 0.98
-"""Fraction of the KV cache that the prompts of the filling requests (:func:`filling_requests`) take. Their new tokens
-need more than the rest of the KV cache.
+"""Fraction of the KV cache that the prompts of :func:`filling_requests` take. The new tokens of these requests need
+more than the rest of the KV cache.
 """
 MAX_DECODED_TOKENS = 1024
-"""Maximum new tokens of a filling request whose prompt has whole chunks. One more prefill chunk is faster than more
-new tokens.
+"""Maximum new tokens of a random request, and about the maximum of a filling request with a prompt of whole chunks.
+One more prefill chunk in the prompt takes less time than more new tokens.
 """
 FILL_TIME_FRACTION = 0.75
 """Fraction of the time of :func:`overfill` during which requests fill the KV cache. Random requests use the rest."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
-"""Prompt tokens and new tokens of a request of :func:`send_penalized`. They are few, so that all requests decode at
-once."""
+"""Prompt tokens and new tokens of a request of :func:`send_penalized`. Both numbers are small, so that all requests
+decode in one batch."""
 RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 USAGE = re.compile(r"token usage: ([0-9.]+\d)")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
@@ -93,9 +95,9 @@ def overfill(
 
 
 def send_mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
-    """Send requests of random lengths for ``seconds``.
+    """Send requests of random lengths for ``seconds``. The KV cache has room for these requests.
 
-    The KV cache has room for them. Results as in :func:`overfill`.
+    :returns: the same figures as :func:`overfill`.
     """
     load, until_s = _Load(Client(server.url), info, vocabulary, True), time.monotonic() + seconds
     return _outcome(
@@ -108,7 +110,9 @@ def send_mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds
 def send_penalized(server: Server, info: Mapping[str, Any], vocabulary: int, requests: int) -> dict[str, Any]:
     """Send ``requests`` short requests with penalties and a logit bias, which decode in one batch.
 
-    Penalties need memory in proportion to the vocabulary. Results as in :func:`overfill`.
+    Penalties need memory in proportion to the vocabulary.
+
+    :returns: the same figures as :func:`overfill`.
     """
     load, tokens = _Load(Client(server.url), info, vocabulary, True), Tokens("penalized", vocabulary)
     prompts = [tokens.draw(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
@@ -123,7 +127,7 @@ def send_penalized(server: Server, info: Mapping[str, Any], vocabulary: int, req
 
 
 def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
-    """Limits of a server, as kv-sizing's rehearsal derives them.
+    """Return the limits of a server's requests and batches, derived by the same function as in kv-sizing's rehearsal.
 
     :param info: the server's ``/get_server_info``.
     """
@@ -150,7 +154,7 @@ def ranks_of(info: Mapping[str, Any]) -> int:
 def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], None]) -> dict[str, Any]:
     """Run a load and return its results; see :func:`overfill`.
 
-    :param drive: function that runs the load. It takes a function that reads the server's log from now on.
+    :param drive: function that runs the load. Its argument is a function that returns the server's log since now.
     """
     log_start = len(server.log_text())
 

@@ -29,7 +29,7 @@ CHART_ROWS = ("qwen3-30b-h100-memory", "gpt-oss-120b-h100-memory", "qwen3-30b", 
 README_GPU = "1 x H200"
 """GPU of all servers of README's table. It is in the table's header, not in each row."""
 SWEPT_ROW = "qwen3-30b-h100-memory"
-"""Server whose throughput a chart shows by the number of concurrent requests."""
+"""Row whose servers also ran loads with other numbers of concurrent requests. A chart shows their throughput."""
 ROOM = ("room/0.5.12.post1", "room/0.5.17")
 """Results with the predictions of ``doctor`` about measured servers."""
 SERIES = ("stock", "patched")
@@ -43,7 +43,7 @@ PHASES = {
     "other decode": re.compile(r"decode"),
     "other": re.compile(""),
 }
-"""Kinds of rehearsal phases, with a pattern of the phases' names. The first pattern that matches decides."""
+"""Kinds of rehearsal phases, with patterns. The first pattern that matches the name of a phase decides its kind."""
 
 
 class MixedCommits(ValueError):
@@ -54,7 +54,7 @@ class MixedCommits(ValueError):
 
 
 def stored_rows() -> list[str]:
-    """Return the names of the rows whose results are stored."""
+    """Return the names of those rows of the README's table whose results are stored."""
     return [name for name in ROWS if (output.RESULTS / FOLDER / f"{name}.json").exists()]
 
 
@@ -108,7 +108,7 @@ def table(load: Load) -> str:
 
 
 def readme_label(name: str) -> str:
-    """Name the server of a row in README's table. The GPU of all rows is left out."""
+    """Name the server of a row without the GPU, which is the same in all rows of README's table."""
     return label(name).replace(f", {README_GPU}", "")
 
 
@@ -132,7 +132,7 @@ BOLD = "**Bold tokens/s**: the load does not fit stock's KV cache."
 
 
 def compare_servers(result: Result) -> tuple[str, str, str]:
-    """Make the cells of :data:`FIGURES` of a row: stock and patched."""
+    """Make the cells of a row: KV tokens, tokens per second and milliseconds per token, each stock and patched."""
     stock, patched = servers_of(result)
     is_faster = overflows(result["figures"], stock) and (ratio(stock, patched, "total_throughput") or 0) > 1.01
     return (
@@ -159,8 +159,8 @@ def make_launched(load: Load) -> str:
 
 
 def make_older_table(load: Load) -> str:
-    """Introduce the older table on the page of earlier measurements. The table itself is on one page: on README, or
-    here once README has first starts.
+    """Make the section about the older table, on the page of earlier measurements. The section contains the table only
+    if README has first starts. Otherwise README has the table.
     """
     if not has_first_starts():
         return "\nREADME's first table takes two servers of each run:\n"
@@ -211,7 +211,7 @@ class Throughput(NamedTuple):
 
 
 def sweep_loads(load: Load) -> dict[int, list[Throughput]]:
-    """Read the throughput of the swept row's servers, stock and patched, by the number of concurrent requests."""
+    """Read the throughput of the servers of ``SWEPT_ROW``, stock and patched, by the number of concurrent requests."""
     figures = load(f"{FOLDER}/{SWEPT_ROW}")["figures"]
     by_server = []
     for server in map(figures["servers"].__getitem__, ("stock", "grown")):
@@ -221,7 +221,7 @@ def sweep_loads(load: Load) -> dict[int, list[Throughput]]:
 
 
 def has_sweep() -> bool:
-    """Return whether the swept row is stored, and both of its servers ran all loads."""
+    """Return whether the result of ``SWEPT_ROW`` is stored, and both of its servers ran all loads."""
     if SWEPT_ROW not in stored_rows():
         return False
     servers = output.load(f"{FOLDER}/{SWEPT_ROW}")["figures"]["servers"]
@@ -346,7 +346,7 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
+        """Relative error of the predicted need."""
         return self.predicted / self.measured - 1
 
 
@@ -361,7 +361,7 @@ def comparisons(load: Load) -> list[Comparison]:
 
 
 def prediction_chart(load: Load) -> str:
-    """Draw the need of each measured server by the need that ``doctor`` predicts."""
+    """Draw a point for each measured server: the measured need, and the need that ``doctor`` predicts."""
     points = [Point(one.measured / MB, one.predicted / MB) for one in comparisons(load)]
     title = "Memory need: predicted by doctor, and measured"
     return scatter_chart(title, ("measured, MB", "predicted, MB"), points, 5_000, room.NEED_ERROR)
@@ -439,12 +439,12 @@ def rehearsal_table(load: Load) -> str:
 class Chart(NamedTuple):
     """Chart of the summary page.
 
-    :param heading: heading of its section.
+    :param heading: heading above the chart.
     :param text: paragraph above the chart.
-    :param draw: makes the SVG.
-    :param table: makes the table below the chart.
+    :param draw: function that makes the SVG.
+    :param table: function that makes the table below the chart.
     :param page: name and link of the page with more figures.
-    :param is_stored: returns whether the results exist.
+    :param is_stored: function that returns whether the results exist.
     """
 
     heading: str
@@ -549,7 +549,7 @@ def make_gains(load: Load) -> str:
 
 
 def make_index(load: Load) -> str:
-    """Make the table of all pages. Its first row has a first start, if one is stored."""
+    """Make the index of the benchmark pages. If both servers of ``SWEPT_ROW`` are stored, the first row has them."""
     if has_sweep():
         page = "README#kv-cache-by-server"
         return headlines.index(load, f"{FOLDER}/{SWEPT_ROW}", "an H200 with an H100's free memory", page)
@@ -557,7 +557,7 @@ def make_index(load: Load) -> str:
 
 
 def describe_origin(load: Load) -> str:
-    """Name the releases, the commit and the date of the servers in the table of gains."""
+    """Name the releases, the commit and the date of the servers in the summary page's first table."""
     if not has_first_starts():
         return "These servers ran with [several commits](earlier-measurements.md#five-servers-of-several-commits)."
     results = first_starts(load)

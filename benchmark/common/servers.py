@@ -23,8 +23,8 @@ from common import forwards, plugins, processes, weights
 from common.weights import ServedModel
 
 MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
-"""Variables that switch NVLink multicast off. The engine overrides them with --enable-symm-mem. A benchmark's server
-keeps the machine's values."""
+"""Environment variables that switch NVLink multicast off. With --enable-symm-mem, the engine changes them. The plugin
+of :mod:`common.weights` then restores the machine's values."""
 EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 """Server arguments that switch all CUDA graphs off."""
 SERVERS = ("stock", "patched")
@@ -111,15 +111,15 @@ class Setup:
         return own
 
     def records_folder(self, name: str) -> Path:
-        """Folder for the records of a server's processes."""
+        """Return the folder for the records of a server's processes."""
         return self.work / f"observed-{name}"
 
     def forwards_file(self, name: str) -> Path:
-        """File for the lines of :mod:`common.forwards`."""
+        """Return the file to which the plugin :mod:`common.forwards` writes its lines."""
         return self.work / f"{name}.jsonl"
 
     def temporary_folder(self, name: str) -> Path:
-        """Folder for a server's temporary files."""
+        """Return the folder for a server's temporary files."""
         return self.work / f"tmp-{name}"
 
     def prepare(self) -> None:
@@ -205,7 +205,7 @@ def digests(answers: Sequence[Mapping[str, Any]], part: str = "tokens") -> list[
 
 
 def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
-    """Digests of the tokens of all answers; see :func:`answer_all`."""
+    """Compute the digests of the tokens of all answers of :func:`answer_all`."""
     return digests(answer_all(server, longest, new_tokens))
 
 

@@ -14,16 +14,14 @@ __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "
 
 
 def fuse(model: Model) -> Model:
-    """Return a model whose shared experts have become routed experts that every token chooses, as the engine can run
-    it.
-    """
+    """Return a copy of a model whose shared experts are routed experts that every token chooses."""
     experts, top_k = model.experts + model.shared_experts, model.top_k + model.shared_experts
     return replace(model, experts=experts, top_k=top_k, shared_experts=0)
 
 
 def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model:
-    """Return a model with its shared experts as the engine runs them on a GPU: as routed experts (:func:`fuse`) for
-    some models with the Triton runner, otherwise unchanged.
+    """Return a model with the experts that the engine runs on a GPU. With the Triton runner, the engine runs the shared
+    experts of some models as routed experts (:func:`fuse`).
 
     :param fusion: ``False`` with ``--disable-shared-experts-fusion``. The model is then unchanged.
     """
@@ -32,7 +30,7 @@ def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model
 
 
 def every_change(model: Model, columns: int | None = None) -> MemoryEffects:
-    """Return the changes that act in a patched server. The model's family must be one whose layers offer their dead
+    """Return the changes that act in a patched server. The layers of the model must be of a kind that offers its dead
     input to the MoE runner.
 
     :param columns: columns of a slice in the Triton or Marlin runner; ``None``: the runner's tensor is not cut.
@@ -63,7 +61,7 @@ TINY_MODELS = {
     "tiny-glm4-moe": Model("", 4, 1, 256, 8, 2, 256, 1, 512, 4, 2, family="glm4-moe"),
     "tiny-minimax-m2": Model("", 4, 0, 256, 8, 2, 256, 0, 0, 4, 2, family="minimax-m2"),
 }
-"""A small model of each family."""
+"""Small models, one of each family."""
 
 NVFP4_MODELS = ("kimi-k2.5", "deepseek-v3", "qwen3-235b")
-"""Models in the figures about NVFP4 with the TRT-LLM and CuteDSL runners."""
+"""Default models of the benchmarks of NVFP4 experts with the TRT-LLM and CuteDSL runners."""

@@ -1,6 +1,6 @@
 """Find out which functions of the engine had allocated the tensors at the peak of a server's memory.
 
-The engine writes PyTorch's record of all allocations itself: ``/start_profile`` with the activity ``MEM``, on CUDA.
+The engine itself writes PyTorch's record of all allocations: ``/start_profile`` with the activity ``MEM``, on CUDA.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from common.client import Client
 
 ENGINE = "/sglang/srt/"
 OUTERMOST = ("/managers/scheduler.py", "/managers/tp_worker.py", "/model_executor/model_runner.py")
-"""Files with functions that are in the stack of every allocation, so that their names say nothing about an
-allocation.
+"""Files whose functions are in the call stack of every allocation. Their names say nothing about an allocation, so
+another function of the engine is named.
 """
 STOP_TIMEOUT_S = 300.0
 """Timeout in seconds for the engine to write the record."""

@@ -9,7 +9,7 @@ from common import output
 
 ALPHA = 0.05
 TRUE_DROPS = (0, 1, 2, 3, 5, 10)
-"""True drops in accuracy, in percentage points."""
+"""True drops in accuracy for the rows of the table, in percentage points."""
 
 
 def worse_probability(questions: int, losses: float, gains: float) -> float:

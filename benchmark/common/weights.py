@@ -42,7 +42,7 @@ class ServedModel:
     :param dense_layers: number of dense layers. It becomes 0 for a model without dense layers.
     :param moe_layers: number of MoE layers.
     :param runner: MoE runner, one of ``RUNNERS``.
-    :param fp8: whether the routed experts are FP8 in blocks. Only for a runner without quantization of its own.
+    :param fp8: whether the routed experts are FP8 in blocks. The runner must have no quantization of its own.
     """
 
     model: Model
@@ -175,7 +175,7 @@ def draw_int4(packed: Any, generator: Any) -> None:
 
 
 def int4_scale(inputs: int) -> float:
-    """Scale with which :func:`draw_int4`'s weights have a standard deviation of 1 / sqrt(inputs)."""
+    """Return the scale with which the weights of :func:`draw_int4` have a standard deviation of 1 / sqrt(inputs)."""
     return 1 / math.sqrt(
         17.5 * inputs
     )  # 17.5 is the mean square of the weights from -7 to 7, of which 0 is twice as probable
@@ -230,7 +230,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
 
 
 def register() -> None:
-    """Entry point of the plugin (``sglang.srt.plugins``), in servers that a benchmark starts."""
+    """Entry point of the engine plugin. It draws weights, and keeps the environment variables of ``VARIABLES_KEPT``."""
     import torch.distributed
     import wrapt
 

@@ -158,7 +158,7 @@ def run(name: str, row: Row, work: Path, results: Path, servers: str) -> int:
 
 
 def choose_rows(options: Any) -> dict[str, Row]:
-    """Return the rows of ``--rows`` for which the machine has enough GPUs. Print the other rows."""
+    """Return the rows of ``--rows`` for which the machine has enough GPUs. Print the names of the other rows."""
     import torch
 
     if options.quick:

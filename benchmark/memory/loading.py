@@ -50,7 +50,7 @@ SERVERS = {
     "before-grown": "fp4-weights+kv-sizing",
     "new-grown": "fp4-weights+kv-sizing",
 }
-"""Servers of this benchmark, each with the server of ``benchmark/memory/serving.py`` that has the same variables."""
+"""Servers of this benchmark. Value: the server of ``memory/serving.py`` with the same environment variables."""
 DEFAULT = ("stock", "stock-zeros", "before", "new")
 _LOG_PREFIX = "benchmark: loading: "
 
@@ -59,7 +59,9 @@ _LOG_PREFIX = "benchmark: loading: "
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, in servers that this benchmark starts."""
+    """Entry point of the engine plugin. It measures the memory after loading. If ``WHOLE_LAYOUT_VARIABLE`` is set, it
+    also makes fp4-weights lay out experts as in earlier versions.
+    """
     import wrapt
 
     wrapt.register_post_import_hook(_measure, "sglang.srt.model_loader.loader")
@@ -119,7 +121,6 @@ def _read_memory() -> dict[str, int]:
 
 
 def variables(name: str, options: Any, work: Path) -> dict[str, str]:
-    """Return the environment of a server."""
     own = serving.variables(SERVERS[name], options, work)
     folder = work / "loading-plugin"
     if not folder.exists():

@@ -4,7 +4,7 @@
     python benchmark memory/mapped --gigabytes 16 --pieces 2 --rounds 3
 
 PyTorch allocates the memory of `stock`, and of `stock-again` as a control. The memory of `mapped-N-MiB` is mapped as by
-kv-sizing, in pieces of N MiB. Each round makes the memory anew, and measures while it exists:
+kv-sizing, in pieces of N MiB. Each round allocates or maps the memory again, and then measures:
 
 - the host's time to launch a kernel, and to launch a CUDA graph of kernels;
 - the bandwidth of reads of random rows, as decodes read the KV cache;
@@ -34,9 +34,9 @@ BUFFERS = 96
 ROW_BYTES = 1024
 """Bytes of one token in one buffer."""
 BATCHES, LAUNCHES, REPLAYS, GRAPH_KERNELS = 40, 500, 200, 400
-"""Number of batches of launches, of launches in a batch, of replays of a graph, and of kernels in a graph."""
+"""Counts for the launch measurements: batches of launches, launches in a batch, graph replays, kernels in a graph."""
 READ_BUFFERS, READ_ROWS, READS = 8, 1 << 17, 25
-"""Number of buffers that are read one after the other, of rows that are read in each buffer, and of repetitions."""
+"""Counts for the read measurement: buffers that are read in turn, rows that are read in each buffer, repetitions."""
 WINDOWS, WINDOW_S = 16, 0.25
 """Number of time windows in which launches are measured, and the length of a window in seconds. Free memory is read
 once in each window.

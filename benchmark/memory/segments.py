@@ -55,7 +55,7 @@ SERVERS = {
     "stock-again": ("none", ""),
     "variable": ("none", ""),
 }
-"""Value of ``SGLANG_MOE_PATCHES`` and value of activation-segments' variable ("": unset), by server."""
+"""Values of ``SGLANG_MOE_PATCHES`` and of activation-segments' own environment variable ("": unset), by server."""
 VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 """Further environment variables, by server."""
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
@@ -64,7 +64,7 @@ MIXED_REQUESTS = 64
 RANDOM_CLIENTS = 16
 """Number of clients that send prompts of random lengths."""
 DECODE_REQUESTS = 32
-"""Number of requests in the larger decode batch."""
+"""Number of requests in the larger of the two timed decode batches. The smaller one has one request."""
 SHORT_PROMPT_TOKENS = 48
 """Number of tokens of a prompt in the measurements of decode steps."""
 ANSWER_TOKENS = 16
@@ -250,7 +250,7 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
 
 
 def make_tables(results: Sequence[output.Result]) -> str:
-    """Two tables with a row for each server: memory, and times with answers."""
+    """Make tables with a row for each server: memory, times, and the numbers of answers that equal stock's."""
     memory: list[tuple[str, ...]] = []
     times: list[tuple[str, ...]] = []
     answers: list[tuple[str, ...]] = []

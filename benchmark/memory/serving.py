@@ -168,9 +168,9 @@ COMPILED = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
 }
-"""Environment variables that name a folder for compiled kernels, with the name of that folder below ``--work``."""
+"""Environment variables that name folders for compiled kernels. Value: name of the folder below ``--work``."""
 LOADS = {"overfill": "overfilled", "penalized": "with penalties", "taken": "memory taken"}
-"""Names of the further loads in the tables, by their keys in a result."""
+"""Loads that come after the first one: for each load's key in a result, its name in the tables."""
 
 
 class Failed(RuntimeError):
@@ -212,7 +212,7 @@ def write_model(folder: Path, options: Any) -> Path:
 
 
 def server_arguments(options: Any, model: Path, name: str) -> list[str]:
-    """Server arguments of the server ``name``."""
+    """Return the arguments of the server ``name``."""
     arguments = [
         argument for argument in dummy_servers.server_arguments(options) if argument != "--skip-tokenizer-init"
     ]
@@ -359,9 +359,9 @@ def sweep(server: Server, options: Any, model: Path, work: Path) -> list[dict[st
 def describe_missing(figures: dict[str, Any], options: Any) -> str:
     """Describe what is missing in the client's result of a load; "": nothing is missing.
 
-    The client counts an error of the image processor as an answer with one token or none. It does not count the last
-    message of a stream if it has no text. All answers together may lack a few tokens for this reason, so half the
-    tokens of one answer may be missing.
+    The client counts an error of the image processor as an answer with one token or none. It also ignores the last
+    message of a streamed answer if this message has no text. So a few tokens may be missing without an error: up to
+    half the tokens of one answer, summed over all answers.
     """
     if failed := options.prompts - figures["completed"]:
         return f"{failed} requests failed"
@@ -376,7 +376,7 @@ def describe_missing(figures: dict[str, Any], options: Any) -> str:
 def run_further_loads(
     server: Server, options: Any, info: Mapping[str, Any], vocabulary: int, ask: Callable[[], list[str]], *, grows: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run the further loads that the options choose, one after the other.
+    """Run the loads that come after the first one and that the options choose, one after the other.
 
     :param ask: function that sends the questions again, and returns digests of the answers.
     :returns: pairs of a load's key in the result and the load's figures, such as the lowest free memory.
@@ -434,7 +434,6 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
 
 
 def variables(name: str, options: Any, work: Path) -> dict[str, str]:
-    """Return the environment variables of the server ``name``."""
     kind, home = kind_of(name), work / "homes" / name
     folders = dummy_weights.write_plugin(work / "plugin")
     if uses_stand_in := kind.grows and not has_gpu():
@@ -513,7 +512,7 @@ def keeps_engine_size(name: str, figures: dict[str, Any]) -> bool:
 
 
 def failures(figures: dict[str, Any]) -> list[str]:
-    """Return the errors of the further loads. The list is empty if the server survived all loads."""
+    """Return the errors of the loads in ``LOADS``. The list is empty if the server survived all of them."""
     loads = [(words, figures[key]) for key, words in LOADS.items() if key in figures]
     failed = [f"{words}: out of memory" for words, load in loads if load["out_of_memory"]]
     failed += [f"{words}: {error}" for words, load in loads for error in load["errors"]]
@@ -631,7 +630,7 @@ def peak_table(result: output.Result) -> str:
 
 def _count_equal_answers(measured: Mapping[str, Any], name: str, part: str) -> str:
     """Count the answers of a server that equal the answers of the stock server. If some differ, also count the answers
-    that equal those of the server ``ZEROS``.
+    that equal those of the server ``stock-zeros``.
     """
     alike, zeros = servers.equal_answers(measured, name, part), ""
     if ZEROS in measured and name not in ("stock", ZEROS) and measured[name][part] != measured["stock"][part]:
@@ -640,7 +639,7 @@ def _count_equal_answers(measured: Mapping[str, Any], name: str, part: str) -> s
 
 
 def _more_loads(label: str, figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Make a row for each further load."""
+    """Make a table row for each load of a server that came after the first one."""
     for key, words in LOADS.items():
         if (load := figures.get(key)) is None:
             continue
@@ -649,7 +648,7 @@ def _more_loads(label: str, figures: dict[str, Any]) -> Iterator[tuple[str, ...]
 
 
 def _taken_memory_rows(label: str, figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Make the table row of a server during whose load another process allocated memory. Other servers have no row."""
+    """Make the table row of a server with the load ``--take``. Servers without this load have no row."""
     if (load := figures.get("taken")) and "tokens" in load:
         tokens = (f"{figures['tokens']:,}", f"{load['tokens']:,}")
         yield (label, *tokens, _mb(load.get("given_back")), _mb(load["lowest_free"]))

@@ -32,7 +32,6 @@ CALIBRATION_PROBLEMS = 256
 """Number of training problems from which input scales are computed."""
 CALIBRATION_SEED = 7
 E4M3_MAX = 448.0
-"""Largest E4M3 number."""
 
 
 def pack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -142,7 +142,7 @@ MUTATIONS: dict[str, Callable[[Patcher], None]] = {
 
 
 def plugin(folder: Path, body: str) -> str:
-    """Write an engine plugin that runs ``body`` in every process. Return the folder for PYTHONPATH."""
+    """Write an engine plugin that runs ``body`` in every process of a server. Return the folder for PYTHONPATH."""
     source = "def register():\n" + "".join(f"    {line}\n" for line in body.splitlines())
     return str(plugins.write_module(folder, "deliberate_mutation", source))
 

@@ -56,8 +56,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class _RoundToNvfp4(torch.autograd.Function):
-    """Round a tensor to NVFP4. The gradient passes unchanged."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         multiplier = nvfp4.global_scale_for(x)
@@ -247,7 +245,7 @@ class Model(nn.Module):
     def balance(self, step: float) -> None:
         """Balance the experts' load as DeepSeek-V3 does, without a loss term.
 
-        The bias of experts with too few tokens rises, and that of the other experts falls.
+        The bias of experts with too few tokens rises, and the bias of the other experts falls.
         """
         for layer in self.moe_layers:
             layer.gate.e_score_correction_bias += step * torch.sign(layer.load.mean() - layer.load)
@@ -260,8 +258,7 @@ def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
         name = name if name.startswith("lm_head") else f"model.{name}"
         if name.endswith("e_score_correction_bias"):
             # Round the bias to bfloat16, because one of the engine's two TRT-LLM paths does so. Both paths must choose
-            # the
-            # same experts.
+            # the same experts.
             weights[name] = tensor.bfloat16().float().cpu()
         elif name.endswith(".experts.gate_up"):
             for expert, both in enumerate(tensor):

@@ -29,7 +29,6 @@ from tiny_moe.network import Model, to_checkpoint
 from tiny_moe.problems import problems
 
 SPEC = ModelSpec(layers=4, dense_layers=1, experts=16, top_k=2, hidden=256, moe_intermediate=128, heads=2)
-"""Sizes of the tiny model."""
 IGNORED = -100
 """Target of a token that does not count in the loss."""
 

@@ -78,7 +78,7 @@ def skip_reason(source: str, gpus: int = 1) -> str:
 def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str, str]:
     """Select test files about MoE layers or quantization below `test/registered`.
 
-    :param only: texts of which a path must contain one; empty: no restriction.
+    :param only: parts of paths. Only files whose path contains one of these parts are selected; empty: all files.
     :returns: skip reason of each file; "": it runs.
     """
     root = checkout / REGISTERED
@@ -96,7 +96,7 @@ def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str,
 
 
 def describe_checkout(checkout: Path) -> str:
-    """Tag or commit of the checkout, by git; "" if it is no git repository."""
+    """Return the tag or commit of the checkout, by git; "" if the checkout is no git repository."""
     done = subprocess.run(
         ["git", "-C", str(checkout), "describe", "--tags", "--always", "--dirty"], capture_output=True, text=True
     )
@@ -201,8 +201,8 @@ def failure_messages(side: dict[str, Any]) -> dict[str, str]:
 
 
 def make_tables(result: output.Result) -> str:
-    """Make a table of the files that ran. Below it, list tests that fail stock, differences, and files without a
-    result.
+    """Make a table of the files that ran. Below the table, list the tests that fail with the stock engine, the tests
+    whose outcomes differ, and the files without a result.
     """
     figures = result["figures"]
     files = {path: [sides[side] for side in SIDES] for path, sides in figures["files"].items()}

@@ -3,8 +3,8 @@
     python benchmark whole/models --json benchmark/results/models/0.5.23.json
 
 No server starts. The benchmark asks the engine as ``sglang-moe-patches doctor --model`` does. The models are those of
-``doctor``'s models.json, which has each model's public ``config.json`` without the fields that neither the engine nor a
-formula reads. The result has the engine's answers. The tables are computed from them when the page is made.
+``doctor``'s models.json. It has the fields of each model's public ``config.json`` that the engine or a formula reads.
+The result has only the engine's answers. The predictions are computed when the page is made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESOLVED = (
     *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph", "attention_backend", "decode_attention_backend"),
     *("max_running_requests", "pp_size", "speculative_num_draft_tokens"),
 )
-"""Resolved server arguments that the formulas read."""
+"""Server arguments that ``doctor``'s formulas read. A result has their values as the engine resolves them."""
 Sizes = tuple[int, int, int, int, str, str | None]
 """Hidden size, experts, top-k and intermediate size of one rank's MoE layer, its MoE runner, and its quantization."""
 
@@ -56,7 +56,7 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_resolved(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the engine's answer. Of the resolved server arguments, it has only those in ``RESOLVED``."""
+    """Return a copy of the engine's answer without the resolved server arguments that are not in ``RESOLVED``."""
     if "refused" in answer:
         return answer
     return answer | {"resolved": {name: answer["resolved"][name] for name in RESOLVED if name in answer["resolved"]}}
@@ -94,19 +94,19 @@ def cells() -> Iterator[dict[str, Any]]:
 
 
 def key_of(run: dict[str, Any]) -> Sizes:
-    """Return the key of a result of :func:`forwards`."""
+    """Return the key of a measurement of whole forward passes, an element of :func:`forwards`."""
     share, served = MODELS[run["model"]].shard(run["shard"]), run["served"]
     return key(share, Layout(tp=run["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
 
 
 def key_of_cell(cell: dict[str, Any]) -> Sizes:
-    """Return the key of a result of :func:`cells`."""
+    """Return the key of a measurement of the Triton runner alone, an element of :func:`cells`."""
     layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
     return key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
 
 
 def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
-    """Return the key of a measurement: the sizes of a rank's MoE layer, its runner and its quantization."""
+    """Return the key for finding a measurement: the sizes of a rank's MoE layer, its runner and its quantization."""
     rank = fuse_like_engine(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 

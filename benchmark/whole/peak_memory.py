@@ -167,7 +167,7 @@ def check_record(process: events.Process | None) -> dict[str, Any]:
     """Check a server's record, and return its memory figures and the changes that were installed.
 
     :param process: result of :func:`events.collect`.
-    :raises SystemExit: the server recorded nothing, or its observer failed.
+    :raises SystemExit: the server recorded nothing, or the recording failed.
     """
     if process is None or process.failure:
         raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers recorded no forward pass'}")
@@ -253,7 +253,7 @@ def summary(results: list[output.Result]) -> str:
 def predict_result(result: output.Result, server: str) -> prediction.Prediction:
     """Predict the memory of a server of a stored result with today's formulas.
 
-    Old results have ``slice_columns``: the slice width that moe-workspace's rule chose when they were measured.
+    Old results have ``slice_columns``: the slice width that moe-workspace's rule chose at the time of the measurement.
     """
     figures = result["figures"]
     server_settings = figures["served"]

@@ -106,8 +106,8 @@ def counts(results: list[output.Result]) -> str:
 
 
 def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, Any]]:
-    """Return the first report on a recipe that is no refusal, with the index of its release. If doctor refuses on all
-    releases, return the refusal of the first release.
+    """Return ``doctor``'s report from the first release that does not refuse the recipe, with the release's index. If
+    all releases refuse the recipe, return the refusal of the first release.
 
     :param answers: answers about one recipe, one for each release.
     """

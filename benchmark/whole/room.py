@@ -1,10 +1,11 @@
-"""Compare the memory that ``doctor --model`` predicts, without weights and KV cache, with that of measured servers.
+"""Compare the memory need and KV cache size that ``doctor --model`` predicts with those of measured servers.
 
     python benchmark whole/room --json benchmark/results/room/0.5.12.post1.json
 
-No server starts. This script asks ``doctor`` about each server in benchmark/results/serving and first-starts in which
-kv-sizing measured the memory of forward passes, with the installed release. The result has the engine's answers. The
-page is made from these answers and from the results of the measured servers.
+No server starts. The *need* is the memory of forward passes and CUDA graphs, in addition to weights and KV cache. The
+script takes the servers of the installed release in benchmark/results/serving and first-starts whose need kv-sizing
+measured. It asks the engine about each server, as ``doctor`` does. The result has the engine's answers. The page is
+made from these answers and from the results of the measured servers.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ GPUS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 """Name of each GPU model for ``doctor --gpu``, by the name that the driver reports."""
 ADMITTED = re.compile(r"([\d,]+) requests run at once")
 LAID_OUT_AT_ONCE = ("serving/gpt-oss-120b", "serving/gpt-oss-120b-30-layers")
-"""Results that were measured before fp4-weights laid out MXFP4 experts in parts. Loading left less memory for their KV
-cache, so their KV cache size cannot be compared with today's prediction. The memory of their forward passes and CUDA
-graphs can be compared."""
+"""Results of an earlier fp4-weights, which laid out all MXFP4 experts of a layer at once. Loading then left less memory
+for the KV cache, so the KV cache size cannot be compared with today's prediction. The memory need can be compared."""
 FACTS = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "arguments")
 """Fields of a result that decide how much memory its servers need."""
 
 
 def measured_servers(release: str) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Find the stored servers of a release in which kv-sizing measured the memory of forward passes. Yield the result's
-    name (``FOLDER/NAME``), the server's name, the result and the server's figures.
+    """Yield the stored servers of a release whose need kv-sizing measured: the result's name (``FOLDER/NAME``), the
+    server's name, the result, and the server's figures.
     """
     for path in sorted(path for folder in FOLDERS for path in (output.RESULTS / folder).glob("*.json")):
         name = f"{path.parent.name}/{path.stem}"
@@ -70,8 +70,8 @@ def describe_server(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(server: dict[str, Any]) -> dict[str, Any]:
-    """Ask the engine about a server, and return its answers. If it gives none, return only the key ``refused`` with the
-    reason.
+    """Ask the engine about a server, and return the engine's answers. If the engine gives no answer, the dictionary has
+    only the key ``refused`` with the reason.
     """
     try:
         return model_report.ask_engine(server["config"], server["flags"], server["gpu"])
@@ -93,7 +93,8 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
 
     :param answer: the engine's answers about the server.
     :param server: figures of the measured server.
-    :returns: the predicted room, and the relative errors of the predicted need and of the predicted KV cache size.
+    :returns: the predicted memory of the patched server (the key ``room`` of ``doctor``'s report), and the relative
+        errors of the predicted need and of the predicted KV cache size.
     """
     asked = answer["asked"]
     sizes = config.read_sizes(answer["config"], answer["result"])
@@ -104,8 +105,8 @@ def compare(answer: dict[str, Any], server: dict[str, Any]) -> tuple[dict[str, A
 
 
 def pair_servers(result: output.Result) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Yield for each server the engine's answers, the result of its measurement, and its figures. First starts that are
-    not stored are left out.
+    """Yield for each server the engine's answers, the result that measured the server, and the server's figures. First
+    starts that are not stored are left out.
 
     :param result: result of this benchmark.
     """
@@ -158,7 +159,6 @@ def make_tables(results: list[output.Result]) -> str:
 
 
 def release_of(result: output.Result) -> str:
-    """Return the engine release of a result."""
     release: str = result["conditions"]["engine"]
     return release
 

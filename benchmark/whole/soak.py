@@ -4,13 +4,14 @@
     python benchmark whole/soak --gpus "0;0" --minutes 1 --seed 2    # both on one GPU
     python benchmark whole/soak --quick                             # a tiny model, CPU: does it run?
 
-Both servers load one checkpoint from disk and receive the same requests, drawn from one seed. A round has these steps:
+Both servers load the first of two checkpoints from disk, and receive the same requests, drawn from one seed. A round
+has these steps:
 
 1. Clients send prompts of random lengths. Some clients close their connection, and some requests are aborted by their
    id. At the end of the round all requests are aborted.
 2. Fixed prompts are sent, one after the other, greedily and past the radix cache.
-3. After some rounds the radix cache is flushed. After some of these rounds a request replaces the weights from disk,
-   with other weights, and later with the first weights again.
+3. After every second round the radix cache is flushed. After every fourth round, a request replaces the weights with
+   those of the other checkpoint.
 
 The exit code is 0 under three conditions: no error occurred; for each set of weights, both servers gave one answer to
 each fixed prompt; and in the second half of the time, the patched server's reserved memory grew no more than its
@@ -47,7 +48,7 @@ from sglang_moe_reference import environment
 
 MB = 1e6
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
-"""Value of ``SGLANG_MOE_PATCHES`` and value of activation-segments' variable, by server."""
+"""Values of ``SGLANG_MOE_PATCHES`` and of activation-segments' own environment variable, by server."""
 WORKSPACE_MB = "600"
 """``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` of both servers. Without it, moe-workspace would not cut layers with tuned
 tiles, such as the layers of Qwen3-30B, and the soak would not test moe-workspace.
@@ -61,7 +62,7 @@ CLOSED_FRACTION, ABORTED_FRACTION = 0.08, 0.08
 PREFIXED_FRACTION = 0.3
 """Fraction of the requests that begin with the shared prefix."""
 FLUSH_EVERY, UPDATE_EVERY = 2, 4
-"""Number of rounds from one flush to the next, and from one weight update to the next."""
+"""Number of rounds from one flush of the radix cache to the next, and from one weight update to the next."""
 FATAL_TEXT = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
 """Matches a text in a server's log that counts as an error."""
 START_S, TIMEOUT_S = 400.0, 300.0
@@ -123,7 +124,7 @@ class Record:
     :param forwards: number of forward passes.
     :param columns: number of forward passes in which a tensor was cut into column slices.
     :param dead_inputs: number of forward passes in which a dead input was used.
-    :param before: memory reserved before the first forward pass.
+    :param before: memory that the allocator had reserved after the server's first forward pass.
     :param first_half: largest memory that the allocator reserved in the first half; ``second_half`` likewise.
     :param first_peak: peak of the allocated memory in the first half; ``second_peak`` likewise.
     :param lowest_free: lowest free memory of the GPU.
@@ -155,8 +156,8 @@ class Record:
 
 
 def unexplained_growth(server: dict[str, Any]) -> int:
-    """Return how much reserved memory grew without a growth of tensors, in bytes: the growth of its maximum from the
-    first to the second half of the time, minus the growth of the tensors' peak.
+    """Return by how many bytes the allocator's reserved memory grew more than the tensors, from the first to the second
+    half of the time. The maximum of each half is compared.
     """
     tensors = max(0, server["second_peak"] - server["first_peak"])
     return int(server["second_half"] - server["first_half"] - tensors)
@@ -212,7 +213,7 @@ class ServerRun:
     """Run the load on one started server, and record the server's results.
 
     :param models: folders of the two checkpoints.
-    :param forward_files: files with the lines of ``allocator_trace`` and of ``forwards``.
+    :param forward_files: files to which the plugins :mod:`common.allocator_trace` and :mod:`common.forwards` write.
     """
 
     def __init__(self, server: Server, options: Any, models: Sequence[Path], forward_files: tuple[Path, Path]) -> None:
@@ -339,7 +340,6 @@ class ServerRun:
             self.record.probes += 1
 
     def flush_cache(self) -> None:
-        """Flush the radix cache."""
         self.server.check()
         self._client.flush_cache()
         self.record.flushes += 1
@@ -406,14 +406,12 @@ def classify_answer(status: int, text: str) -> str:
 
 
 def served_model(options: Any) -> ServedModel:
-    """Return the model that the options choose."""
     if options.quick:
         return ServedModel(TINY)
     return ServedModel(MODELS[options.model], moe_layers=options.layers, runner="triton")
 
 
 def server_arguments(options: Any, model: Path) -> list[str]:
-    """Server arguments that the options choose."""
     arguments = ["--model-path", str(model), *RUNNER_ARGUMENTS[served_model(options).runner], "--skip-tokenizer-init"]
     arguments += ["--grammar-backend", "none", "--random-seed", "1", "--chunked-prefill-size", str(options.chunk)]
     arguments += ["--max-running-requests", str(options.requests), "--max-total-tokens", str(options.cache)]

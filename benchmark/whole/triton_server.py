@@ -36,8 +36,7 @@ SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
 WARM_UP_ROUNDS = 2
 """Number of first rounds of each server that are not recorded."""
 SHORT_PROMPT_TOKENS = 48
-"""Number of tokens of a prompt in the measurement of decode steps. A forward pass of one token would count as a decode.
-"""
+"""Number of tokens of each prompt in the measurement of decode steps."""
 
 
 def server_names(copies: int) -> list[str]:
