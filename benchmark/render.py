@@ -59,7 +59,7 @@ def section_of_one(name: str, tables: Callable[[output.Result], str]) -> Section
 
 
 def raw_table(result: output.Result) -> str:
-    """Make the table of a result that has finished rows. Such a result was typed in, or its script no longer exists."""
+    """Make the table of a result that stores the table's rows. It was typed in, or its script no longer exists."""
     figures = result["figures"]
     table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
     return table + (f"\n{figures['note']}\n" if figures.get("note") else "")

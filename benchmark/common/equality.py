@@ -24,13 +24,13 @@ UNROUNDED = 5
 the end.
 """
 NUDGE = 1e-8
-"""Relative change of an input by a nudge. It is larger than the rounding error of the arithmetic, and smaller than any
-change that a printed digit shows.
+"""Relative change of the inputs from which a text is generated again. It is larger than the rounding error of the
+arithmetic, and smaller than any change that a printed digit shows.
 """
 TRIES = 32
-"""Number of random nudges of all inputs, in addition to "all inputs up" and "all inputs down". A figure that is
-computed from two inputs, such as a ratio, may need one combination of "up" and "down". 32 random nudges miss this
-combination once in 10^4 times.
+"""Number of times that a text is generated from inputs that are changed up or down at random. A figure that is computed
+from two inputs, such as a ratio, may need one combination of "up" and "down". 32 tries miss this combination once in
+10^4 times.
 """
 
 # A number includes its sign and thousands separators, because -0.0 and 0.0, or 999.9 and 1,000.0, can be roundings of
@@ -54,7 +54,8 @@ def is_same_text(before: str, now: str, remake: Callable[[], Iterator[str]] = la
 
     :param before: text that was generated on any machine.
     :param now: text that this machine generates.
-    :param remake: generates the text from nudged inputs. It is called only if rounded numbers differ.
+    :param remake: function that generates the text several times again, from inputs with slightly changed numbers. It
+        is called only if rounded numbers differ.
     """
     (text, numbers), (text_now, numbers_now) = extract_numbers(before), extract_numbers(now)
     if text != text_now:
@@ -92,8 +93,8 @@ def _are_neighbours(before: str, now: str) -> bool:
 
 
 def nudges() -> Iterator[Callable[[Any], Any]]:
-    """Yield functions that nudge all numbers of a result: all up, all down, then each number up or down at random. The
-    random seeds are fixed.
+    """Yield functions that change the numbers of a result by ``NUDGE``: all up, all down, then each number up or down at
+    random. The random seeds are fixed.
     """
     for factor in (1 + NUDGE, 1 - NUDGE):
         yield lambda result, factor=factor: nudge_floats(result, lambda: factor)

@@ -5,8 +5,8 @@ milliseconds between two synchronizations, the allocator's bytes, and the *acts*
 (:mod:`sglang_moe_patches.lab.observers.counting`). Acts between two forward passes, mostly while CUDA graphs are
 captured, have a line of their own.
 
-If the environment variable ``UNTIMED`` is set, the plugin does not synchronize. Its lines then have no times and no
-bytes. Forward passes, sends and receives then overlap as in a server without the plugin.
+If the environment variable ``UNTIMED`` is set, the plugin does not synchronize. Its lines then have no bytes, and their
+times are only those of the host. Forward passes, sends and receives then overlap as in a server without the plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_moe_patches.lab.observers.events import Acts, parse_acts
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
 """Environment variable with the path of the file to which the plugin appends a line per forward pass."""
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
-"""Environment variable. If it is set, the plugin measures no time and no memory."""
+"""Environment variable. If it is set, the plugin does not synchronize, and measures no memory."""
 
 
 @dataclass

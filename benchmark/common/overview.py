@@ -549,7 +549,9 @@ def make_gains(load: Load) -> str:
 
 
 def make_index(load: Load) -> str:
-    """Make the index of the benchmark pages. If both servers of ``SWEPT_ROW`` are stored, the first row has them."""
+    """Make the index of the benchmark pages. The first row shows ``SWEPT_ROW`` if its result is stored, and else an
+    older result.
+    """
     if has_sweep():
         page = "README#kv-cache-by-server"
         return headlines.index(load, f"{FOLDER}/{SWEPT_ROW}", "an H200 with an H100's free memory", page)

@@ -50,7 +50,7 @@ def triton_runner(monkeypatch: Any) -> None:
     def fused_experts(
         hidden_states: Any, w1: Any, w2: Any, topk_output: Any, moe_runner_config: Any, **kwargs: Any
     ) -> Any:
-        """Call the engine's Python function directly. Its PyTorch operators are registered only for GPUs."""
+        """Call the engine's Python code directly, because its PyTorch operators are registered only for GPUs."""
         return fused_moe.fused_experts_impl(
             *(hidden_states, w1, w2, topk_output[0], topk_output[1]),
             inplace=moe_runner_config.inplace,

@@ -38,7 +38,7 @@ def worse_probability(questions: int, losses: float, gains: float) -> float:
 def make_tables() -> str:
     """Make a table of how often ``regress`` gives each verdict in 100 runs, by the true drop in accuracy.
 
-    A run that is both "worse" and within ``--max-drop`` counts as "worse".
+    A run may be both within ``--max-drop`` and worse. It counts in both columns, and ``regress`` reports "worse".
     """
     churn = bound.CHURN / 2
     rows = []

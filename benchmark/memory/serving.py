@@ -360,8 +360,8 @@ def describe_missing(figures: dict[str, Any], options: Any) -> str:
     """Describe what is missing in the client's result of a load; "": nothing is missing.
 
     The client counts an error of the image processor as an answer with one token or none. It also ignores the last
-    message of a streamed answer if this message has no text. So a few tokens may be missing without an error: up to
-    half the tokens of one answer, summed over all answers.
+    message of a streamed answer if this message has no text. So a few tokens may be missing without an error.
+    Altogether, this function allows half the tokens of one answer to be missing.
     """
     if failed := options.prompts - figures["completed"]:
         return f"{failed} requests failed"

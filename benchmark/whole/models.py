@@ -56,7 +56,7 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_resolved(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the engine's answer without the resolved server arguments that are not in ``RESOLVED``."""
+    """Return a copy of the engine's answer, with only those resolved server arguments that are in ``RESOLVED``."""
     if "refused" in answer:
         return answer
     return answer | {"resolved": {name: answer["resolved"][name] for name in RESOLVED if name in answer["resolved"]}}
@@ -94,13 +94,13 @@ def cells() -> Iterator[dict[str, Any]]:
 
 
 def key_of(run: dict[str, Any]) -> Sizes:
-    """Return the key of a measurement of whole forward passes, an element of :func:`forwards`."""
+    """Return the :func:`key` of a measurement of whole forward passes."""
     share, served = MODELS[run["model"]].shard(run["shard"]), run["served"]
     return key(share, Layout(tp=run["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
 
 
 def key_of_cell(cell: dict[str, Any]) -> Sizes:
-    """Return the key of a measurement of the Triton runner alone, an element of :func:`cells`."""
+    """Return the :func:`key` of a measurement of the Triton runner alone."""
     layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
     return key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
 

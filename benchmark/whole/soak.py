@@ -13,10 +13,11 @@ has these steps:
 3. After every second round the radix cache is flushed. After every fourth round, a request replaces the weights with
    those of the other checkpoint.
 
-The exit code is 0 under three conditions: no error occurred; for each set of weights, both servers gave one answer to
-each fixed prompt; and in the second half of the time, the patched server's reserved memory grew no more than its
-tensors. (Tensors grow with every flush in both servers, because the engine makes a new free list of the KV cache, 8
-bytes per token, and keeps the old one for a while.)
+The exit code is 1 if an error occurred, if two answers to a fixed prompt differ despite the same weights, or if the
+patched server's reserved memory grew clearly more than its tensors from the first to the second half of the time.
+(Tensors grow with every flush in both servers, because the engine makes a new free list of the KV cache, 8 bytes per
+token, and keeps the old one for a while.) It is also 1 if the run tested too little: for example, if no weight update
+took effect, or no change acted.
 """
 
 from __future__ import annotations
