@@ -41,8 +41,8 @@ class Section:
     """Generated part of a page. It has a text of its own (``make_text``), or the commands, conditions and tables of
     stored results.
 
-    :param results: names of files in ``benchmark/results/`` for ``tables``; empty if ``tables`` needs none. With
-        ``make_text``, the names only tell a test that the section shows these results.
+    :param results: names of the files in ``benchmark/results/`` that ``tables`` takes. If ``make_text`` is set, only a
+        test reads these names.
     :param tables: function that makes the tables from ``results``.
     :param make_text: function that makes the whole section, and loads the results that it needs; ``None``: the section
         has commands, conditions and ``tables``.
@@ -104,7 +104,7 @@ SERVING_EARLIER: tuple[str, ...] = full_names(
 SERVING_RECIPES: tuple[str, ...] = full_names(
     "serving", "deepseek-r1-recipe", "deepseek-r1-eagle-two-gpus", "deepseek-r1-eagle"
 )
-# For a recipe that the newest release rejects, the table has the default release's result.
+# For a recipe that the first of these releases rejects, the table has the report of the next release.
 RECIPES = full_names("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
 HOSTS = full_names("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")

@@ -20,7 +20,7 @@ from typing import Any
 TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-5
 """Relative and absolute tolerance for a number that was not rounded. The absolute tolerance is in points of a plot."""
 UNROUNDED = 5
-"""Number of decimals from which on a number counts as not rounded. Matplotlib writes six decimals, without zeros at
+"""Lowest number of decimals with which a number counts as not rounded. Matplotlib writes six decimals, without zeros at
 the end.
 """
 NUDGE = 1e-8
@@ -93,8 +93,8 @@ def _are_neighbours(before: str, now: str) -> bool:
 
 
 def nudges() -> Iterator[Callable[[Any], Any]]:
-    """Yield functions that change the numbers of a result by ``NUDGE``: all up, all down, then each number up or down at
-    random. The random seeds are fixed.
+    """Yield functions that change the numbers of a result by ``NUDGE``: first all up, then all down, then each number
+    up or down at random. The random seeds are fixed.
     """
     for factor in (1 + NUDGE, 1 - NUDGE):
         yield lambda result, factor=factor: nudge_floats(result, lambda: factor)

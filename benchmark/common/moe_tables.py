@@ -90,7 +90,7 @@ def find_cells_of_chosen_width(
 
 def slices_table(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
     """Make a table of peak memory and time, with a row for each layer and tile size. Its columns are stock,
-    moe-workspace's default, and ``settings``.
+    moe-workspace's default, and each of ``settings``.
 
     :param settings: values of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
     """

@@ -41,7 +41,7 @@ def file_name(layer: Any) -> str:
 
 
 def use_folder(folder: Path | None) -> None:
-    """Let the engine read its files from a folder; ``None``: from the engine's own folder."""
+    """Let the engine read files with tile sizes from a folder; ``None``: from the engine's own folder."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
     fused_moe_triton_config.get_moe_configs.cache_clear()

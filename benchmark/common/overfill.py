@@ -205,7 +205,7 @@ def random_length(draw: random.Random, longest: int) -> int:
 
 
 class _Load:
-    """Requests to one server, and the counts of answers and errors. Many threads may use it."""
+    """Sender of requests to one server. It counts answers and errors, and many threads may use it."""
 
     def __init__(self, client: Client, info: Mapping[str, Any], vocabulary: int, may_abort: bool) -> None:
         limits = limits_of(info, vocabulary)

@@ -79,7 +79,7 @@ class Setup:
             # Switch off two all-reduce kernels that can use NVLink multicast. They have no effect on the measurements.
             arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if "--max-total-tokens" not in arguments and "--mem-fraction-static" not in arguments:
-            # A KV cache of some GB on a GPU, because the engine reports its size only in hundredths of a GiB.
+            # On a GPU, choose a KV cache of some GB: the engine reports its size only in hundredths of a GiB.
             capacity = 1_000_000 if has_gpu() else self.tokens + 4096
             arguments += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
         return environment.server_arguments(arguments)
@@ -94,7 +94,7 @@ class Setup:
             SELECT_VARIABLE: "none" if name.startswith("stock") else self.changes,
             **dict(self.variables),
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
-            # Servers start at the same time on the same GPUs, so free memory changes during the check.
+            # Servers start at the same time on the same GPUs, so free memory changes during the engine's check.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             # Each server with symmetric memory compiles an allocator in TMPDIR.
             "TMPDIR": str(self.temporary_folder(name)),

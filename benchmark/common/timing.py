@@ -26,9 +26,9 @@ CONTROL = "stock-again"
 class Ratio(TypedDict):
     """Times of a version compared with the times of stock, round by round.
 
-    ``stock`` and ``other`` are the median times of stock and of the version. In each round, stock's time is divided by
-    the version's time: above 1, the version is faster. ``ratio`` is the median of these quotients, ``lowest`` and
-    ``highest`` are the extremes, and ``pairs`` is their number.
+    :ivar stock: median time of stock; ``other``: median time of the version.
+    :ivar ratio: median, over all rounds, of stock's time divided by the version's time. Above 1, the version is faster.
+    :ivar lowest: lowest quotient of a round; ``highest``: highest quotient; ``pairs``: number of rounds.
     """
 
     stock: float

@@ -168,8 +168,8 @@ def draw_int4(packed: Any, generator: Any) -> None:
 
     bits = torch.iinfo(packed.dtype)
     packed.random_(bits.min, bits.max, generator=generator)
-    # The lowest bit of each 4-bit code now says whether the code is not 0. Code 0 (weight -8) becomes code 8 (weight
-    # 0).
+    # In ``any_bit``, the lowest bit of each 4-bit code says whether the code is not 0. Code 0 (weight -8) becomes code
+    # 8 (weight 0).
     any_bit = packed | packed >> 1 | packed >> 2 | packed >> 3
     packed |= (~any_bit & 0x11111111) << 3
 

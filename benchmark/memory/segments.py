@@ -90,7 +90,7 @@ class Requests:
     def send(self, prompts: list[list[int]], new_tokens: int = 1) -> float:
         """Send all prompts in one request.
 
-        :returns: milliseconds until all are answered.
+        :returns: milliseconds until all prompts are answered.
         :raises Failed: the server rejected the request.
         """
         self.server.check()

@@ -120,7 +120,7 @@ class Record:
     :param seconds: seconds since the start of the first round.
     :param left: number of requests whose client closed the connection.
     :param probes: number of fixed prompts that were sent.
-    :param answers: digests of the answers to a fixed prompt with their counts, by weights and length of the prompt.
+    :param answers: count of each distinct answer (its digest), by the weights and the length of the fixed prompt.
     :param logprobs: the same for the answers' log-probabilities.
     :param forwards: number of forward passes.
     :param columns: number of forward passes in which a tensor was cut into column slices.
@@ -226,7 +226,7 @@ class ServerRun:
         self._client = Client(server.url)
 
     def run(self, finished: Callable[[], None]) -> None:
-        """Run rounds until the time is over. An exception ends them and is recorded as an error.
+        """Run rounds until the time is over. If a round raises an exception, record it as an error and stop.
 
         :param finished: called after each weight update and at the end.
         """
@@ -285,7 +285,7 @@ class ServerRun:
     def send(self, draw: Draw, over: threading.Event) -> None:
         """Send one request and record its outcome.
 
-        :param over: event after which an abort is no error.
+        :param over: event that is set at the end of the round. A later abort is no error.
         """
         tokens = self._shared[: draw.prefix] + prompt(draw.tokens - draw.prefix, draw.rid)
         body: dict[str, Any] = {"rid": draw.rid, "input_ids": tokens}
@@ -441,7 +441,7 @@ def make_server(name: str, options: Any, work: Path, model: Path, group: str) ->
         allocator_trace.VARIABLE: str(forward_files[0]),
         forwards.VARIABLE: str(forward_files[1]),
         forwards.UNTIMED: "1",
-        # Each server compiles small kernels. It would choose kernels by their time, and different kernels round
+        # Without this variable, each server would choose compiled kernels by their time. Different kernels round
         # differently.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }

@@ -49,7 +49,7 @@ def server_names(copies: int) -> list[str]:
 
 
 def time_request(server: Any, lengths: list[int], new_tokens: int, seed: int) -> float:
-    """Send prompts of these lengths in one request, and return the seconds until all are answered."""
+    """Send prompts of these lengths in one request, and return the seconds until all prompts are answered."""
     body = {
         "input_ids": [servers.prompt(length, seed + at) for at, length in enumerate(lengths)],
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
