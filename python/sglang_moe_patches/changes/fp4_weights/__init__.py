@@ -84,14 +84,6 @@ models, ``Mxfp4MarlinMoEMethod`` for DeepSeek-V4 on Marlin."""
 
 _SWIZZLE_MXFP4 = "_swizzle_mxfp4"
 """Name of the engine's function that lays out MXFP4 experts for ``triton_kernels``."""
-_NONZERO_CREATORS = ("empty", "ones", "full", "tensor", "rand", "arange")
-"""Names of PyTorch's functions that create tensors whose values may differ from zero. If the code of
-``create_weights`` refers to one of them, :func:`creates_only_zeros` returns False."""
-_HOPPER_SCALES = "HOPPER_SCALE"
-"""Name of the layout of scales on Hopper in ``triton_kernels``."""
-_SCALE_BYTES_AT_ONCE = 128
-"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These are the scales of a tile
-of 128 weights."""
 
 # True while create_weights runs for a backend that reads no swizzled block scales. It is a ContextVar, so that another
 # thread that swizzles block scales at the same time gets real scales.
@@ -172,10 +164,9 @@ def append_zeros_to_scales(method: Any) -> None:
     """Move a layer's scales to memory that ends with zeros, because ``triton_kernels`` reads beyond the end of the
     scales.
 
-    On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
-    multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. If a byte of this memory is 255, it
-    stands for a NaN. gpt-oss's SwiGLU clamps the NaN to an ordinary number, so the output is wrong
-    (triton-lang/triton#10772, sglang#36456).
+    :func:`.in_parts.count_bytes_read_behind` counts these bytes. If a byte of this memory is 255, it stands for a NaN.
+    gpt-oss's SwiGLU clamps the NaN to an ordinary number, so the output is wrong (triton-lang/triton#10772,
+    sglang#36456).
 
     :param method: the quantization method of a layer whose weights were processed. Its swizzled scales [experts, bytes
         of a row, rows] move to new memory, and their values stay the same.
@@ -185,12 +176,10 @@ def append_zeros_to_scales(method: Any) -> None:
     for config in vars(method).values():
         scales = getattr(config, "weight_scale", None) or getattr(config, "b_mx_scale", None)
         storage: Any = getattr(scales, "storage", None)
-        if getattr(getattr(storage, "layout", None), "name", "") != _HOPPER_SCALES:
-            continue
-        data = storage.data
-        if missing := -data.shape[-2] % _SCALE_BYTES_AT_ONCE:
+        if missing := in_parts.count_bytes_read_behind(storage):
             in_parts.free_cached_memory()
-            whole = data.new_zeros(data.untyped_storage().nbytes() + missing * data.stride(-2))
+            data = storage.data
+            whole = data.new_zeros(data.untyped_storage().nbytes() + missing)
             moved = whole.as_strided(data.shape, data.stride(), data.storage_offset())
             storage.data = moved.copy_(data)
 
@@ -415,26 +404,13 @@ def _probe_layout() -> Install | None:
     )
     create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
-    has_room = creates_only_zeros(create_weights)
     in_parts.require_last_use(engine.require_unpatched(method, "process_weights_after_loading"), _SWIZZLE_MXFP4)
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(mxfp4, _SWIZZLE_MXFP4, in_parts.wrap_swizzle)
-        if has_room:
-            patcher.wrap(method, "create_weights", around(functools.partial(_wrap_create_mxfp4_weights, swizzle)))
+        patcher.wrap(method, "create_weights", around(functools.partial(_wrap_create_mxfp4_weights, swizzle)))
 
     return install
-
-
-def creates_only_zeros(create_weights: Any) -> bool:
-    """Return whether ``create_weights`` sets every parameter of a layer to zero.
-
-    Only then can fp4-weights allocate the parameters itself, with room for the later layout of the experts. Otherwise
-    (0.5.17, 0.5.23) the engine allocates the parameters without this room, and the layout is written into new memory.
-    """
-    return engine.mentions(create_weights, "zeros") and not any(
-        engine.mentions(create_weights, name) for name in _NONZERO_CREATORS
-    )
 
 
 def _probe_repack() -> Install | None:

@@ -24,6 +24,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sglang_moe_patches.changes.fp4_weights import repack
 from sglang_moe_patches.changes.fp4_weights.sizes import PARTS
@@ -36,6 +37,13 @@ WARPS = 8
 size of the laid-out scales, but not of the laid-out weights."""
 _ALIGNMENT = 512
 """Alignment of memory in PyTorch's allocator, in bytes."""
+_OWN_SEGMENT = 10 << 20
+"""Smallest tensor, in bytes, for which PyTorch's allocator makes a segment of its own."""
+_HOPPER_SCALES = "HOPPER_SCALE"
+"""Name of the layout of scales on Hopper in ``triton_kernels``."""
+_SCALE_BYTES_AT_ONCE = 128
+"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These are the scales of a tile
+of 128 weights."""
 
 
 class Layout(NamedTuple):
@@ -103,38 +111,95 @@ def _is_dense(data: Any) -> bool:
 
 
 def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
-    """Create a layer's parameters on the GPU. Allocate extra memory for weights that get larger when they are laid out.
+    """Create a layer's parameters on the GPU. Allocate extra memory for tensors that get larger when they are laid out.
 
-    The extra bytes lie before the weights, in the same allocation. The engine's ``create_weights`` runs on the ``meta``
-    device, and this function then allocates each parameter once. If the weights were allocated on the GPU first and
-    moved afterwards, a hole would remain, because the allocator puts biases into the same segment.
+    The extra bytes lie before the parameter, in the same allocation. The engine's ``create_weights`` runs on the
+    ``meta`` device, and this function then allocates each parameter once. If the weights were allocated on the GPU
+    first and moved afterwards, a hole would remain, because the allocator puts biases into the same segment.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
-    :param create: the engine's ``create_weights``, which sets all parameters to zero.
+    :param create: the engine's ``create_weights``, which fills each parameter with one number.
     :returns: the result of ``create``.
+    :raises engine.Unsupported: ``create`` does not only fill parameters with one number. The layer then has parameters
+        without memory, so the caller must run ``create`` again.
     """
     if torch.get_default_device().type == "meta":
         return create()
-    with torch.device("meta"):
+    with torch.device("meta"), _FillRecorder() as recorder:
         result = create()
-    for name, parameter in [*layer._parameters.items()]:
-        if parameter is not None and parameter.is_meta:
-            memory = torch.zeros(_compute_bytes_with_room(swizzle, layer, name), dtype=torch.uint8)
-            data = memory[len(memory) - parameter.nbytes :].view(parameter.dtype).view(parameter.shape)
-            created = torch.nn.Parameter(data, requires_grad=False)
-            vars(created).update(vars(parameter))
-            setattr(layer, name, created)
+    created = {name: value for name, value in layer._parameters.items() if value is not None and value.is_meta}
+    fills = {name: recorder.find_fill(parameter) for name, parameter in created.items()}
+    for name, parameter in created.items():
+        memory = torch.zeros(_compute_bytes_with_room(swizzle, created, name), dtype=torch.uint8)
+        data = memory[len(memory) - parameter.nbytes :].view(parameter.dtype).view(parameter.shape)
+        if fills[name]:
+            data.fill_(fills[name])
+        new = torch.nn.Parameter(data, requires_grad=False)
+        vars(new).update(vars(parameter))
+        setattr(layer, name, new)
     return result
 
 
-def _compute_bytes_with_room(swizzle: Callable[..., Any], layer: Any, name: str) -> int:
-    """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which its layout is larger."""
-    own = int(layer._parameters[name].nbytes)
-    if name not in WEIGHTS:
+class _FillRecorder(TorchFunctionMode):
+    """Recorder of the numbers with which ``torch.zeros`` and ``torch.full`` fill new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fills: dict[int, Any] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function is torch.zeros:
+            self._fills[result.untyped_storage()._cdata] = 0
+        elif function is torch.full:
+            self._fills[result.untyped_storage()._cdata] = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
+        elif function.__name__ != "__get__":  # reading an attribute such as the shape changes no value
+            self._fills.clear()
+        return result
+
+    def find_fill(self, parameter: Any) -> Any:
+        """Return the number that each element of a parameter has.
+
+        :raises engine.Unsupported: the parameter was not created by ``torch.zeros`` or ``torch.full``, or another
+            function may have changed it.
+        """
+        address = parameter.untyped_storage()._cdata
+        engine.require(address in self._fills, "create_weights does not only fill parameters with one number")
+        return self._fills[address]
+
+
+def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any], name: str) -> int:
+    """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which its layout is larger.
+
+    A weight is laid out over the loaded weight. Laid-out scales are allocated while the loaded scales are still in use.
+    In the end they move into the memory of the loaded scales, where they fit exactly. A tensor below 10 MiB shares a
+    segment of the allocator with others, and gets no room.
+
+    :param created: the layer's new parameters on the ``meta`` device, by name.
+    """
+    own, weight = int(created[name].nbytes), name.removesuffix("_scale")
+    if weight not in WEIGHTS or (name != weight and own < _OWN_SEGMENT):
         return own
-    layout = choose_layout(swizzle, layer._parameters[name], layer._parameters[f"{name}_scale"], WARPS)
-    missing = 0 if layout is None else max(0, layout.tensors[0].storage.data.nbytes - own)
+    layout = choose_layout(swizzle, created[weight], created[f"{weight}_scale"], WARPS)
+    if layout is None:
+        return own
+    storage = layout.tensors[0 if name == weight else 1].storage
+    missing = max(0, storage.data.nbytes + count_bytes_read_behind(storage) - own)
     return own + -(-missing // _ALIGNMENT) * _ALIGNMENT
+
+
+def count_bytes_read_behind(storage: Any) -> int:
+    """Return the number of bytes that ``triton_kernels`` reads behind a laid-out tensor.
+
+    On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
+    multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row.
+
+    :param storage: object of ``triton_kernels`` whose ``data`` has the scales [experts, bytes of a row, rows].
+    """
+    if getattr(getattr(storage, "layout", None), "name", "") != _HOPPER_SCALES:
+        return 0
+    return int(-storage.data.shape[-2] % _SCALE_BYTES_AT_ONCE * storage.data.stride(-2))
 
 
 def free_cached_memory() -> None:

@@ -13,7 +13,6 @@ from sglang_moe_patches.changes.fp4_weights import (
     _MXFP4_METHODS,
     _PREPARE_MXFP4_FOR_MARLIN,
     _SWIZZLED,
-    creates_only_zeros,
 )
 from sglang_moe_patches.changes.fp4_weights.sizes import Loading, compute_loading
 from sglang_moe_patches.changes.fp4_weights.unread import find_unread_scales
@@ -41,7 +40,6 @@ def predict_loading(experts: Any, layers: int, *, patched: bool) -> Loading:
         intermediate=rows // 2,
         patched=patched,
         unread=_count_unread_bytes(experts),
-        in_place=creates_only_zeros(getattr(type(experts.quant_method), "create_weights", None)),
     )
 
 

@@ -68,7 +68,6 @@ def compute_loading(
     intermediate: int,
     patched: bool,
     unread: int = 0,
-    in_place: bool = True,
 ) -> Loading:
     """Return the memory that loading takes on one rank, on a stock server or with fp4-weights.
 
@@ -81,7 +80,6 @@ def compute_loading(
     :param experts: routed experts of a layer on this rank.
     :param intermediate: intermediate size of an expert on this rank, as the engine pads it.
     :param unread: bytes of one layer's scales that a stock server keeps although no kernel reads them.
-    :param in_place: whether fp4-weights can write the layout for ``triton_kernels`` over the loaded experts.
     """
     packed = experts * 3 * intermediate * hidden // 2
     kept_bytes = 0 if patched else unread * layers
@@ -96,8 +94,7 @@ def compute_loading(
     growth = layers * (w13 + w2 - packed + experts * rows_of_scales // 32 - scales)
     if patched:
         step = max(1, experts // PARTS)
-        own = 0 if in_place else w13 + w2
-        return Loading(0, _HOLES, own + _TEMPORARIES * w13 * step // experts + scales, growth)
+        return Loading(0, _HOLES, _TEMPORARIES * w13 * step // experts + scales, growth)
     return Loading(kept_bytes, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13, growth)
 
 
