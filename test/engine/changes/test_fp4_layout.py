@@ -256,7 +256,7 @@ def replay(created, first, others):
     return allocator, transient
 
 
-@pytest.mark.parametrize(("tp", "most"), [(1, 0.005), (2, 0.005), (4, 0.02), (8, 0.02)])
+@pytest.mark.parametrize(("tp", "most"), [(1, 0.01), (2, 0.005), (4, 0.02), (8, 0.02)])
 def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp, most):
     experts, hidden, intermediate = 128, 2880, {1: 2880, 2: 1472, 4: 768, 8: 384}[tp]
     shape, layers = (experts, hidden, intermediate), 4
@@ -267,7 +267,7 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     assert transient[0] > 5 * weights
     with installed(fp4_weights.CHANGE):
         ours, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape, attention))
-    # A segment of 20 MiB may be used in part.
+    # One segment of 20 MiB may be used in part. On 0.5.23 the last layer also leaves the memory of its loaded scales.
     assert ours.holes < most * ours.allocated + (20 << 20)
     assert max(transient) < weights / 4
     how = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
