@@ -105,9 +105,9 @@ def _read_memory() -> dict[str, int]:
     peak = {name: torch.cuda.memory_stats()[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")}
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    largest = max(
-        (segment["total_size"] - segment["active_size"] for segment in torch.cuda.memory_snapshot()), default=0
-    )
+    native = torch.cuda.get_allocator_backend() == "native"  # another allocator has no snapshot
+    segments = torch.cuda.memory_snapshot() if native else []
+    largest = max((segment["total_size"] - segment["active_size"] for segment in segments), default=0)
     return {
         "allocated": allocated,
         "reserved": reserved,
