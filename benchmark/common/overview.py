@@ -103,7 +103,7 @@ def table(load: Load) -> str:
     """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
     results = first_starts(load)
     rows = [(readme_label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
-    note = f"{BOLD} *An H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB. [Settings](#settings)."
+    note = f"{BOLD} *An H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB of the H200 free."
     return f"\n{output.table((f'server, {README_GPU}', *FIGURES), rows, left=4)}\n{note}\n"
 
 
@@ -117,7 +117,7 @@ def make_readme_settings(load: Load) -> str:
     if not has_first_starts():
         return ""
     paragraph = (
-        f"All servers ran SGLang {list_conditions(first_starts(load), 'engine')} once, with random weights and Triton "
+        f"Each server ran once, with SGLang {list_conditions(first_starts(load), 'engine')}, random weights and Triton "
         "attention (not FA3, SGLang's default on Hopper). 200 requests (gpt-oss: 100) were sent at once. *One rank of "
         "TP=4* means that one GPU ran its share of `--tp 4`. The two servers with an H100's free memory have "
         f"`--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100. Because they have this argument, "
@@ -127,16 +127,17 @@ def make_readme_settings(load: Load) -> str:
 
 
 FIGURES = ("KV tokens", "tokens/s", "ms per token")
-BOLD = "**Bold tokens/s**: the load does not fit stock's KV cache."
+BOLD = "**Bold**: faster, because the load does not fit stock's KV cache."
 """Explanation of the bold cells of throughput, for the notes of tables."""
 
 
 def compare_servers(result: Result) -> tuple[str, str, str]:
     """Make the cells of a row: KV tokens, tokens per second and milliseconds per token, each stock and patched."""
     stock, patched = servers_of(result)
-    is_faster = overflows(result["figures"], stock) and (ratio(stock, patched, "total_throughput") or 0) > 1.01
+    speedup = ratio(stock, patched, "total_throughput")
+    is_faster = overflows(result["figures"], stock) and (speedup is None or speedup > 1.01)
     return (
-        format_pair(stock, patched, "tokens", ",", gains=patched is not None),
+        format_pair(stock, patched, "tokens", ","),
         format_pair(stock, patched, "total_throughput", ",.0f", gains=is_faster),
         format_pair(stock, patched, "median_tpot_ms", ".0f"),
     )
@@ -148,8 +149,10 @@ def format_pair(stock: Server | None, patched: Server | None, key: str, form: st
     :param gains: whether the patched figure is bold.
     """
     before, after = (f"{server[key]:{form}}" if server else NO_START for server in (stock, patched))
-    if key != "tokens" and not (stock and patched):
-        return before if stock else f"- -> {after}"
+    if key != "tokens" and not stock:
+        before = "-"
+    if key != "tokens" and not patched:
+        return before
     return f"{before} -> **{after}**" if gains else f"{before} -> {after}"
 
 

@@ -51,7 +51,7 @@ def test_results_of_several_commits_or_of_none_are_refused(commits, store):
 
 def test_a_row_has_stock_and_patched_figures(store):
     lines = overview.table(store("a", "a")).strip().splitlines()
-    assert lines[2] == f"| {overview.readme_label(NAMES[0])} | 1,000 -> **1,500** | 50 -> **60** | 20 -> 30 |"
+    assert lines[2] == f"| {overview.readme_label(NAMES[0])} | 1,000 -> 1,500 | 50 -> **60** | 20 -> 30 |"
     assert lines[4] == "", "a header, its rule, and a line for each result"
 
 
@@ -69,7 +69,7 @@ def test_the_gpu_of_readmes_table_is_in_its_header_alone(store):
 
 def test_readmes_settings_name_the_release_and_are_absent_without_a_first_start(store, monkeypatch):
     load = store("a")
-    assert "SGLang 0.5.12.post1 once" in overview.make_readme_settings(load)
+    assert "SGLang 0.5.12.post1, random weights" in overview.make_readme_settings(load)
     monkeypatch.setattr(overview, "stored_rows", list)
     assert overview.make_readme_settings(load) == ""
 
@@ -78,12 +78,12 @@ def test_readme_has_some_rows_and_the_summary_page_all(store):
     load = store(*"a" * len(ROWS), names=ROWS)
     readme, summary = overview.table(load), overview.make_gains(load)
     assert sum(line.startswith("| ") for line in readme.splitlines()) == 1 + len(overview.CHART_ROWS)
-    assert all(f"| {row.server} | {row.as_run} | 1,000 -> **1,500** |" in summary for row in ROWS.values())
+    assert all(f"| {row.server} | {row.as_run} | 1,000 -> 1,500 |" in summary for row in ROWS.values())
 
 
 def test_a_stock_server_that_does_not_start_is_named_so(store):
     load = store("a", stock=None)
-    assert "| does not start -> **1,500** | - -> 60 | - -> 30 |" in overview.table(load)
+    assert "| does not start -> 1,500 | - -> **60** | - -> 30 |" in overview.table(load)
     chart = overview.kv_cache_chart(load)
     assert "stock does not start" in chart
     assert "1,500 tokens<" in chart, "there is no ratio"

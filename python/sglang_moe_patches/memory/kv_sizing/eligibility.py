@@ -41,7 +41,7 @@ LEAST_MARGIN = 200
 allocates one more buffer."""
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
-    "auto: each start measures and grows the KV cache, unless --mem-fraction-static is given; always: also then",
+    "always: each start measures and grows the KV cache; auto: the same, but not if --mem-fraction-static is given",
     _mode,
     "off",
 )
