@@ -165,7 +165,8 @@ SECTIONS = {
     "serving": Section(SERVING, serving.make_tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.make_tables),
     "loading": Section(
-        full_names("loading", "gpt-oss-120b", "gpt-oss-120b-as-h100", "gpt-oss-120b-tp2"), loading.make_tables
+        full_names("loading", *(f"gpt-oss-120b{kind}" for kind in ("", "-as-h100", "-tp2", "-tp4", "-tp8", "-0.5.17"))),
+        loading.make_tables,
     ),
     "serving-recipes": Section(SERVING_RECIPES, serving.make_tables),
     "penalties": section_of_one("serving/qwen3-30b-penalties", serving.peak_table),

@@ -191,8 +191,7 @@ def make_tables(results: Sequence[output.Result]) -> str:
         servers_of_run = figures["servers"].items()
         memory = [(name, *_memory_cells(found)) for name, found in servers_of_run]
         tokens = [
-            (name, *_token_cells(found), *_count_equal_answers(results, figures, name))
-            for name, found in servers_of_run
+            (name, *_token_cells(found), *_count_equal_answers(results, result, name)) for name, found in servers_of_run
         ]
         parts += [f"{run_label(result)}\n", output.table(MEMORY, memory), output.table(TOKENS, tokens)]
     return "\n".join(parts)
@@ -225,19 +224,25 @@ def _token_cells(figures: dict[str, Any]) -> list[str]:
     return [f"{growth_of['rule_tokens']:,}", f"{growth_of['tokens']:,}"]
 
 
-def _count_equal_answers(results: Sequence[output.Result], figures: dict[str, Any], name: str) -> list[str]:
+def _count_equal_answers(results: Sequence[output.Result], result: output.Result, name: str) -> list[str]:
     """Compare a server's answers with those of the server ``stock-zeros``, bit by bit. Return how many answers are
     equal, and how many answers have equal log-probabilities.
 
-    A run without this server is compared with the first run that has it.
+    A run without this server is compared with the first run of the same model, sizes and release that has it.
     """
-    own = figures["servers"]
-    stored = (result["figures"]["servers"].get(serving.ZEROS) for result in results)
+    own = result["figures"]["servers"]
+    alike = (other for other in results if _describe_model(other) == _describe_model(result))
+    stored = (other["figures"]["servers"].get(serving.ZEROS) for other in alike)
     zeros = own.get(serving.ZEROS) or next(filter(None, stored), None)
     if zeros is None or "answers" not in own[name] or own[name] is zeros:
         return ["", ""]
     compared = {serving.ZEROS: zeros, name: own[name]}
     return [servers.equal_answers(compared, name, part, serving.ZEROS) for part in ("answers", "logprobs")]
+
+
+def _describe_model(result: output.Result) -> tuple[Any, ...]:
+    """Return what a run's answers depend on: the SGLang release, the model and its sizes."""
+    return result["conditions"]["engine"], *(result["figures"][name] for name in ("model", "shard", "layers"))
 
 
 def main() -> None:

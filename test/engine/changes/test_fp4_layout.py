@@ -222,6 +222,7 @@ def record_loading(engine, mxfp4, monkeypatch, layers, shape, attention_sizes):
 
     plan, create = in_parts.choose_layout, in_parts.create_with_room
     monkeypatch.setattr(in_parts, "choose_layout", unrecorded(plan))
+    monkeypatch.setattr(fp4_weights, "_make_updatable_placeholder", unrecorded(fp4_weights._make_updatable_placeholder))
     monkeypatch.setattr(
         in_parts, "create_with_room", lambda swizzle, make, layer: create(swizzle, unrecorded(make), layer)
     )
@@ -256,10 +257,10 @@ def replay(created, first, others):
     return allocator, transient
 
 
-@pytest.mark.parametrize(("tp", "most"), [(1, 0.01), (2, 0.005), (4, 0.02), (8, 0.02)])
+@pytest.mark.parametrize(("tp", "most"), [(1, 0.01), (2, 0.005), (4, 0.015), (8, 0.02)])
 def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp, most):
     experts, hidden, intermediate = 128, 2880, {1: 2880, 2: 1472, 4: 768, 8: 384}[tp]
-    shape, layers = (experts, hidden, intermediate), 4
+    shape, layers = (experts, hidden, intermediate), 4 if tp < 4 else 8
     attention = (5120 // tp * hidden, 4096 // tp * hidden, experts * hidden, 5120 // tp, hidden, hidden)
     weights = experts * 3 * intermediate * hidden // 2 * 17 // 16
     stock, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape, attention))
@@ -273,7 +274,7 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     how = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
     reckoned = sizes.compute_loading("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
     assert transient[0] <= reckoned.transient * 1.05
-    assert ours.holes <= reckoned.holes
+    assert abs(ours.holes - reckoned.holes) < (20 << 20) + 3e6 * layers + weights / 17
 
 
 # --- Code of the engine that is not known ----------------------------------------------------------------------------

@@ -287,7 +287,8 @@ def is_known(report: Report) -> None:
 
 def does_not_say(change: str, words: str) -> Callable[[Report], None]:
     def check(report: Report) -> None:
-        assert words not in row(report, change)["does"]
+        found = row(report, change)
+        assert words not in found["does"] + found["reason"]
 
     return check
 
@@ -346,6 +347,9 @@ class Case:
 
 POST_CAPTURE = {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}
 OFF = {"SGLANG_MOE_PATCHES_KV_SIZING": "off"}
+UNTRACED = " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.12.post1")
+"""Arguments with which layers offer their dead input in a prefill on the default release. Without them this release
+runs prefills of some models in traced graphs, in which no layer offers its dead input."""
 ATTENTION = "--tp 8 --dp 8 --enable-dp-attention"
 GLM = public("zai-org/GLM-5.2", quantization_config=public("zai-org/GLM-5.1-FP8")["quantization_config"])
 NEXT_FP8 = public("Qwen/Qwen3-30B-A3B-FP8")["quantization_config"] | {
@@ -470,7 +474,7 @@ CASES = {
         # By default, 0.5.13 runs prefills in traced graphs here. Such graphs offer no dead input.
         "--tp 4 --chunked-prefill-size 16384" + " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.13"),
         all_of(
-            *(does("output-buffer", OUTPUT), does_not_say("output-buffer", "takes no"), peaks(580, 545)),
+            *(does("output-buffer", OUTPUT), does_not_say("output-buffer", "uses no output buffer"), peaks(580, 545)),
             does("fp4-weights", "lays out the experts"),
             # A weight has four bits, and 16 weights share a scale of eight bits.
             weighs(94 * 128 * 3 * 4096 * 1536 * (0.5 + 1 / 16) / 4),
@@ -605,8 +609,11 @@ CASES = {
     # than the dead input's 4,096.
     "an activation that is too large for the dead input": Case(
         public("Qwen/Qwen3-235B-A22B-FP8"),
-        "--tp 2 --chunked-prefill-size 32768",
-        does_not_say("moe-workspace", SCRATCH),
+        "--tp 2 --chunked-prefill-size 32768" + UNTRACED,
+        all_of(
+            *(does_not_say("moe-workspace", words) for words in (SCRATCH, "the rank's own tokens")),
+            does_nothing("output-buffer", "uses no output buffer"),
+        ),
     ),
     "a top-k of 2": Case(
         public("mistralai/Mixtral-8x7B-v0.1"),

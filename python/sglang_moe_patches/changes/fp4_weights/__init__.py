@@ -177,8 +177,8 @@ def append_zeros_to_scales(method: Any) -> None:
         scales = getattr(config, "weight_scale", None) or getattr(config, "b_mx_scale", None)
         storage: Any = getattr(scales, "storage", None)
         if missing := in_parts.count_bytes_read_behind(storage):
-            in_parts.free_cached_memory()
             data = storage.data
+            in_parts.free_cached_memory()  # the scales before these are free only now, because `data` referred to them
             whole = data.new_zeros(data.untyped_storage().nbytes() + missing)
             moved = whole.as_strided(data.shape, data.stride(), data.storage_offset())
             storage.data = moved.copy_(data)

@@ -37,8 +37,6 @@ WARPS = 8
 size of the laid-out scales, but not of the laid-out weights."""
 _ALIGNMENT = 512
 """Alignment of memory in PyTorch's allocator, in bytes."""
-_OWN_SEGMENT = 10 << 20
-"""Smallest tensor, in bytes, for which PyTorch's allocator makes a segment of its own."""
 _HOPPER_SCALES = "HOPPER_SCALE"
 """Name of the layout of scales on Hopper in ``triton_kernels``."""
 _SCALE_BYTES_AT_ONCE = 128
@@ -173,13 +171,12 @@ def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any
     """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which its layout is larger.
 
     A weight is laid out over the loaded weight. Laid-out scales are allocated while the loaded scales are still in use.
-    In the end they move into the memory of the loaded scales, where they fit exactly. A tensor below 10 MiB shares a
-    segment of the allocator with others, and gets no room.
+    In the end they move into the memory of the loaded scales, where they fit exactly.
 
     :param created: the layer's new parameters on the ``meta`` device, by name.
     """
     own, weight = int(created[name].nbytes), name.removesuffix("_scale")
-    if weight not in WEIGHTS or (name != weight and own < _OWN_SEGMENT):
+    if weight not in WEIGHTS:
         return own
     layout = choose_layout(swizzle, created[weight], created[f"{weight}_scale"], WARPS)
     if layout is None:

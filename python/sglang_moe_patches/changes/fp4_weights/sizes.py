@@ -24,10 +24,10 @@ _STOCK_HOLES = 0.085
 """Memory that a stock server loses to holes in its allocator, as a fraction of the laid-out experts' bytes. A hole is
 reserved memory that no later tensor fits into. With gpt-oss-120b on one H200 the holes were 5,005 MB of 58.6 GB. For
 layers of other sizes, a model of PyTorch's allocator gives 8 to 35 %."""
-_HOLES = 100 << 20
-"""Bytes that a rank loses to holes in its allocator if experts are laid out in parts. A hole is then the unused rest of
-a 20 MiB segment. The number is the largest of TP=1, 2, 4 and 8 in a model of PyTorch's allocator. Measured holes of
-gpt-oss-120b on an H200 are 184 MB, and 724 MB with the sizes of TP=2."""
+_HOLES_OF_LAYER = 5 << 20
+"""Bytes that a rank loses to holes for each MoE layer if experts are laid out in parts. Most holes are unused ends of
+the allocator's segments. For gpt-oss-120b with TP=1, 2, 4 and 8, a model of PyTorch's allocator gives 3.5 to 7.5 MB. On
+an H200 with TP=1 the holes of 36 layers were 184 MB."""
 _MARLIN = 1.47, 0.21
 """Memory that the repack of one layer for Marlin takes, as a multiple of the layer's packed weights (0.5.17). The first
 number is for a stock server, the second for fp4-weights."""
@@ -94,7 +94,7 @@ def compute_loading(
     growth = layers * (w13 + w2 - packed + experts * rows_of_scales // 32 - scales)
     if patched:
         step = max(1, experts // PARTS)
-        return Loading(0, _HOLES, _TEMPORARIES * w13 * step // experts + scales, growth)
+        return Loading(0, layers * _HOLES_OF_LAYER, _TEMPORARIES * w13 * step // experts + scales, growth)
     return Loading(kept_bytes, int(_STOCK_HOLES * (w13 + w2) * layers), _TEMPORARIES * w13, growth)
 
 
