@@ -64,7 +64,7 @@ def make_layer(engine, mxfp4, experts, hidden, intermediate):
 
 
 def fill_parameters(layer):
-    """Fill a layer's parameters with random bytes, the same in each call. Return the address of each parameter."""
+    """Fill a layer's parameters with random bytes, the same in each call. Return the parameters' addresses."""
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         generator = torch.Generator().manual_seed(place)
         if "bias" not in name:
@@ -112,8 +112,9 @@ def test_parts_have_the_bits_shapes_and_strides_of_the_whole(engine, mxfp4, monk
 
 
 def count_parts(monkeypatch):
-    """Return a list to which each call of the engine's layout function adds its number of experts. Calls on the
-    ``meta`` device do not count.
+    """Return a list. Each later call of ``convert_layout`` for FP4 weights on the CPU appends its number of experts.
+
+    The change also calls this function on the ``meta`` device. These calls do not count.
     """
     calls, tensor = [], importlib.import_module("triton_kernels.tensor")
     convert = tensor.convert_layout
@@ -144,12 +145,13 @@ CREATORS: dict[str, tuple[Any, int]] = {
     "a later write": (lambda: torch.zeros(4).fill_(2.5), 2),
     "a copy": (lambda: torch.full((4,), 2.5).clone(), 2),
 }
-"""Functions that create a parameter's values, each with the number of times that ``create_weights`` runs. It runs twice
-if the change cannot create the parameter itself."""
+"""Functions that create a parameter's values, each with the number of times that ``create_weights`` runs: 2 if the
+change cannot create the parameter itself, else 1."""
 
 
 @pytest.mark.parametrize(("create", "runs"), CREATORS.values(), ids=CREATORS)
 def test_a_release_may_create_other_values(create, runs):
+    """Parameters must have the values that ``create_weights`` gives them, even if these are not one number."""
     layer, calls = torch.nn.Module(), []
 
     def create_weights(method, layer):
@@ -209,7 +211,7 @@ def record_loading(engine, mxfp4, monkeypatch, layers, shape, attention_sizes):
     """Record the allocations and frees of a model's layers on the ``meta`` device.
 
     :param attention_sizes: number of elements of each bfloat16 weight that is created before a layer's experts.
-    Return three lists of events: creation of all layers, layout of the first layer, and layout of the other layers.
+    :returns: three lists of events: creation of all layers, layout of the first layer, and layout of the other layers.
     """
     recorder, marks = Recorder("meta"), []
 
@@ -257,8 +259,8 @@ def replay(created, first, others):
     return allocator, transient
 
 
-@pytest.mark.parametrize(("tp", "most"), [(1, 0.01), (2, 0.005), (4, 0.015), (8, 0.02)])
-def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp, most):
+@pytest.mark.parametrize(("tp", "max_holes"), [(1, 0.01), (2, 0.005), (4, 0.015), (8, 0.02)])
+def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engine, mxfp4, monkeypatch, tp, max_holes):
     experts, hidden, intermediate = 128, 2880, {1: 2880, 2: 1472, 4: 768, 8: 384}[tp]
     shape, layers = (experts, hidden, intermediate), 4 if tp < 4 else 8
     attention = (5120 // tp * hidden, 4096 // tp * hidden, experts * hidden, 5120 // tp, hidden, hidden)
@@ -269,23 +271,25 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     with installed(fp4_weights.CHANGE):
         ours, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape, attention))
     # One segment of 20 MiB may be used in part. On 0.5.23 the last layer also leaves the memory of its loaded scales.
-    assert ours.holes < most * ours.allocated + (20 << 20)
+    assert ours.holes < max_holes * ours.allocated + (20 << 20)
     assert max(transient) < weights / 4
     how = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
-    reckoned = sizes.compute_loading("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
-    assert transient[0] <= reckoned.transient * 1.05
-    assert abs(ours.holes - reckoned.holes) < (20 << 20) + 3e6 * layers + weights / 17
+    predicted = sizes.compute_loading("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
+    assert transient[0] <= predicted.transient * 1.05
+    assert abs(ours.holes - predicted.holes) < (20 << 20) + 3e6 * layers + weights / 17
 
 
 # --- Code of the engine that is not known ----------------------------------------------------------------------------
 
-NEWER = {
+READS_AFTER_LAYOUT = {
     "del layer.w13_weight": "reads w13_weight, w2_weight, w13_weight",
     "del layer.w2_weight": "reads w13_weight, w2_weight, w2_weight",
 }
+"""Statements of the engine's function. The test inserts a read of the deleted weight before the statement. The values
+are parts of the error message."""
 
 
-@pytest.mark.parametrize("statement", NEWER)
+@pytest.mark.parametrize("statement", READS_AFTER_LAYOUT)
 def test_a_release_that_reads_loaded_weights_again_is_left_alone(mxfp4, monkeypatch, tmp_path, statement):
     function = mxfp4.Mxfp4MoEMethod.process_weights_after_loading
     in_parts.require_last_use(function, fp4_weights._SWIZZLE_MXFP4)
@@ -300,7 +304,7 @@ def test_a_release_that_reads_loaded_weights_again_is_left_alone(mxfp4, monkeypa
     linecache.checkcache(str(path))
     found: dict[str, Any] = {}
     exec(compile(source, str(path), "exec"), function.__globals__, found)
-    with pytest.raises(engine_code.Unsupported, match=NEWER[statement]):
+    with pytest.raises(engine_code.Unsupported, match=READS_AFTER_LAYOUT[statement]):
         in_parts.require_last_use(found[function.__name__], fp4_weights._SWIZZLE_MXFP4)
 
 

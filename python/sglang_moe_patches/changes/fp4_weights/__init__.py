@@ -1,7 +1,7 @@
 """fp4-weights: lay out FP4 experts in the memory into which they were loaded, and free scales that no code reads.
 
 Why
-    * NVFP4 for TRT-LLM: the layout of a layer makes thousands of allocations, and more than a second copy of the layer.
+    * NVFP4 for TRT-LLM: the layout of a layer allocates thousands of tensors, and more than a second copy of the layer.
     * MXFP4 for ``triton_kernels``: the layout takes nearly six times a layer's weights, and leaves holes in the
       allocator. The loaded scales stay allocated although no code reads them (gpt-oss).
     * Marlin: the engine repacks a layer's experts into a list and a stack, while the loaded experts are still
@@ -17,15 +17,15 @@ Hook points
       the padded copies are shuffled in place, and become the parameters.
     * ``swizzle_blockscale``, while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend. The
       function then returns a placeholder (:func:`_make_placeholder`). Releases from 0.5.13 on create no block scales.
-    * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer. Placeholders then replace the
-      layer's swizzled scales.
+    * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer. If Marlin runs it, placeholders
+      replace the layer's swizzled scales.
     * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
       memory that is large enough for the result from the start.
     * ``process_weights_after_loading`` of MXFP4's quantization methods. Afterwards placeholders replace the scales that
       the method's ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update, as the stock engine's
       parameter does. On Hopper, zeros are put after the remaining scales (:func:`append_zeros_to_scales`).
     * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
-      :mod:`.repack` writes each expert over the expert from which it was made.
+      :mod:`.repack` writes each repacked expert over the loaded expert.
 
 Skipped
     Servers with runners other than TRT-LLM's, Marlin's and ``triton_kernel``. The NVFP4 part is skipped without
@@ -164,9 +164,9 @@ def append_zeros_to_scales(method: Any) -> None:
     """Move a layer's scales to memory that ends with zeros, because ``triton_kernels`` reads beyond the end of the
     scales.
 
-    :func:`.in_parts.count_bytes_read_behind` counts these bytes. If a byte of this memory is 255, it stands for a NaN.
+    Without the zeros, the memory after the scales has arbitrary bytes, and the kernel reads a byte of 255 as a NaN.
     gpt-oss's SwiGLU clamps the NaN to an ordinary number, so the output is wrong (triton-lang/triton#10772,
-    sglang#36456).
+    sglang#36456). :func:`.in_parts.count_bytes_read_behind` returns the number of zeros.
 
     :param method: the quantization method of a layer whose weights were processed. Its swizzled scales [experts, bytes
         of a row, rows] move to new memory, and their values stay the same.
@@ -178,7 +178,7 @@ def append_zeros_to_scales(method: Any) -> None:
         storage: Any = getattr(scales, "storage", None)
         if missing := in_parts.count_bytes_read_behind(storage):
             data = storage.data
-            in_parts.free_cached_memory()  # the scales before these are free only now, because `data` referred to them
+            in_parts.free_cached_memory()  # `data` no longer refers to the scales of the previous config
             whole = data.new_zeros(data.untyped_storage().nbytes() + missing)
             moved = whole.as_strided(data.shape, data.stride(), data.storage_offset())
             storage.data = moved.copy_(data)
@@ -239,8 +239,8 @@ def _wrap_swizzle(original: Any, scale: Any) -> Any:
 
 @around
 def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    # `process_weights_after_loading` has the same condition. If it is false, that function swizzles the block scales
-    # and compares their shape with the parameter's shape. The parameter must then be the engine's own.
+    # `process_weights_after_loading` has the same condition. If the condition is false, that function swizzles block
+    # scales, and compares their shape with the parameter's shape. A placeholder would have another shape.
     modelopt = sys.modules[_MODELOPT]
     token = _no_swizzled_scales.set(
         bool(getattr(self, "enable_flashinfer_trtllm_moe", False))
@@ -365,7 +365,7 @@ def _probe_unread() -> Install | None:
     """Return an installer that wraps ``process_weights_after_loading`` of the engine's quantization methods for MXFP4.
 
     During the call, the layout may overwrite the loaded weights. After the call, the wrapper frees the scales that no
-    kernel reads (:func:`free_unread_scales`) and puts zeros after the others (:func:`append_zeros_to_scales`).
+    kernel reads (:func:`free_unread_scales`), and puts zeros after all other scales (:func:`append_zeros_to_scales`).
 
     :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """
@@ -416,8 +416,8 @@ def _probe_layout() -> Install | None:
 def _probe_repack() -> Install | None:
     """Return an installer that repacks FP4 experts for Marlin in place.
 
-    :returns: ``None`` if the engine repacks no experts, or repacks them without a list of all experts.
-    :raises engine.Unsupported: loaded weights may be read after the repack.
+    :returns: ``None`` if the engine has no function that repacks expert by expert and then calls ``torch.stack``.
+    :raises engine.Unsupported: the engine may read the loaded weights after the repack.
     """
     from sglang_moe_patches.changes.fp4_weights import repack
 

@@ -45,10 +45,11 @@ of 128 weights."""
 
 
 class Layout(NamedTuple):
-    """Layout of a layer's experts for one GEMM: the engine's result for all experts, which is computed in parts.
+    """Laid-out weights and scales of a layer's experts for one GEMM. They are computed in parts.
 
-    :param result: the engine's result. Its tensors have no memory (``meta`` device) before :func:`_assign_memory`.
-    :param step: number of experts of a part.
+    :param result: return value of the engine's function for all experts. Its tensors have no memory (``meta`` device)
+        before :func:`_assign_memory`.
+    :param step: number of experts in a part.
     """
 
     result: Any
@@ -69,10 +70,10 @@ def _make_meta_copy(tensor: Any) -> Any:
 
 
 def choose_layout(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: Any) -> Layout | None:
-    """Return the layout of a layer's experts for one GEMM, with the number of experts to lay out at a time.
+    """Return the layout of a layer's experts for one GEMM, or ``None`` if it cannot be computed in parts.
 
-    The engine's function runs on tensors without memory, first for all experts and then for one part of them. If the
-    parts would not give the same tensors as all experts at once, return ``None``.
+    The engine's function runs on tensors without memory, first for all experts and then for one part of the experts.
+    The two results show whether parts give the same tensors as all experts at once.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param weight: packed weights [experts, rows, columns / 2].
@@ -87,12 +88,12 @@ def choose_layout(swizzle: Callable[..., Any], weight: Any, scale: Any, *args: A
         return None
     for whole, piece in zip(of_result, of_part, strict=True):
         whole_data, piece_data = whole.storage.data, piece.storage.data
-        same = (whole_data.dtype, whole_data.shape[1:], whole_data.stride()) == (
+        equal_layouts = (whole_data.dtype, whole_data.shape[1:], whole_data.stride()) == (
             piece_data.dtype,
             piece_data.shape[1:],
             piece_data.stride(),
         )
-        if not same or (len(whole_data), len(piece_data)) != (experts, step) or not _is_dense(whole_data):
+        if not equal_layouts or (len(whole_data), len(piece_data)) != (experts, step) or not _is_dense(whole_data):
             return None
         if any(whole_data.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in loaded):
             return None  # a view of the loaded tensor takes no memory
@@ -109,7 +110,7 @@ def _is_dense(data: Any) -> bool:
 
 
 def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], layer: Any) -> Any:
-    """Create a layer's parameters on the GPU. Allocate extra memory for tensors that get larger when they are laid out.
+    """Create a layer's parameters on the GPU, with extra memory for parameters that get larger when they are laid out.
 
     The extra bytes lie before the parameter, in the same allocation. The engine's ``create_weights`` runs on the
     ``meta`` device, and this function then allocates each parameter once. If the weights were allocated on the GPU
@@ -118,8 +119,8 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
     :param swizzle: the engine's ``_swizzle_mxfp4``.
     :param create: the engine's ``create_weights``, which fills each parameter with one number.
     :returns: the result of ``create``.
-    :raises engine.Unsupported: ``create`` does not only fill parameters with one number. The layer then has parameters
-        without memory, so the caller must run ``create`` again.
+    :raises engine.Unsupported: ``create`` fills a parameter in another way. The layer then has parameters without
+        memory, so the caller must run ``create`` again.
     """
     if torch.get_default_device().type == "meta":
         return create()
@@ -168,10 +169,11 @@ class _FillRecorder(TorchFunctionMode):
 
 
 def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any], name: str) -> int:
-    """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which its layout is larger.
+    """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which it grows in the layout.
 
-    A weight is laid out over the loaded weight. Laid-out scales are allocated while the loaded scales are still in use.
-    In the end they move into the memory of the loaded scales, where they fit exactly.
+    Laid-out weights are written over the loaded weights. Laid-out scales first get their own memory, because the loaded
+    scales are still in use. Later the laid-out scales move into the freed memory of the loaded scales, where they fit
+    exactly.
 
     :param created: the layer's new parameters on the ``meta`` device, by name.
     """
@@ -187,10 +189,10 @@ def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any
 
 
 def count_bytes_read_behind(storage: Any) -> int:
-    """Return the number of bytes that ``triton_kernels`` reads behind a laid-out tensor.
+    """Return the number of bytes that ``triton_kernels`` reads after the end of laid-out scales.
 
-    On Hopper ``triton_kernels`` reads the scales of 128 weights at once, without a mask. If the length of a row is no
-    multiple of 128 (gpt-oss: 2,880), the kernel reads memory after the last row.
+    On Hopper the kernel reads the scales of 128 weights at once, without a mask. If the length of a row is no multiple
+    of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. On other GPUs the result is 0.
 
     :param storage: object of ``triton_kernels`` whose ``data`` has the scales [experts, bytes of a row, rows].
     """
@@ -202,7 +204,7 @@ def count_bytes_read_behind(storage: Any) -> int:
 def free_cached_memory() -> None:
     """Return the allocator's unused segments to the driver, so that the next large tensor gets a segment of its own.
 
-    If a tensor is cut out of a larger free block, the rest of that block cannot be returned.
+    If the allocator cuts a tensor out of a larger free block, the rest of the block cannot be returned to the driver.
     """
     torch.cuda.empty_cache()
 
@@ -210,16 +212,16 @@ def free_cached_memory() -> None:
 # --- The conversion --------------------------------------------------------------------------------------------------
 
 _shared_storages: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_shared_storages", default=None)
-"""Storages that must not be overwritten during the layout of the current layer, because other objects than this layer
-refer to them. ``None`` means that no weights may be overwritten."""
+"""Storages that must not be overwritten during the layout of the current layer, because objects outside the layer refer
+to them. ``None`` means that no weights may be overwritten."""
 
 
 @contextmanager
 def allow_overwriting(layer: Any) -> Iterator[None]:
     """Context manager around the engine's layout of a layer. It lets the layout overwrite the loaded weights.
 
-    After the layout, no code reads the weights as they were loaded (:func:`require_last_use`). If other objects than
-    the layer refer to a weight's memory, that memory is not overwritten.
+    This is safe, because no code reads the loaded weights after the layout (:func:`require_last_use`). If an object
+    outside the layer refers to a weight's memory, this memory is not overwritten.
     """
     loaded = all(layer._parameters.get(name) is not None for name in WEIGHTS)
     token = _shared_storages.set(repack.find_shared_storages(layer) if loaded else None)
@@ -231,7 +233,10 @@ def allow_overwriting(layer: Any) -> Iterator[None]:
 
 @around
 def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``_swizzle_mxfp4``, which lays out a layer's weights for one GEMM: lay out a few experts at a time."""
+    """Wrap ``_swizzle_mxfp4``, which lays out a layer's experts for one GEMM.
+
+    The wrapper calls the engine's function for a few experts at a time.
+    """
     swizzle, layout = functools.partial(original, **kwargs), None
     with best_effort("the layout of MXFP4 experts in parts"):
         layout = choose_layout(swizzle, weight, scale, *args)
@@ -252,7 +257,7 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
 def _assign_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
     """Assign memory to each tensor of a layout. The caller then writes the experts into this memory.
 
-    :param loaded: loaded weights that may be overwritten by their layout, or ``None`` if none may be overwritten.
+    :param loaded: the loaded weights, or ``None`` if the laid-out weights must not overwrite them.
     """
     for tensor in layout.tensors:
         data, memory = tensor.storage.data, None
@@ -265,11 +270,11 @@ def _assign_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _find_memory(weight: Any, data: Any) -> Any:
-    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight. If the tensor does not
-    fit into this memory, return ``None``.
+    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight.
 
-    The tensor begins where the weight's memory begins, and ends at or before the end of the loaded weight. Parts are
-    written from the first expert on, so no part overwrites an expert that was not read yet.
+    If the tensor does not fit into this memory, return ``None``. The tensor begins at the extra bytes before the weight
+    (:func:`create_with_room`), and ends at or before the weight's end. Parts are written from the first expert on, so
+    no part overwrites an expert that was not read yet.
     """
     begin = weight.storage_offset() * weight.element_size()
     if not weight.is_contiguous() or data.dtype != weight.dtype or data.nbytes > begin + weight.nbytes:
@@ -284,7 +289,7 @@ def require_last_use(process: Any, swizzle: str) -> None:
     """Check that the engine does not read a layer's loaded weights after their layout.
 
     :param process: the engine's ``process_weights_after_loading``.
-    :param swizzle: the name of the engine's function that lays out experts, ``_swizzle_mxfp4``.
+    :param swizzle: name of the engine's function that lays out experts (``_swizzle_mxfp4``).
     :raises engine.Unsupported: the engine may read the loaded weights.
     """
     (definition,) = ast.parse(engine.read_source(process)).body

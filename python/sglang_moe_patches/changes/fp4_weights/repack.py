@@ -40,7 +40,7 @@ def _count_references(parameters: Mapping[str, Any], name: str) -> tuple[int, in
 def find_shared_storages(layer: Any) -> list[int]:
     """Return the storages of a layer's weights that must not be overwritten, because other objects refer to them.
 
-    A weight is shared if its reference counts differ from those of a new parameter, to which no other object refers.
+    To detect such references, the reference counts of a weight are compared with the counts of a new parameter.
 
     :returns: addresses of the storages' C++ objects.
     """
@@ -50,10 +50,10 @@ def find_shared_storages(layer: Any) -> list[int]:
 
 
 class _Repack(TorchFunctionMode):
-    """Observer of the engine's repack of one layer, which lets repacked experts overwrite the loaded experts.
+    """Observer of the engine while it repacks one layer. It lets repacked experts overwrite the loaded experts.
 
-    The observer records from which memory the engine copied an expert. When the engine stacks the repacked experts, the
-    observer returns the memory of the loaded weights instead of a new tensor.
+    When the engine copies an expert, the observer records the source of the copy. When the engine stacks the repacked
+    experts, the observer returns the memory of the loaded weights instead of a new tensor.
 
     :param protected_storages: storages that must not be overwritten, as :func:`find_shared_storages` returns them.
     """
@@ -143,7 +143,8 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
     """Check that the engine does not read a layer's loaded weights after the first repack.
 
     :param prepare: one of the engine's functions that prepare a layer for Marlin.
-    :param helper: the engine's function that repacks a layer's experts, or ``None`` if ``prepare`` defines it inside.
+    :param helper: the engine's function that repacks a layer's experts, or ``None`` if this function is defined inside
+        ``prepare``.
     :raises engine.Unsupported: the engine may read the loaded weights.
     """
     whole = _parse_definition(prepare)

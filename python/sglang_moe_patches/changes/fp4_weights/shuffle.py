@@ -187,7 +187,7 @@ def choose_row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKerne
     """Return the launch parameters of the Triton kernel that permutes the rows of matrices of `rows` x `row_bytes`.
 
     One program permutes one *strip*: a range of columns, in all rows of a tile. The program keeps the strip in
-    registers. The function chooses the widest strip that fits into them, from 16 bytes (one vector load) to 256 bytes.
+    registers. It uses the widest strip that fits into the registers, from 16 bytes (one vector load) to 256 bytes.
     On an H200 wide strips matter more than the number of programs that share a multiprocessor.
 
     :param tiled: whether the permutation repeats in tiles of TILE_ROWS rows. Otherwise the tile is the whole matrix.
@@ -266,8 +266,8 @@ if triton is not None:
     ):
         """Permute the 128 rows of one tile of scales by `index_ptr` (if PERMUTE) and interleave it, in place.
 
-        A word is four scales that stay together. Word ``(32*q + r, k)`` of the tile moves to position
-        ``128*k + 4*r + q``. Loads and stores are contiguous. The words are transposed in registers.
+        A word is four scales that stay together. The word in row ``32*q + r`` and column ``k`` of the tile moves to
+        position ``128*k + 4*r + q``. Loads and stores are contiguous. The words are transposed in registers.
         """
         # 64 bits: a tensor of experts is larger than 4 GiB for unsharded models.
         tile_ptr = words_ptr + tl.program_id(0).to(tl.int64) * (128 * ROW_WORDS)
@@ -368,7 +368,8 @@ def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None) -> 
 
     If ``index`` is given, permute the rows of each tile first.
 
-    :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
+    :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes a multiple
+        of 4.
     :param index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
     """
     row_bytes = scales.shape[-1]
@@ -397,7 +398,7 @@ def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Seq
     """Copy the row numbers (`kernel_index`) of each permutation to the device, and return the copies.
 
     If the device runs no Triton kernels, return ``None`` for each permutation. All row numbers are copied at once, at
-    most some tens of KB. Their CPU memory is pageable, so the driver has read it when the call returns.
+    most some tens of KB. Their CPU memory is pageable, so the driver has read this memory when the function returns.
     """
     if not uses_triton(device):
         return [None] * len(permutations)
@@ -506,10 +507,12 @@ def prepare_static_weights_for_trtllm_fp4_moe(
 ) -> Shuffled:
     """Shuffle one layer's NVFP4 expert weights and block scales for the TRT-LLM kernels, **in place**.
 
-    The engine's function of this name returns the same values, shapes and dtypes, in new tensors. This function returns
-    views of its inputs, whose contents are shuffled. The engine then copies the result into the inputs anyway, so a
-    reload works as in the engine: it writes raw weights into the parameters and shuffles them again. If this function
-    runs twice without a reload, or after a reload of only some experts, rows are shuffled twice, as in the engine.
+    The engine's function of this name returns the same values, shapes and dtypes in new tensors, and the engine copies
+    them into the parameters. This function shuffles the contents of its inputs, and returns views of the inputs.
+
+    A reload writes raw weights into the parameters and shuffles them again, as in the stock engine. If this function
+    runs twice without a reload, or after a reload of only some experts, rows are shuffled twice, as in the stock
+    engine.
 
     :param gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size
         if is_gated, else intermediate_size.
@@ -517,7 +520,7 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param gemm1_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, rows of gemm1_weights, hidden_size/16]``.
     :param gemm2_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, hidden_size, intermediate_size/16]``.
     :param hidden_size: in elements, a multiple of 128.
-    :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, of 128 when not gated.
+    :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, or of 128 without a gate.
     :param num_experts: experts on this rank, at least 1.
     :param is_gated: whether w13 holds two matrices of intermediate_size rows, which are interleaved row by row.
     :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8) and gemm2 scales

@@ -16,8 +16,8 @@ _TEMPORARIES = 9
 """Memory that ``triton_kernels`` takes while it lays out the first GEMM's weights (``w13``), in addition to the loaded
 weights. The unit is the memory of the laid-out ``w13``. A model of PyTorch's allocator gave this number."""
 _PADDED_TO = 64
-"""Padding of a laid-out expert: its number of rows, and the bytes of each row, are multiples of this number
-(0.5.12.post1 to 0.5.17)."""
+"""Padding of a laid-out expert: its number of rows, and the bytes of each row, are multiples of this number in SGLang
+0.5.12.post1 to 0.5.17."""
 _SCALE_ROWS = 256
 """Padding of the laid-out scales of an expert: their number of rows is a multiple of this number."""
 _STOCK_HOLES = 0.085
@@ -29,15 +29,15 @@ _HOLES_OF_LAYER = 5 << 20
 the allocator's segments. For gpt-oss-120b with TP=1, 2, 4 and 8, a model of PyTorch's allocator gives 3.5 to 7.5 MB. On
 an H200 with TP=1 the holes of 36 layers were 184 MB."""
 _MARLIN = 1.47, 0.21
-"""Memory that the repack of one layer for Marlin takes, as a multiple of the layer's packed weights (0.5.17). The first
-number is for a stock server, the second for fp4-weights."""
+"""Memory that the repack of one layer for Marlin takes, as a multiple of the layer's packed weights. The first number
+is for a stock server, the second for fp4-weights (both on SGLang 0.5.17)."""
 
 
 class Loading(NamedTuple):
     """GPU memory that loading takes on one rank, in addition to the weights that the rank reads in a forward pass.
 
     :param unread: bytes of scales that stay allocated although no kernel reads them.
-    :param holes: bytes that the allocator reserves for good, and that no large tensor fits into.
+    :param holes: bytes that stay reserved in the allocator, but in pieces that are too small for a large tensor.
     :param transient: largest number of bytes that one layer takes while it is laid out.
     :param growth: bytes by which the laid-out experts are larger than the loaded experts.
     """

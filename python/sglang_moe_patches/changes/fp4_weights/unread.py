@@ -1,14 +1,14 @@
 """Find scales of a layer that no code reads after the weights were processed.
 
-The source code of all functions that may read the layer's attributes decides.
+This module reads the source code of all functions that may read the layer's attributes.
 
-:class:`_Reader` follows the statements of the quantization method's ``apply``, and of every function that receives the
-layer. If the condition of an ``if`` has a known value, only the branch that runs is followed, else both branches. A
-value is known if it depends only on attributes that no longer change, on the engine's globals, and on functions that
-return one expression. If the layer is passed to anything but such a function, all scales count as read.
+:class:`_Reader` follows the statements of the quantization method's ``apply``, and of every function to which ``apply``
+passes the layer. If the source of such a function cannot be followed, all scales count as read. If the condition of an
+``if`` has a known value, only the branch that runs is followed, else both branches. A value is known if it depends only
+on attributes that no longer change, on the engine's globals, and on functions that return one expression.
 
 A scale also counts as read if its name occurs in another function of the quantization method, or in a function of the
-layer. Weight loaders are an exception, because they only write a scale.
+layer. Weight loaders and functions that prepare the weights are exceptions.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _find_changing_attributes(owner: type) -> frozenset[str]:
 class _Reader:
     """Reader of one function's source code. It finds the attributes of the layer that the function may read.
 
-    :param known: known values of the function's local names, by name.
+    :param known: values of the function's local names, as far as they are known.
     :param subject: local name that refers to the layer. It is empty if the function does not receive the layer.
     :param callers: functions whose calls lead to this function. A recursive call is not followed.
     """
@@ -389,8 +389,7 @@ class _Reader:
     def _follow_call(self, call: ast.Call) -> set[ast.AST]:
         """If ``call`` passes the layer to a function, record the attributes that this function may read, too.
 
-        :returns: the arguments of ``call`` that are the layer. This use of the layer is safe, because the source of the
-            called function was followed.
+        :returns: the arguments of ``call`` that are the layer. The caller need not check them again.
         """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]

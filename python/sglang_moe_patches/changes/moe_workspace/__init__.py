@@ -117,7 +117,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     """Log a warning if layers of a loaded model use a runner that this change does not support on this engine.
 
     :param model: the model that the engine has loaded.
-    :param unsupported: mapping from the name of an unsupported runner, as for ``--moe-runner-backend``, to the reason.
+    :param unsupported: reasons why runners are not supported, by their names in ``--moe-runner-backend``.
     :raises PatchError: a layer uses an unsupported runner, and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     model_runners = set[str | None]()
@@ -158,7 +158,7 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 
 
 def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    """Return why no forward pass ran in column slices, from the size of the largest expert outputs.
+    """Return why no forward pass ran in column slices. The size of the largest expert outputs decides.
 
     This function does not know which runner the layers use. If the smallest tensor that Triton cuts has another size
     than the smallest tensor that Marlin cuts, the reason names both sizes.

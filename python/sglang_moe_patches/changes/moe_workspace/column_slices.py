@@ -137,8 +137,8 @@ class RunnerMemory(NamedTuple):
 class TritonGemm(NamedTuple):
     """Properties of the Triton runner's second GEMM that decide how wide the column slices are.
 
-    :param tiles: the engine's tile configuration. No slice cuts a tile. If it is ``None``, the time that slices cost is
-        ignored.
+    :param tiles: the engine's tile configuration. Each slice begins at the edge of a tile. Without a configuration
+        (``None``), the time that slices cost is ignored.
     :param quantized: whether the activations are quantized to one byte per element (FP8 or INT8).
     :param activation_in_dead_input: whether the activation's output lies in the dead input, which is allocated anyway.
     :param uses_staging: whether slices are written to a staging buffer, which is copied into the output after the last
@@ -168,10 +168,10 @@ class TritonGemm(NamedTuple):
 
     @property
     def has_slow_order(self) -> bool:
-        """Whether the GEMM computes its tiles in an order with which even two slices are measurably slower.
+        """Whether the GEMM computes its tiles in an order in which even two slices cost measurable time.
 
-        Such a GEMM computes all tiles of a row before the next row. This holds for FP8 tiles of at least 128 rows whose
-        ``GROUP_SIZE_M`` is 1 (:data:`SLOW_ORDER_SLOWDOWN`).
+        If ``GROUP_SIZE_M`` is 1, all tiles of a row are computed before the next row. In this order, slices are slow if
+        the activations are quantized and tiles have at least 128 rows (:data:`SLOW_ORDER_SLOWDOWN`).
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
@@ -265,20 +265,18 @@ def choose_slice_width(
     The result is ``hidden`` if the tensor is not cut. Narrower slices save memory, and more slices cost time. Three
     limits bound the number of slices:
 
-    - Memory at the activation. Slices cannot lower the memory that is allocated while the activation runs. If the
-      second GEMM needs no more memory than this, narrower slices save nothing. The activation needs 3 I elements per
-      row (I = ``intermediate``): 2 I for the first GEMM's output, and I for its own output. The second GEMM needs its
-      input (I, or I/2 if quantized) and one slice. The limit is thus 2 I columns (2.5 I if quantized). If the
-      activation's output lies in the dead input, it needs no memory, and the limit is 2 I columns (1.5 I if quantized).
-    - Memory saved by each further slice. With ``n`` slices, one slice is 1/n of the tensor, so one more slice saves
-      about 1/n^2 of the tensor. Each further slice must save :data:`MIN_BYTES_SAVED_PER_SLICE`. The largest ``n`` that
-      fulfils this is a square root.
+    - Memory at the activation. Slices do not lower the memory that is allocated while the activation runs. If a
+      slice fits into this memory beside the second GEMM's input, it need not be narrower. Such a slice has 2 I columns
+      (I = ``intermediate``), or 2.5 I if the activations are quantized. If the activation's output lies in the dead
+      input, such a slice has 2 I columns, or 1.5 I if the activations are quantized.
+    - Memory that each further slice saves. The ``n``-th slice saves about 1/n^2 of the tensor. It must save at least
+      :data:`MIN_BYTES_SAVED_PER_SLICE`.
     - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
       (:func:`find_max_affordable_slices`).
 
-    :param max_bytes: the user's memory limit of the runner in bytes, or ``None``. It replaces the three limits above:
-        the tensor is cut into the fewest slices with which the runner keeps the user's limit. A limit below the memory
-        at the activation counts as that memory.
+    :param max_bytes: the user's limit for the runner's memory in bytes, or ``None``. With this limit the other limits
+        do not apply. The tensor is cut into the smallest number of slices that keeps the runner's memory within the
+        limit. If the memory at the activation is larger than the limit, it replaces the limit.
     :param ignores_time: whether to ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
@@ -286,6 +284,8 @@ def choose_slice_width(
     memory = gemm.compute_memory(layer)
     if max_bytes is not None:
         return _find_fewest_slices_width(memory, max_bytes, layer.hidden, gemm.alignment_columns)
+    # The activation needs 3 I elements per row: 2 I for the first GEMM's output, and I for its own output. The second
+    # GEMM's input has I elements, or I/2 if quantized.
     slices = min(
         -(-layer.tensor_bytes // (memory.at_activation - gemm.input_bytes(layer))),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
@@ -300,9 +300,9 @@ def choose_packed_slice_width(
 ) -> int:
     """Return how many columns of the second GEMM's output Marlin computes and sums at a time.
 
-    The limits are those of :func:`choose_slice_width`. While a slice runs, the runner holds the activation's output,
-    the layer's output, the slice, and a copy of the slice's weights and scales, because Marlin's weights are packed. If
-    the first GEMM's output is at least as wide as the layer's output, slices save nothing.
+    The limits are those of :func:`choose_slice_width`. While a slice is computed, four things need memory: the
+    activation's output, the layer's output, the slice, and a copy of the slice's weights and scales. If the first
+    GEMM's output is at least as wide as the layer's output, slices save nothing.
 
     :param max_bytes: memory limit of the runner in bytes, as for :func:`choose_slice_width`.
     :param ignores_time: whether to ignore the time that slices cost.
@@ -393,9 +393,9 @@ def _compute_slice_cost_us(slice_us: tuple[float, float], rows: int) -> float:
 
 
 def _find_fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
-    """Return the width of the fewest slices with which the runner's memory is at most ``max_bytes``.
+    """Return the slice width for the smallest number of slices that keeps the runner's memory within ``max_bytes``.
 
-    If even the narrowest slices need more memory, return the width of the narrowest slices, ``step``.
+    If even the narrowest slices need more memory, return their width, ``step``.
     """
     limit = max(max_bytes, memory.at_activation)
     if memory.uncut <= limit:
@@ -405,10 +405,9 @@ def _find_fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int,
 
 
 def _compute_even_width(hidden: int, slices: int, step: int) -> int:
-    """Return the width of each slice if ``hidden`` columns are cut into ``slices`` slices. It is a multiple of
-    ``step``.
+    """Return the width of each slice if ``hidden`` columns are cut into ``slices`` slices.
 
-    For one slice, the result is ``hidden``.
+    The width is rounded up to a multiple of ``step``. For one slice, the result is ``hidden``.
     """
     return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
 
@@ -422,23 +421,26 @@ def read_max_bytes() -> int | None:
 def compute_min_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the Triton runner's expert outputs are never cut.
 
-    Each forward pass compares this size first, because the comparison is cheap. If the user limits the runner's memory
-    to ``max_bytes``, the size is a quarter of the limit. Proof: let T be the bytes of the expert outputs, and A the
-    bytes of the activation's output. During the second GEMM the runner holds T and at most 1.5 A: the activation's
-    output in 16 bits, and its quantized copy in one byte per element. During the activation the runner holds at least
-    2 A, which slices do not change. Slices help only if the second GEMM is the peak. Then 2 A is less than T + 1.5 A,
-    so A is less than 2 T, and the peak is less than 4 T.
+    Each forward pass compares the size of its expert outputs with the result first, because the comparison is cheap.
+
+    :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a quarter of
+        it. Slices of smaller expert outputs are not needed, or do not help.
     """
+    # Let T be the bytes of the expert outputs, and A the bytes of the activation's output.
+    # - The activation needs at least 2 A. Slices do not change this.
+    # - The second GEMM needs at most T + 1.5 A: the expert outputs, its 16-bit input, and the quantized input.
+    # - Slices help only if the second GEMM needs more than the activation. Then A < 2 T, so T + 1.5 A < 4 T.
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
 
 def compute_min_packed_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which Marlin's expert outputs are never cut.
 
-    If the user limits the runner's memory to ``max_bytes``, the size is a third of the limit. During the second GEMM
-    the runner holds three tensors: the expert outputs, the activation's output and the layer's output. If slices help,
-    the expert outputs are the largest of them. If they are below a third of the limit, no slices are needed.
+    :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a third of it.
+        Slices of smaller expert outputs are not needed, or do not help.
     """
+    # The second GEMM needs three tensors: the expert outputs, the activation's output and the layer's output. If slices
+    # help, the expert outputs are the largest of the three.
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
 
 

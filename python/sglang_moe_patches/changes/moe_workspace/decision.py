@@ -20,8 +20,9 @@ from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH
 def decide(built: BuiltModel) -> Decision:
     """Return what moe-workspace does in a built model. The decision for one layer stands for all layers of the model.
 
-    This layer is the first layer on Triton or Marlin that offers its dead input, or else the first layer on Triton or
-    Marlin. If there is no such layer, or with all-to-all, the result is only a reason why moe-workspace does nothing.
+    The layer is the first layer on Triton or Marlin that offers its dead input. If no layer offers it, the first layer
+    on Triton or Marlin decides. If the model has no layer on these runners, or uses all-to-all, the result is only a
+    reason why moe-workspace does nothing.
     """
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
@@ -119,7 +120,7 @@ def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
     reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
     def make_packed_tensors(rows: int, columns: int) -> tuple[Any, Any]:
-        """Return ``meta`` tensors with the shapes into which Marlin packs a matrix [rows, columns]: weights, scales."""
+        """Return the weights and scales of a matrix [rows, columns] as Marlin packs them, as ``meta`` tensors."""
         words = _make_meta_tensor(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
         return words, _make_meta_tensor(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
@@ -156,7 +157,7 @@ def _decide_width(
 
     :param sizes: the layer's shape and its second GEMM, or the reason why the expert outputs cannot be cut into slices.
     :param choose_width: :func:`.column_slices.choose_slice_width` or :func:`.column_slices.choose_packed_slice_width`.
-        The expert outputs are cut if it returns less than the hidden size.
+        The expert outputs are cut if this function returns less than the hidden size.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
     :param cut: use of the dead input if the expert outputs are cut, such as :data:`OUTPUT_IN_DEAD_INPUT`; empty if the
         dead input is not used.

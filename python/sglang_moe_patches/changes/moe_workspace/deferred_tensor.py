@@ -1,9 +1,8 @@
-"""Stand-in for the tensor of the Triton runner's expert outputs, which are then computed and summed one column slice at
-a time.
+"""Compute the expert outputs of the Triton runner in column slices, with a stand-in for the tensor of these outputs.
 
 Where the engine allocates the expert outputs, it receives a :class:`DeferredTensor`. When the engine calls its second
-GEMM, this object only records the arguments (:class:`SecondGemm`). When the engine calls its sum, the GEMM and this
-package's sum run for each slice (:func:`run_gemm_and_sum`).
+GEMM, this stand-in only records the GEMM's arguments (:class:`SecondGemm`). When the engine calls its sum over the
+top-k, the GEMM and this package's sum run for each slice (:func:`run_gemm_and_sum`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from sglang_moe_patches.core import log
 
-#: Names of the first parameters of the engine's GEMM, and the position of its parameter ``config`` (the tiles).
+#: Names of the first parameters of the engine's GEMM.
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
+#: Position of the GEMM's parameter ``config``, the tile configuration.
 CONFIG = 14
 REST = GEMM_PARAMETERS.index("topk_weights")
-"""Position of the first parameter of the GEMM that has no field of its own in :class:`SecondGemm`."""
+"""Position of the GEMM's parameter ``topk_weights``. ``SecondGemm.rest`` has the arguments from this position on."""
 
 
 # --- Stand-ins for tensors -------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ REST = GEMM_PARAMETERS.index("topk_weights")
 class SecondGemm(NamedTuple):
     """Arguments with which the engine called its second GEMM, except the output.
 
-    :param rest: positional arguments from position :data:`REST` on.
+    :param rest: positional arguments from ``topk_weights`` on. The other fields have the arguments before them.
     """
 
     activations: Any
@@ -53,8 +53,9 @@ class SecondGemm(NamedTuple):
         """Run the engine's GEMM ``kernel``.
 
         :param output: tensor for the result. It is ``None`` if the kernel only quantizes (:class:`QuantizedOnce`).
-        :param columns: ``(start, stop)`` of the hidden columns to compute, from views of weights, bias and scales. If
-            it is ``None``, all columns are computed, and the operands may have any shape.
+        :param columns: ``(start, stop)`` of the hidden columns to compute. The kernel receives views of the weights,
+            bias and scales with these columns. If ``columns`` is ``None``, the kernel computes all columns, and the
+            weights, bias and scales may have any shape.
         """
         weights, bias, scale = self.weights, self.bias, self.weights_scale
         if columns is not None:
@@ -68,13 +69,13 @@ class SecondGemm(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DeferredTensor:
-    """Stand-in without memory for the [tokens, top-k, hidden] tensor of expert outputs that the engine's function
-    allocates.
+    """Stand-in without memory for the tensor of expert outputs, [tokens, top-k, hidden].
 
-    :param gemm: the second GEMM's arguments, or ``None`` until the engine has called it.
-    :param tensor: the allocated tensor, if the engine returns it as the output (``no_combine``), else ``None``.
+    Each call of the engine's fused-MoE function has its own stand-in, so calls in different threads share no state.
 
-    All state is on this object. Two forward passes share nothing, even if they run in different threads.
+    :param gemm: arguments of the second GEMM, or ``None`` before the engine calls this GEMM.
+    :param tensor: real tensor of expert outputs, if the engine returns it without a sum (``no_combine``). Otherwise
+        ``None``.
     """
 
     shape: tuple[int, int, int]
@@ -89,10 +90,10 @@ class DeferredTensor:
         return self
 
     def unsqueeze(self, dim: int) -> Any:
-        """Allocate the tensor and return it.
+        """Allocate the real tensor of expert outputs, and return it with one more dimension.
 
-        The engine calls this method only if it does not sum over the top-k (``no_combine``). The tensor is then the
-        engine's output.
+        The engine calls this method only if it does not sum over the top-k (``no_combine``). It then returns the real
+        tensor as its output.
         """
         self.tensor = self.allocate(self.shape)
         return self.tensor.unsqueeze(dim)
@@ -111,9 +112,9 @@ class _QuantizationDone(Exception):
 class QuantizedOnce:
     """Activations of the second GEMM, which are quantized once for all slices.
 
-    The engine's GEMM itself quantizes its input. So the GEMM is first called once only to quantize: :meth:`quantize`
-    raises ``_QuantizationDone`` to end this call. The 16-bit activations are then freed, before slices allocate memory.
-    Later calls compute the slices from the quantized activations.
+    The engine quantizes the activations inside its GEMM. The first call of the GEMM does nothing else, because
+    :meth:`quantize` raises ``_QuantizationDone`` to end the call. The 16-bit activations are then freed, before slices
+    allocate memory. Later calls of the GEMM compute the slices from the quantized activations.
     """
 
     __slots__ = ("_activations", "_result", "dtype")
@@ -134,16 +135,18 @@ class QuantizedOnce:
 
 @dataclass(slots=True)
 class FusedMoeCall:
-    """Facts about one call of the fused-MoE function, which decide whether and how it runs in column slices.
+    """Properties of one call of the engine's fused-MoE function. They decide how the call runs in column slices.
 
     :param gate_columns: columns of the first GEMM's output.
     :param weight_bytes: bytes of both GEMMs' weights.
     :param local_row_fraction: fraction of the rows whose expert is on this rank.
     :param inplace: whether the output is written over the input.
-    :param uses_staging: whether slices are written to a staging buffer first, as another stream may read the input.
-    :param max_bytes: memory limit of the runner in bytes, if the user set one.
-    :param dead_input_address: address of the dead input if it was allocated for the activation's output, else ``None``.
-        Some activations ignore this memory and return another tensor (gpt-oss), whose address differs.
+    :param uses_staging: whether slices are first written to a staging buffer, because another stream may still read
+        the input.
+    :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
+    :param dead_input_address: address of the memory in the dead input that the engine received for the activation's
+        output, or ``None`` if it received none. If the second GEMM's input has another address, the activation did not
+        use this memory (gpt-oss).
     """
 
     gate_columns: int
@@ -167,8 +170,8 @@ def find_columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | N
     :param scale: scales of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns,
         ...].
     :param block_shape: columns and rows of a block, for block quantization.
-    :returns: 1 if each column has a scale, the number of columns of a block with block quantization, 0 if all columns
-        share a scale, or ``None`` for an unknown layout.
+    :returns: 0 if all columns share a scale, 1 if each column has its own, the number of columns of a block with block
+        quantization, or ``None`` if the scales have an unknown layout.
     """
     if scale is None or scale.ndim < 2:
         return 0
@@ -268,7 +271,7 @@ def run_gemm_and_sum(
     """
     slices = choose_column_slices(deferred, output)
     tokens, top_k, hidden = deferred.shape
-    # ``deferred`` keeps no reference, so that the activations of the GEMM can be freed.
+    # ``deferred`` keeps no reference to the GEMM's arguments, so that the activations can be freed.
     gemm, deferred.gemm = deferred.gemm, None
     assert gemm is not None
     if len(slices) == 1:
@@ -286,7 +289,7 @@ def run_gemm_and_sum(
                 gemm.run(invoke, None, columns=slices[0])
     rows, width = tokens * top_k, slices[0][1]
     scratch = deferred.allocate((rows * width,))
-    # Another stream may read the input until the last GEMM has run. The output is the same memory.
+    # Another stream may read the layer's input until the last GEMM has run. The output lies in the input's memory.
     staging = deferred.allocate((tokens, slices[-1][0])) if current_call.get().uses_staging else None
     for start, stop in slices:
         expert_outputs = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)

@@ -5,9 +5,9 @@ first GEMM's output as a separate tensor, which is freed after the activation ha
 deferred: the sum over the top-k runs the engine's GEMM and this package's sum for one column slice after the other.
 
 Marlin packs its weights in tiles of 16 rows and 64 columns. Packing moves columns only within a tile, so a column slice
-of whole tiles has all its columns. A slice's weights and scales are not contiguous, as the GEMM needs them, so they are
-copied before the GEMM. One launch copies the weights and scales of a slice, and sums the slice before it. All kernels
-run on the caller's stream, and no tensor outlives the call.
+of whole tiles has the same columns before and after packing. The GEMM needs contiguous weights and scales. Those of a
+slice are not contiguous, so they are copied before the GEMM. One launch copies the weights and scales of a slice, and
+sums the slice before it. All kernels run on the caller's stream, and no tensor outlives the call.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MarlinCall:
 
     :param rows: rows of the outputs of both GEMMs: tokens x top-k.
     :param gate_columns: columns of the first GEMM's output.
-    :param slices: ``(start, stop)`` of each slice of the second GEMM's output.
+    :param slices: ``(start, stop)`` of each column slice of the second GEMM's output.
     :param first: the first GEMM's output, or ``None`` before the first GEMM and from the second GEMM on.
     :param gemm: arguments of the second GEMM: the activations, the positional arguments after the output, and the
         keyword arguments.
@@ -114,7 +114,8 @@ class _BothOutputs:
 class _FirstOutput:
     """Stand-in for the output of the first GEMM until that GEMM runs.
 
-    The output is allocated when the GEMM runs. Only the :class:`MarlinCall` refers to it, so it can be freed early.
+    The output is allocated when the first GEMM runs. Only the :class:`MarlinCall` refers to this memory, so it can be
+    freed before the second GEMM.
 
     :param call: call of the engine's Marlin function to which the output belongs.
     :param allocate_elements: function that allocates the output, as for :class:`_BothOutputs`.
@@ -141,8 +142,7 @@ class DeferredOutput:
 
     :param call: call of the engine's Marlin function to which the output belongs.
     :param allocate_elements: function that allocates the slices, as for :class:`_BothOutputs`.
-    :cvar dtype: always ``None``, a dtype for which the engine has no special sum. The engine therefore calls the
-        general sum.
+    :cvar dtype: always ``None``. The engine has special sums for some dtypes, and its general sum for all others.
     """
 
     call: MarlinCall
@@ -218,8 +218,8 @@ def describe(arguments: dict[str, Any]) -> tuple[LayerShape, MarlinGemm] | str:
 
     If the expert outputs cannot be cut, return the reason as a text instead.
     """
-    # The CPU time before the first kernel counts while the GPU is idle. Therefore no text is formatted unless it is
-    # needed.
+    # While the GPU is idle, CPU time before the first kernel delays the layer. Therefore no text is formatted
+    # needlessly.
     hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape

@@ -5,10 +5,10 @@ If the routed experts work in place, they write their output over this input, wi
 the engine's own function this is safe, because it writes the output only after the whole second GEMM. Column slices
 would write their first columns earlier.
 
-A module counts as such a reader if a method of its class runs code on a stream that it chooses, and if its shared
-experts are not fused into the routed experts. One answer holds for all layers of the process, because they are of one
-kind. If the answer is yes, the Triton runner copies its output once more, and Marlin does not cut layers that work in
-place. A wrong yes changes no result.
+A module counts as such a reader if both conditions hold: a method of its class runs code on a stream of its choice, and
+its shared experts are not fused into the routed experts. :data:`has_concurrent_reader` is one answer for all layers of
+the process, because they are of one kind. If it is true, the Triton runner copies its output once more, and Marlin does
+not cut layers that work in place. If it is true by mistake, results stay the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ has_concurrent_reader = False
 
 
 def switches_streams(block: type) -> bool:
-    """Return whether a method of a class, or of its base classes, runs code on a CUDA stream that it chooses."""
+    """Return whether a class or one of its base classes has a method that runs code on a CUDA stream of its choice."""
     return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
 
 

@@ -1,6 +1,6 @@
 """Column slices in the Triton runner: run the engine's own fused-MoE function with three replaced globals.
 
-In every forward pass, ``route`` compares the size of the expert outputs with a threshold. If they are large enough,
+In every call, ``route`` compares the size of the expert outputs with a threshold. If the size is large enough,
 ``run_in_columns`` runs a copy of the engine's function in which three global names have other values: ``torch``
 (:class:`_FusedMoeTorch`), the GEMM (``invoke``) and the sum (``sum_slices``). The first GEMM runs as usual. The call of
 the second GEMM is only recorded. ``sum_slices`` then runs the second GEMM and this package's sum for one column slice
@@ -33,9 +33,9 @@ COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
 
-#: Source texts in the engine's fused-MoE function that use the expert outputs. This module supports only these uses.
-#: :class:`DeferredTensor` supports some of these uses. Only calls that never run in columns reach the other uses (top-k
-#: of 2, LoRA hooks, a deferred sum).
+#: Source texts in the engine's fused-MoE function that use the expert outputs. A function with other uses is not
+#: supported. Some of these uses run only in calls without column slices (top-k of 2, LoRA hooks, a deferred sum).
+#: :class:`DeferredTensor` supports the others.
 _EXPECTED_USES = {
     "intermediate_cache3.view",
     "intermediate_cache3.shape",
@@ -60,18 +60,18 @@ _MAX_COMPILED_SUM_TOKENS = 32
 
 
 class _FusedMoeTorch(takers.OutputTorch):
-    """Stand-in for the module ``torch`` inside the fused-MoE function, which does not allocate the expert outputs.
+    """Stand-in for the module ``torch`` inside the fused-MoE function. It does not allocate the expert outputs.
 
-    If the layer offers its dead input, the stand-in places one tensor there. This tensor is the layer's output. If the
-    layer works in place, its output needs no memory, and the tensor is the activation's output instead.
+    If the layer offers its dead input, the layer's output is placed in this memory. If the layer works in place, its
+    output needs no memory, and the activation's output is placed in the dead input instead.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         """Replacement for ``torch.empty`` inside the fused-MoE function.
 
-        The expert outputs, the only tensor with three dimensions, become a :class:`DeferredTensor`. If the MoE layer
-        runs with ``inplace``, the activation's output is placed in the offered dead input, if it fits. All other
-        tensors are allocated as usual.
+        Instead of the expert outputs, the only tensor with three dimensions, it returns a :class:`DeferredTensor`. If
+        the layer works in place, and the activation's output fits into the offered dead input, it returns this memory.
+        All other tensors are allocated as usual.
         """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)
@@ -134,10 +134,10 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], estimate_local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # If the tensor is not cut, the engine's own function runs, except in three cases. In these cases by_columns
-        # runs. A dead input is offered: by_columns places the activation or the output there. The engine never writes
-        # the tensor (no_combine): by_columns does not allocate it. The output must be in symmetric memory: by_columns
-        # allocates it there.
+        # If the expert outputs are not cut, the engine's own function runs, except in three cases:
+        # - A dead input is offered. by_columns places the activation's output or the layer's output there.
+        # - The caller sets no_combine. by_columns does not allocate a tensor that the engine never writes.
+        # - The layer's output must be in symmetric memory. by_columns allocates it there.
         needs_pool = not inplace and symmetric_memory.is_enabled
         if channel.get_offered_buffer() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
@@ -180,10 +180,10 @@ def has_unwritten_sum(fused_moe: FunctionType) -> bool:
 
 
 def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
-    """Return a route for calls with a top-k of 1, which some releases compute wrongly (:func:`has_unwritten_sum`).
+    """Return a route (:data:`.fused_moe_call.Route`) that corrects calls with a top-k of 1.
 
-    The route calls the fused-MoE function with a routed scaling factor of 1, and then multiplies the output by the real
-    factor.
+    Some releases compute these calls wrongly (:func:`has_unwritten_sum`). The route calls the fused-MoE function with a
+    routed scaling factor of 1, and then multiplies the output by the real factor.
     """
     following = getattr(module, FUSED_MOE)
 

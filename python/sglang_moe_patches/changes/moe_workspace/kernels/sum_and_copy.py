@@ -58,7 +58,7 @@ if triton is not None:
     ):
         """Copy one block of the weights, copy one block of the scales, or sum one block of columns.
 
-        The program's number decides. The first programs copy weights, the next ones copy scales, and the others sum.
+        The first programs of the grid copy weights, the next programs copy scales, and all others sum.
         """
         program = tl.program_id(0)
         if program < weights_programs:
@@ -109,9 +109,9 @@ def sum_and_copy(
         no tokens.
     :param output: [tokens, columns].
     :param scale: factor of the sum.
-    :param copies: source, start, stop and target of the weights and of the scales. After the last slice the sequence is
-        empty. Source and target are contiguous and have the same dtype, which may be any. Rows, ``start`` and ``stop``
-        are whole words of eight bytes.
+    :param copies: one tuple ``(source, start, stop, target)`` for the weights, and one for the scales. After the last
+        slice there is no tuple. Source and target are contiguous and have the same dtype, which may be any. Their rows,
+        and the parts before ``start`` and ``stop``, are whole words of eight bytes.
     """
     if not copies:
         moe_sum.moe_sum(expert_outputs, output, scale)
